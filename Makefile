@@ -1,0 +1,81 @@
+# `make` alone lists the targets. Every target makes the environment that it needs, in .venv.
+
+PYTHON ?= python3
+# More arguments for pip's installation of torch, say: --index-url <an index that has the CPU build>
+TORCH_INSTALL_ARGS ?=
+# More arguments for pytest: make test ARGS="-k stream -x"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+UNFINISHED := $(VENV)/.unfinished
+LOG := $(VENV)/install.log
+
+.DEFAULT_GOAL := help
+.PHONY: help environment quickstart test test-full lint format benchmark constraints clean clean-environment
+
+help: ## list these targets
+	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+quickstart: $(READY) ## train a small Llama on Python's own source for a few minutes, then let it write code
+	@$(BIN)/titanlab train +recipe=quickstart
+
+test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
+	@$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: $(READY) ## run the slower layer of tests
+	@$(BIN)/python -m pytest -m full $(ARGS)
+
+lint: $(READY) ## check style (ruff) and types (mypy)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(READY) ## rewrite the source in the project's style
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+benchmark: $(READY) ## measure what the trainer costs beside a bare PyTorch loop; prints JSON
+	@$(BIN)/python benchmarks/step_cost.py $(ARGS)
+
+environment: $(READY) ## make or update .venv, and nothing else
+
+constraints: $(READY) ## write what .venv has installed to constraints.txt
+	@{ grep '^#' constraints.txt; \
+	   $(BIN)/python -m pip freeze --all --exclude-editable --exclude pip --exclude titanlab | sed 's/+[A-Za-z0-9.]*$$//'; \
+	 } > constraints.tmp && mv constraints.tmp constraints.txt && touch $(READY)
+	@echo "constraints.txt: $$(grep -c == constraints.txt) packages"
+
+clean: ## remove caches and builds; keeps .venv and runs/
+	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find titanlab tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-environment: ## remove .venv
+	rm -rf $(VENV)
+
+# An installation that was interrupted leaves $(UNFINISHED), and the next one starts afresh.
+$(READY): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || \
+	  { echo "titanlab: PYTHON=$(PYTHON): is not installed; name a Python of 3.11 or newer, say make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "titanlab: PYTHON=$(PYTHON): must be Python 3.11 or newer, and is $$($(PYTHON) --version 2>&1 | tail -n 1); try make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "titanlab: PYTHON=$(PYTHON): cannot make virtual environments; install its venv (on Debian and Ubuntu the package python3-venv), or try make PYTHON=python3.12" >&2; exit 2; }
+	@if [ -e $(UNFINISHED) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	   echo "titanlab: making $(VENV) with $$($(PYTHON) --version)"; \
+	   rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && $(PYTHON) -m venv $(VENV); \
+	 fi
+	@touch $(UNFINISHED); : > $(LOG)
+	@echo "titanlab: installing PyTorch (the largest part; to watch: tail -f $(LOG))"
+	@$(call pip_install,$(TORCH_INSTALL_ARGS) torch)
+	@echo "titanlab: installing titanlab and its tools"
+	@$(call pip_install,-e '.[dev]')
+	@rm -f $(UNFINISHED); touch $@
+	@echo "titanlab: $(VENV) is ready"
+
+# pip says a lot, and it matters only when something fails.
+pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(1) >> $(LOG) 2>&1 || \
+  { tail -n 15 $(LOG) >&2; echo "titanlab: pip failed, see above and $(LOG); run make again when mended" >&2; exit 1; }

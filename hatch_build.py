@@ -1,0 +1,18 @@
+"""Puts the YAMLs into a wheel: they live beside the package in a clone, and inside it when installed.
+
+`[tool.hatch.build.targets.wheel.force-include]` would copy them into an editable installation too, where the copies
+would soon be old.
+"""
+
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class ConfigFolders(BuildHookInterface):
+    """Maps conf/ to titanlab/conf/; groups that are links in it (conf/launch) become folders."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the folder to a build that is not an editable one."""
+        if version != "editable":
+            build_data["force_include"]["conf"] = "titanlab/conf"

@@ -1,0 +1,1 @@
+"""The tests: a package, so that workers can import what a test sends them."""

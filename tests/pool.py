@@ -1,0 +1,304 @@
+"""A pool of worker processes for tests that need several ranks.
+
+The workers start once and import torch once; `Pool.run` calls a function in the first few of them, each with the
+environment of its rank. A failure, a hang or a death of one rank ends the call with that rank's own traceback or
+stacks, and the pool stays usable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# How long the others may take to notice that a rank failed before they are ended.
+GRACE_SECONDS = 2.0
+START_SECONDS = 120.0
+CLEAR_SECONDS = 10.0
+
+
+class RankFailure(Exception):
+    """A call in the pool failed; the message has the traceback or the stacks of the rank that caused it."""
+
+
+class Pool:
+    """Persistent worker processes that play the ranks of small process groups.
+
+    Args:
+        size: most ranks of one call.
+        warning_filters: lines of pytest's `filterwarnings`, to hold in the workers too.
+    """
+
+    def __init__(self, size: int, *, warning_filters: Sequence[str] = ()) -> None:
+        self.size = size
+        self._filters = tuple(warning_filters)
+        self._workers: list[_Worker | None] = [None] * size
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any, limit_seconds: float = 120.0) -> list[Any]:
+        """Call `function(*arguments)` as ranks 0 to world − 1 and return what each returned, by rank.
+
+        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set; the function opens
+        the process group if it wants one, and the pool destroys it. Arguments and results travel by pickle.
+
+        Raises:
+            RankFailure: a rank raised, died or did not return within `limit_seconds`.
+        """
+        if not 1 <= world <= self.size:
+            raise ValueError(f"the pool has {self.size} workers, not {world}")
+        try:
+            call = pickle.dumps((function, arguments))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(f"workers cannot import {function!r} or its arguments: {error}") from error
+        workers = self._ready(world)
+        port = _free_port()
+        for rank, worker in enumerate(workers):
+            worker.send(("call", call, _environment(rank, world, port)))
+        answers = self._gather(workers, limit_seconds)
+        failures = {rank: answer for rank, answer in answers.items() if answer[0] != "value"}
+        if failures:
+            raise RankFailure(_story(failures, world))
+        return [pickle.loads(answers[rank][1]) for rank in range(world)]
+
+    def close(self) -> None:
+        """End the workers."""
+        for index in range(self.size):
+            self._drop(index)
+
+    def _ready(self, world: int) -> list[_Worker]:
+        """The first workers; those that are missing start side by side."""
+        workers = []
+        for index in range(world):
+            worker = self._workers[index]
+            if worker is None or not worker.process.is_alive():
+                self._drop(index)
+                worker = self._workers[index] = _Worker(self._filters)
+            workers.append(worker)
+        for index, worker in enumerate(workers):
+            if not worker.wait_ready(START_SECONDS):
+                self._drop(index)
+                raise RankFailure(f"worker {index} did not start within {START_SECONDS:.0f} s")
+        return workers
+
+    def _gather(self, workers: list[_Worker], limit_seconds: float) -> dict[int, tuple[str, Any, float]]:
+        """One answer a rank: ("value" | "raised" | "died" | "hung", content, when)."""
+        answers: dict[int, tuple[str, Any, float]] = {}
+        end = time.monotonic() + limit_seconds
+        while len(answers) < len(workers):
+            waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in answers}
+            for connection in wait(list(waiting), timeout=max(0.0, end - time.monotonic())):
+                rank = waiting[connection]  # type: ignore[index]
+                answers[rank] = workers[rank].receive()
+                if answers[rank][0] != "value":
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+            if time.monotonic() >= end:
+                break
+        reason = f"did not return within {limit_seconds:g} s"
+        if any(kind != "value" for kind, *_ in answers.values()):
+            reason = "was still at work when another rank had failed"
+        late = [rank for rank in range(len(workers)) if rank not in answers]
+        stacks = [workers[rank].stacks() for rank in late]
+        for rank, text in zip(late, stacks, strict=True):
+            answers[rank] = ("hung", f"{reason}\n{text}", time.monotonic())
+        for rank, worker in enumerate(workers):
+            if answers[rank][0] in ("hung", "died"):
+                self._drop(rank)
+            else:
+                worker.send(("clear",))
+        return answers
+
+    def _drop(self, index: int) -> None:
+        worker, self._workers[index] = self._workers[index], None
+        if worker is not None:
+            worker.end()
+
+
+class _Worker:
+    """One process of the pool, seen from the test's side."""
+
+    def __init__(self, filters: Sequence[str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        handle, name = tempfile.mkstemp(prefix="titanlab-stacks-")
+        os.close(handle)
+        self._stacks = Path(name)
+        self._busy = True
+        # As a daemon it ends with pytest; it also watches for a parent that was killed.
+        self.process: BaseProcess = context.Process(
+            target=_serve, args=(theirs, os.getpid(), name, tuple(filters)), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait until it has started, or has cleared up after its last call."""
+        if self._busy:
+            with contextlib.suppress(EOFError, OSError):
+                self._busy = not (self.connection.poll(seconds) and self.connection.recv_bytes() == b"ready")
+        return not self._busy
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self._busy = True
+        # If it died, `receive` says so.
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(pickle.dumps(message))
+
+    def receive(self) -> tuple[str, Any, float]:
+        try:
+            kind, content, when = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(5)
+            return ("died", f"the process ended with exit code {self.process.exitcode}", time.monotonic())
+        return (kind, content, when)
+
+    def stacks(self) -> str:
+        """Where its threads are now."""
+        with contextlib.suppress(OSError):
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        time.sleep(0.2)
+        return self._stacks.read_text() or "(its threads could not be seen)"
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.connection.close()
+        self._stacks.unlink(missing_ok=True)
+
+
+def _story(failures: dict[int, tuple[str, Any, float]], world: int) -> str:
+    """The failures, the first one first: it is the cause more often than not."""
+    # A rank that waits for a lost one raises soon after, and one that hangs is found last.
+    order = sorted(failures, key=lambda rank: (failures[rank][0] == "hung", failures[rank][2]))
+    parts = []
+    for rank in order:
+        kind, text, _ = failures[rank]
+        parts.append(f"rank {rank} of {world} {text}" if kind == "hung" else f"rank {rank} of {world}: {text}")
+    return "\n\n".join(parts)
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _serve(connection: Connection, parent: int, stacks: str, filters: Sequence[str]) -> None:
+    """A worker's life: wait for a call, make it, answer, clear up."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    with Path(stacks).open("w") as stacks_file:
+        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+        # Ctrl-C is for pytest, which then ends the workers.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        import torch.distributed  # noqa: F401 (the reason why workers stay)
+
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                message = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                return
+            if message[0] == "call":
+                with _undone_after():
+                    answer = _answer(message[1], message[2], filters)
+                    connection.send_bytes(answer)
+                    if pickle.loads(answer)[0] == "value":
+                        # Rank 0 may hold the store that others still need: all answer before any clears up.
+                        connection.recv_bytes()
+                        _leave_groups()
+                    else:
+                        # Those who wait for this rank should learn that it is gone.
+                        _leave_groups()
+                        connection.recv_bytes()
+                gc.collect()
+                connection.send_bytes(b"ready")
+
+
+def _answer(call: bytes, environment: dict[str, str], filters: Sequence[str]) -> bytes:
+    os.environ.update(environment)
+    try:
+        with warnings.catch_warnings():
+            _hold(filters)
+            function, arguments = pickle.loads(call)
+            value = pickle.dumps(function(*arguments))
+    except BaseException:
+        # SystemExit and pytest's own outcomes are no exceptions, and must be seen as well.
+        return pickle.dumps(("raised", traceback.format_exc(), time.monotonic()))
+    return pickle.dumps(("value", value, time.monotonic()))
+
+
+def _hold(filters: Sequence[str]) -> None:
+    # No public name parses the lines.
+    from _pytest.config import apply_warning_filters
+
+    apply_warning_filters(filters, ())
+
+
+def _leave_groups() -> None:
+    """Destroy the process groups that a call left behind, and what torch keeps of their meshes."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        # The cache answers an equal mesh with specs of the old one, whose groups are gone.
+        debug._clear_sharding_prop_cache()
+
+
+@contextlib.contextmanager
+def _undone_after() -> Iterator[None]:
+    """Give the next call the environment, folder and torch settings that this one had."""
+    import torch
+
+    environment, folder = dict(os.environ), Path.cwd()
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(False)
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
