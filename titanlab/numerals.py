@@ -1,0 +1,67 @@
+"""Numbers as people read them. The same words on the terminal, in logs and in reports."""
+
+from __future__ import annotations
+
+import math
+
+_THOUSANDS = ("", "K", "M", "B", "T", "P", "E")
+
+
+def grouped(value: float) -> str:
+    """A whole number with its thousands apart: 8,030,261,248."""
+    return f"{value:,.0f}" if math.isfinite(value) else str(value)
+
+
+def short(value: float, *, digits: int = 3) -> str:
+    """A count to some significant digits with its magnitude: 8.03B, 512, 16.8M, 1.00K."""
+    if not math.isfinite(value):
+        return str(value)
+    power = 0
+    while power < len(_THOUSANDS) - 1 and abs(float(f"{value / 1000**power:.{digits - 1}e}")) >= 1000:
+        power += 1
+    if power == 0 and float(value).is_integer():
+        return str(int(value))
+    return significant(value / 1000**power, digits) + _THOUSANDS[power]
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number rounded to significant digits: 0.0123, 1.23, 123, 12300; very large and small ones as 1.23e+09."""
+    if not math.isfinite(value):
+        return str(value)
+    rounded = float(f"{value:.{digits - 1}e}")
+    if rounded == 0:
+        return "0"
+    if not 1e-6 <= abs(rounded) < 1e7:
+        return f"{value:.{digits - 1}e}"
+    places = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:.{max(0, places)}f}"
+
+
+def duration(seconds: float) -> str:
+    """A span of time as a clock shows it: 0:07, 12:30, 1:02:03, 3d 4:05:06."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def short_span(seconds: float) -> str:
+    """A short span in the unit that fits: 812 µs, 12.3 ms, 1.23 s."""
+    if not math.isfinite(seconds):
+        return "?"
+    # By the rounded value: 0.9999 s is 1.00 s, not 1000 ms.
+    rounded = float(f"{seconds:.2e}")
+    if rounded < 0.001:
+        return f"{significant(seconds * 1e6)} µs"
+    if rounded < 1:
+        return f"{significant(seconds * 1e3)} ms"
+    return f"{significant(seconds)} s"
+
+
+def rate(value: float) -> str:
+    """A learning rate or another small factor: 3.00e-04, 0."""
+    return "0" if value == 0 else f"{value:.2e}"
