@@ -1,0 +1,48 @@
+"""Files that a reader finds whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace a file in one step, so that no reader ever sees half of it.
+
+    Args:
+        path: the file; its folder exists.
+        text: its whole new content, written as UTF-8.
+        durable: also wait until the disk has it, so that it survives a power cut.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Replace a JSON file in one step; numbers that are not finite are written as null."""
+    write_text(path, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n", durable=durable)
+
+
+def finite(value: Any) -> Any:
+    """The value with NaN and infinities as None, which JSON has no word for, and tuples as lists."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value

@@ -1,0 +1,266 @@
+"""The arithmetic of measuring a run: seconds, tokens, FLOPs. No device is touched; time comes from a clock.
+
+A step lasts from the end of the one before to its own end, without what was spent in `paused`
+(validation, checkpoints). On an accelerator call `end_step` after something that has waited for the
+device, such as reading the step's flags: what is still queued is otherwise counted in a later step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Names of metrics in rows, results and trackers; where torchtitan has one, it is the same.
+LOSS = "loss_metrics/global_avg_loss"
+GRAD_NORM = "grad_norm"
+LEARNING_RATE = "lr"
+TOKENS_PER_SECOND = "throughput(tps)"
+TFLOPS = "tflops"
+MFU = "mfu(%)"
+STEP_SECONDS = "time_metrics/end_to_end(s)"
+STEP_SECONDS_MEDIAN = "time_metrics/end_to_end_median(s)"
+DATA_SECONDS = "time_metrics/data_loading(s)"
+DATA_PERCENT = "time_metrics/data_loading(%)"
+TOKENS_SEEN = "n_tokens_seen"
+MEMORY_ACTIVE = "memory/max_active(GiB)"
+MEMORY_RESERVED = "memory/max_reserved(GiB)"
+VALIDATION_LOSS = "validation_metrics/loss"
+WARMING_UP = "warming_up"
+MEASURED_STEPS = "measured_steps"
+TRAIN_SECONDS = "time_metrics/train(s)"
+PAUSED_SECONDS = "time_metrics/paused(s)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a run computes, and on what: the constants of its throughput.
+
+    Attributes:
+        devices: how many share the tokens of a step.
+        flops_per_token: forward and backward, of the whole model.
+        convention: how those are counted, such as `6(N−N_emb)+12·L·H·Q·T`.
+        peak_flops: of one device in the precision of the matrix products, per second; None if unknown.
+        peak_source: where the peak comes from: a datasheet, or a measurement at start.
+    """
+
+    devices: int
+    flops_per_token: float
+    convention: str = ""
+    peak_flops: float | None = None
+    peak_source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast some steps were.
+
+    Attributes:
+        steps: how many.
+        step_seconds, step_seconds_median: mean and median of one step.
+        data_seconds: mean of the part spent waiting for data.
+        tokens_per_second: of one device.
+        tflops: of one device, by the convention for FLOPs per token.
+        mfu_percent: share of the device's peak; None where that is unknown.
+        warming_up: whether warm-up steps are among them.
+    """
+
+    steps: int
+    step_seconds: float
+    step_seconds_median: float
+    data_seconds: float
+    tokens_per_second: float
+    tflops: float
+    mfu_percent: float | None
+    warming_up: bool
+
+    def metrics(self) -> dict[str, Any]:
+        """The figures under their names in rows and trackers."""
+        share = 100 * self.data_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
+        return {
+            TOKENS_PER_SECOND: self.tokens_per_second,
+            TFLOPS: self.tflops,
+            MFU: self.mfu_percent,
+            STEP_SECONDS: self.step_seconds,
+            STEP_SECONDS_MEDIAN: self.step_seconds_median,
+            DATA_SECONDS: self.data_seconds,
+            DATA_PERCENT: share,
+            WARMING_UP: self.warming_up,
+        }
+
+
+class Meter:
+    """Measures the steps of one attempt.
+
+    Args:
+        work: constants of the run.
+        warmup_steps: first steps of the attempt, left out of its summary: they compile, allocate, fill caches.
+        tokens_seen: by earlier attempts.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        warmup_steps: int = 0,
+        tokens_seen: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._work = work
+        self._warmup_steps = warmup_steps
+        self._clock = clock
+        self._tokens_seen = tokens_seen
+        # Of every step of the attempt: eight bytes a value.
+        self._seconds = array("d")
+        self._data_seconds = array("d")
+        self._tokens = array("d")
+        self._window_start = 0
+        self._paused_total = 0.0
+        self._step_paused = 0.0
+        self._step_data = 0.0
+        self._depth = 0
+        self._mark: float | None = None
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens trained on so far, in all attempts."""
+        return self._tokens_seen
+
+    @property
+    def steps(self) -> int:
+        """Steps measured in this attempt."""
+        return len(self._seconds)
+
+    def begin(self) -> None:
+        """The first step starts now."""
+        self._mark = self._clock()
+        self._step_paused = self._step_data = 0.0
+
+    @contextlib.contextmanager
+    def loading_data(self) -> Iterator[None]:
+        """Time in here is waiting for data, a part of the step."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            # A validation's batches are no part of a step.
+            if self._depth == 0:
+                self._step_data += self._clock() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here belongs to no step: validation, checkpoints, sampling. May be nested."""
+        start = self._clock()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                elapsed = self._clock() - start
+                self._step_paused += elapsed
+                self._paused_total += elapsed
+
+    def end_step(self, tokens: int) -> float:
+        """A step over `tokens` tokens, of all devices, ends now. Returns its seconds.
+
+        Raises:
+            RuntimeError: `begin` was not called.
+        """
+        if self._mark is None:
+            raise RuntimeError("Meter.end_step before Meter.begin")
+        now = self._clock()
+        seconds = max(0.0, now - self._mark - self._step_paused)
+        self._mark = now
+        self._seconds.append(seconds)
+        self._data_seconds.append(self._step_data)
+        self._tokens.append(tokens)
+        self._tokens_seen += tokens
+        self._step_paused = self._step_data = 0.0
+        return seconds
+
+    def window(self) -> Speed:
+        """The steps since the last call, or since the beginning.
+
+        Raises:
+            RuntimeError: there are none.
+        """
+        if self._window_start == self.steps:
+            raise RuntimeError("no step since the last window")
+        speed = self._speed(self._window_start, self.steps)
+        self._window_start = self.steps
+        return speed
+
+    def measured(self) -> Speed | None:
+        """All steps after warm-up; None if there is none. Every figure is that of the median step."""
+        start = min(self._warmup_steps, self.steps)
+        if start == self.steps:
+            return None
+        seconds = statistics.median(self._seconds[start:])
+        pairs = zip(self._tokens[start:], self._seconds[start:], strict=True)
+        return self._as_speed(
+            self.steps - start,
+            mean=seconds,
+            median=seconds,
+            data=statistics.median(self._data_seconds[start:]),
+            rate=statistics.median(tokens / max(span, 1e-12) for tokens, span in pairs),
+            warming_up=False,
+        )
+
+    def seconds_left(self, steps_left: int) -> float | None:
+        """Estimate for the rest: the median of the last steps after warm-up, and pauses at their rate so far."""
+        recent = self._seconds[max(min(self._warmup_steps, self.steps), self.steps - 100) :]
+        if not recent:
+            return None
+        pauses = self._paused_total / self.steps
+        return steps_left * (statistics.median(recent) + pauses)
+
+    def summary(self) -> dict[str, Any]:
+        """Medians after warm-up and totals of the attempt, under the names of metrics; None where none was measured."""
+        speed = self.measured()
+        names = (TOKENS_PER_SECOND, TFLOPS, MFU, STEP_SECONDS, DATA_SECONDS, DATA_PERCENT)
+        figures = {} if speed is None else speed.metrics()
+        return {
+            **{name: figures.get(name) for name in names},
+            MEASURED_STEPS: 0 if speed is None else speed.steps,
+            TOKENS_SEEN: self._tokens_seen,
+            TRAIN_SECONDS: sum(self._seconds),
+            PAUSED_SECONDS: self._paused_total,
+            "flops_per_token": self._work.flops_per_token,
+            "flops_convention": self._work.convention,
+            "peak_tflops": None if self._work.peak_flops is None else self._work.peak_flops / 1e12,
+            "peak_source": self._work.peak_source,
+        }
+
+    def _speed(self, start: int, end: int) -> Speed:
+        seconds = self._seconds[start:end]
+        total = sum(seconds)
+        return self._as_speed(
+            end - start,
+            mean=total / len(seconds),
+            median=statistics.median(seconds),
+            data=sum(self._data_seconds[start:end]) / len(seconds),
+            rate=sum(self._tokens[start:end]) / max(total, 1e-12),
+            warming_up=start < self._warmup_steps,
+        )
+
+    def _as_speed(self, steps: int, *, mean: float, median: float, data: float, rate: float, warming_up: bool) -> Speed:
+        """With what follows from tokens per second of all devices."""
+        per_device = rate / self._work.devices
+        flops = per_device * self._work.flops_per_token
+        peak = self._work.peak_flops
+        return Speed(
+            steps=steps,
+            step_seconds=mean,
+            step_seconds_median=median,
+            data_seconds=data,
+            tokens_per_second=per_device,
+            tflops=flops / 1e12,
+            mfu_percent=None if peak is None else 100 * flops / peak,
+            warming_up=warming_up,
+        )

@@ -1,0 +1,270 @@
+"""The folder of a run, `runs/<sweep>/<name>-<hash8>/`: what is in it, and who may write what when.
+
+The submitter makes it, or the process that launches the ranks. One rank writes metrics, status and
+result; every rank may leave a note of its own failure. docs/run-folder.md has the schema of every file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from titanlab.atomic_file import write_json, write_text
+from titanlab.config_file import config_text, read_config
+from titanlab.errors import ConfigError
+from titanlab.identity import Identity
+from titanlab.metrics_file import MetricsWriter, read_metrics
+from titanlab.outcome import Outcome
+from titanlab.outcome import from_mapping as outcome_from_mapping
+from titanlab.run_status import STATES, Status
+
+SCHEMA = 1
+FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
+_SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run on disk; cheap to make, reads files when asked."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's label, without the hash."""
+        match = FOLDER_NAME.fullmatch(self.path.name)
+        return match["name"] if match else self.path.name
+
+    @property
+    def hash8(self) -> str:
+        """First digits of the identity; empty for a folder that somebody has renamed."""
+        match = FOLDER_NAME.fullmatch(self.path.name)
+        return match["hash8"] if match else ""
+
+    @property
+    def sweep(self) -> str:
+        """The collection that it belongs to."""
+        return self.path.parent.name
+
+    @property
+    def logs(self) -> Path:
+        """Text that processes print."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Saved states, one folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def traces(self) -> Path:
+        """Output of profilers."""
+        return self.path / "traces"
+
+    def attempt_folder(self, attempt: int) -> Path:
+        """What belongs to one attempt only: its config, environment, result and ranks' failures."""
+        return self.path / "attempts" / str(attempt)
+
+    # Reading
+
+    def config(self, attempt: int | None = None) -> dict[str, Any]:
+        """The resolved recipe as the run was born with it, or as one attempt ran it."""
+        folder = self.path if attempt is None else self.attempt_folder(attempt)
+        return read_config(folder / "config.yaml")
+
+    def identity(self) -> Identity | None:
+        """The full hash and what was hashed."""
+        value = _read_json(self.path / "identity.json")
+        return None if value is None else Identity(sha256=value["sha256"], content=value["content"])
+
+    def env(self, attempt: int | None = None) -> dict[str, Any] | None:
+        """Code, versions and machine of the latest attempt, or of one."""
+        folder = self.path if attempt is None else self.attempt_folder(attempt)
+        return _read_json(folder / "env.json")
+
+    def status(self) -> Status | None:
+        """Where the run stands."""
+        value = _read_json(self.path / "status.json")
+        known = {each.name for each in fields(Status)}
+        return None if value is None else Status(**{key: inner for key, inner in value.items() if key in known})
+
+    def result(self, attempt: int | None = None) -> Outcome | None:
+        """How the latest attempt ended, or a given one; None while it has not."""
+        folder = self.path if attempt is None else self.attempt_folder(attempt)
+        value = _read_json(folder / "result.json")
+        return None if value is None else outcome_from_mapping(value)
+
+    def failures(self, attempt: int) -> list[Outcome]:
+        """What the ranks of an attempt have noted about their own ends, by rank."""
+        notes = [_read_json(path) for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json")]
+        return sorted((outcome_from_mapping(note) for note in notes if note), key=lambda outcome: outcome.rank or 0)
+
+    def attempts(self) -> list[int]:
+        """Numbers of all attempts, from 1."""
+        try:
+            names = [path.name for path in (self.path / "attempts").iterdir()]
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """The rows that count, as `metrics_file.read_metrics` has them."""
+        return read_metrics(self.path / "metrics.jsonl", kind)
+
+    # Writing
+
+    def begin_attempt(self, config: Mapping[str, Any], env: Mapping[str, Any], *, patch: str | None = None) -> int:
+        """Open the next attempt: its own config and environment. Safe to race: each caller gets its own number.
+
+        Args:
+            patch: difference of the code to its commit, kept as `code.patch`.
+        """
+        for attempt in range(max(self.attempts(), default=0) + 1, 1_000_000):
+            folder = self.attempt_folder(attempt)
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            write_text(folder / "config.yaml", config_text(config))
+            write_json(folder / "env.json", env)
+            if patch is not None:
+                write_text(folder / "code.patch", patch)
+            write_json(self.path / "env.json", env)
+            # The last attempt's end is not this one's; it stays in that attempt's folder.
+            (self.path / "result.json").unlink(missing_ok=True)
+            self.write_status(Status(state="starting", attempt=attempt))
+            return attempt
+        raise AssertionError("a million attempts")
+
+    def open_metrics(self, attempt: int, *, resumed_step: int = 0) -> MetricsWriter:
+        """The writer of metrics.jsonl for an attempt that goes on from a step."""
+        return MetricsWriter(self.path / "metrics.jsonl", attempt=attempt, resumed_step=resumed_step)
+
+    def write_status(self, status: Status) -> None:
+        """Replace status.json."""
+        if status.state not in STATES:
+            raise ValueError(f"{status.state!r} is none of {STATES}")
+        write_json(self.path / "status.json", {"schema": SCHEMA, **asdict(status)})
+
+    def write_result(self, outcome: Outcome) -> None:
+        """Record how an attempt ended, for good: its own result, the run's, and the status."""
+        folder = self.attempt_folder(outcome.attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "result.json", outcome.to_mapping(), durable=True)
+        write_json(self.path / "result.json", outcome.to_mapping(), durable=True)
+        status = self.status() or Status(state="ended")
+        self.write_status(
+            replace(
+                status,
+                state="ended",
+                step=outcome.step,
+                steps=outcome.steps or status.steps,
+                attempt=outcome.attempt,
+                updated=time.time(),
+                seconds_left=None,
+                outcome=outcome.kind.value,
+            )
+        )
+
+    def write_failure(self, outcome: Outcome) -> None:
+        """Note a rank's own failure, for `outcome.first_cause` to choose among."""
+        folder = self.attempt_folder(outcome.attempt) / "failures"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / f"rank-{outcome.rank or 0}.json", outcome.to_mapping(), durable=True)
+
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the run for this process; the claim ends with the block, or with the process however it dies.
+
+        Raises:
+            ConfigError: another process holds it.
+        """
+        descriptor = os.open(self.path / ".claim", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
+                raise ConfigError("run", self.path, f"is in the hands of {holder}", "wait for it, or stop it") from None
+            except OSError:
+                pass  # A file system without locks: nobody can hold it.
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def create_run(
+    runs: Path | str, *, sweep: str = "single", name: str, identity: Identity, config: Mapping[str, Any]
+) -> RunFolder:
+    """The folder of a run, made if it is not there: whole at once, so that racing processes get the same one.
+
+    Args:
+        config: the resolved recipe as plain values; frozen in config.yaml.
+
+    Raises:
+        ConfigError: a label that is no folder's name, a place that cannot be written, or a folder that
+            belongs to another run.
+    """
+    for key, label in (("sweep", sweep), ("name", name)):
+        if not _LABEL.fullmatch(label):
+            rule = "becomes a folder's name: up to 100 letters, digits, '.', '_', '+', '-', the first a letter or digit"
+            raise ConfigError(key, label, rule, f"try {key}=run-1")
+    final = Path(runs).expanduser() / sweep / f"{name}-{identity.hash8}"
+    part = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    try:
+        if not (final / "config.yaml").exists():
+            for folder in _SUBFOLDERS:
+                (part / folder).mkdir(parents=True)
+            born = {"schema": SCHEMA, "sha256": identity.sha256, "content": identity.content}
+            write_json(part / "identity.json", born)
+            write_text(part / "config.yaml", config_text(config))
+            RunFolder(part).write_status(Status(state="prepared"))
+            # Fails where another process was faster: a folder with files in it is never replaced.
+            part.rename(final)
+    except OSError as error:
+        if not (final / "config.yaml").exists():
+            rule = f"cannot be written ({error.strerror or type(error).__name__})"
+            raise ConfigError("runs", runs, rule, "give a folder of yours: runs=~/runs") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    run = open_run(final)
+    kept = run.identity()
+    if kept is not None and kept.sha256 != identity.sha256:
+        raise ConfigError("name", name, f"{final} belongs to another run", f"try name={name}-2")
+    return run
+
+
+def open_run(path: Path | str) -> RunFolder:
+    """The run in a folder.
+
+    Raises:
+        ConfigError: no run's folder.
+    """
+    path = Path(path).expanduser()
+    if not (path / "config.yaml").is_file():
+        rule = "has no config.yaml" if path.is_dir() else "is no folder"
+        raise ConfigError("run", path, rule, "name the folder of a run, such as runs/single/quickstart-1a2b3c4d")
+    return RunFolder(path)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where the file is missing or is not one, as after a full disk."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
