@@ -1,0 +1,298 @@
+"""Llama against its formulas, written out, and what the module promises to those who take it apart."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.model.published import load
+from titanlab.initialise import initialise
+from titanlab.model import llama
+from titanlab.model.llama_account import initial_values
+
+SEQ = 24
+
+
+def built(config, *, seq_len=SEQ, seed=1, std=None):
+    """A model with initial values, or with larger ones under which every term shows in the logits."""
+    model = llama.build(config, seq_len=seq_len)
+    initialise(model, initial_values(config), seed)
+    if std is not None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=std, generator=generator)
+    return model
+
+
+def random_tokens(config, *shape):
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def norm(x, weight, eps):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turned(x, config, *, place):
+    """Rotary embedding of one head at one place: pair by pair, by the formulas of the papers."""
+    out = torch.empty_like(x)
+    for pair in range(len(x) // 2):
+        frequency = config.rope_theta ** (-2 * pair / len(x))
+        wavelength = 2 * math.pi / frequency
+        if wavelength > config.rope_original_context / config.rope_low_freq_factor:
+            frequency /= config.rope_factor
+        elif wavelength > config.rope_original_context / config.rope_high_freq_factor:
+            low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+            smooth = (config.rope_original_context / wavelength - low) / (high - low)
+            frequency = (1 - smooth) * frequency / config.rope_factor + smooth * frequency
+        cos, sin = math.cos(place * frequency), math.sin(place * frequency)
+        a, b = x[2 * pair], x[2 * pair + 1]
+        out[2 * pair], out[2 * pair + 1] = a * cos - b * sin, a * sin + b * cos
+    return out
+
+
+def written_out(model, tokens):
+    """Logits [seq, vocab] of one sequence in fp64, without any of the module's code."""
+    config = model.config
+    weights = {name: value.double() for name, value in model.state_dict().items()}
+    shared = config.heads // config.kv_heads
+    x = weights["tok_embeddings.weight"][tokens]
+    for layer in range(config.layers):
+        w = {n.removeprefix(f"layers.{layer}."): v for n, v in weights.items() if n.startswith(f"layers.{layer}.")}
+        h = norm(x, w["attention_norm.weight"], config.norm_eps)
+        q, k, v = (h @ w[f"attention.w{name}.weight"].T for name in "qkv")
+        mixed = torch.zeros_like(x)
+        for head in range(config.heads):
+            own = slice(head * config.head_dim, (head + 1) * config.head_dim)
+            lent = slice(head // shared * config.head_dim, (head // shared + 1) * config.head_dim)
+            qs = torch.stack([turned(row, config, place=i) for i, row in enumerate(q[:, own])])
+            ks = torch.stack([turned(row, config, place=i) for i, row in enumerate(k[:, lent])])
+            for place in range(len(tokens)):
+                scores = ks[: place + 1] @ qs[place] / math.sqrt(config.head_dim)
+                mixed[place, own] = torch.softmax(scores, 0) @ v[: place + 1, lent]
+        x = x + mixed @ w["attention.wo.weight"].T
+        h = norm(x, w["ffn_norm.weight"], config.norm_eps)
+        gate = h @ w["feed_forward.w1.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * (h @ w["feed_forward.w3.weight"].T)) @ w["feed_forward.w2.weight"].T
+    head = weights["tok_embeddings.weight" if config.tied_embeddings else "output.weight"]
+    return norm(x, weights["norm.weight"], config.norm_eps) @ head.T
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"kv_heads": 4},
+        {"kv_heads": 1, "tied_embeddings": True},
+        # Wavelengths on both sides of both bounds, and between them.
+        {"rope_factor": 8.0, "rope_original_context": 64},
+    ],
+    ids=["shared heads", "own heads", "one kv head, tied", "scaled"],
+)
+def test_against_the_formulas(change):
+    model = built(load("debug", **change), std=0.3)
+    tokens = random_tokens(model.config, SEQ)
+    expected = written_out(model, tokens)
+    torch.testing.assert_close(model(tokens[None])[0].double(), expected, rtol=1e-4, atol=1e-4 * expected.std().item())
+
+
+def test_scaling_keeps_fast_pairs_and_slows_slow_ones():
+    plain, scaled = (
+        torch.view_as_complex(llama.rope_table(load(name), seq_len=2))[1].angle()
+        for name in ("llama3_8b", "llama3_1_8b")
+    )
+    ratio = plain / scaled
+    assert ratio[0] == 1
+    assert ratio[-1] == pytest.approx(8)
+    assert ((ratio[1:] - ratio[:-1]) >= -1e-6).all()
+    wavelengths = 2 * math.pi / plain
+    assert (ratio[wavelengths < 8192 / 4] == 1).all()
+    assert (ratio[wavelengths > 8192] - 8).abs().max() < 1e-5
+
+
+def test_far_positions_keep_their_angles():
+    table = llama.rope_table(load("llama3_8b"), seq_len=100_001)
+    assert table.dtype == torch.float32
+    assert table[100_000, 0, 0].item() == pytest.approx(math.cos(100_000), abs=1e-7)
+
+
+def test_no_token_sees_a_later_one():
+    model = built(load("debug"), std=0.1)
+    tokens = random_tokens(model.config, 2, SEQ)
+    changed = tokens.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % model.config.vocab_size
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_positions():
+    model = built(load("debug"), seq_len=64, std=0.1)
+    tokens = random_tokens(model.config, 2, 16)
+    plain = model(tokens)
+    each = torch.arange(16).expand(2, -1)
+    assert torch.equal(model(tokens, positions=each[0]), plain)
+    assert torch.equal(model(tokens, positions=each), plain)
+    # Only distances count, for each sequence by itself.
+    torch.testing.assert_close(model(tokens, positions=each + torch.tensor([[40], [7]])), plain, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model(tokens, positions=each * 2), plain, atol=1e-3)
+
+
+def test_too_long_a_sequence_is_refused():
+    model = built(load("debug"), seq_len=8)
+    with pytest.raises(ValueError, match="9 tokens, but the model was built for 8"):
+        model(random_tokens(model.config, 1, 9))
+
+
+@pytest.mark.parametrize("backend", ["flash", "math"])
+def test_backends_agree(backend):
+    reference = built(load("debug"), std=0.1)
+    model = built(load("debug", attention=backend), std=0.1)
+    tokens = random_tokens(model.config, 2, SEQ)
+    torch.testing.assert_close(model(tokens), reference(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_auto_leaves_the_choice_to_torch(monkeypatch):
+    asked = []
+    monkeypatch.setattr(llama, "sdpa_kernel", lambda kernel: asked.append(kernel) or contextlib.nullcontext())
+    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    outputs = {name: llama.InnerAttention(name)(q, k, v) for name in ("auto", "efficient", "cudnn")}
+    assert asked == [llama.SDPBackend.EFFICIENT_ATTENTION, llama.SDPBackend.CUDNN_ATTENTION]
+    # `efficient` is given as many key/value heads as there are of queries.
+    torch.testing.assert_close(outputs["efficient"], outputs["auto"])
+    torch.testing.assert_close(outputs["cudnn"], outputs["auto"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_forms_of_the_rotation_agree(monkeypatch, dtype):
+    x = torch.randn(2, SEQ, 4, 16, dtype=dtype, requires_grad=True)
+    rope = torch.view_as_complex(llama.rope_table(load("debug"), seq_len=SEQ)).unsqueeze(-2)
+    results = []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        y = llama.rotate(x, rope)
+        assert y.dtype == dtype
+        (gradient,) = torch.autograd.grad(y.float().square().sum() + y.float().sum(), x)
+        results.append((y, gradient))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)  # bf16: fp32 arithmetic, rounded once
+
+
+def test_meta_then_materialised_is_the_same_model():
+    for tied in (False, True):
+        config = load("debug", tied_embeddings=tied)
+        with torch.device("meta"):
+            model = llama.build(config, seq_len=SEQ)
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        model.to_empty(device="cpu")
+        model.init_buffers("cpu")
+        initialise(model, initial_values(config), 1)
+        tokens = random_tokens(config, 2, SEQ)
+        assert torch.equal(model(tokens), built(config)(tokens))
+
+
+def test_tied_weights_are_one():
+    config = load("debug", tied_embeddings=True)
+    model = built(config)
+    assert "output.weight" not in model.state_dict()
+    tokens = random_tokens(config, 2, SEQ)
+    model.tok_embeddings.requires_grad_(False)
+    only_embedding, only_head = (p.detach().clone().requires_grad_() for p in [model.tok_embeddings.weight] * 2)
+    hidden = F.embedding(tokens, only_embedding)
+    rope = torch.view_as_complex(model.rope).unsqueeze(-2)
+    for layer in model.layers.values():
+        hidden = layer(hidden, rope)
+    F.linear(model.norm(hidden), only_head).square().sum().backward()
+    model.tok_embeddings.requires_grad_(True)
+    model(tokens).square().sum().backward()
+    torch.testing.assert_close(model.tok_embeddings.weight.grad, only_embedding.grad + only_head.grad)
+    # A state dict comes back as it was.
+    other = built(config, seed=2)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens), model(tokens))
+
+
+def test_buffers_are_fp32_whatever_the_parameters_are():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = llama.build(load("debug"), seq_len=SEQ)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model.norm.weight.dtype == torch.bfloat16
+    assert model.rope.dtype == torch.float32
+    assert model(random_tokens(model.config, 1, SEQ)).dtype == torch.bfloat16
+
+
+def test_stages_of_a_pipeline_chain_to_the_whole():
+    config = load("debug")
+    tokens = random_tokens(config, 2, SEQ)
+    expected = built(config)(tokens)
+    first, last = built(config), built(config)
+    first.norm = first.output = last.tok_embeddings = None
+    del first.layers["1"], last.layers["0"]
+    assert torch.equal(last(first(tokens)), expected)
+    # Names stay those of the whole model, so that initial values and checkpoints find them.
+    names = {name for stage in (first, last) for name, _ in stage.named_parameters()}
+    assert names == {name for name, _ in built(config).named_parameters()}
+    tied = built(load("debug", tied_embeddings=True))
+    tied.tok_embeddings = None
+    with pytest.raises(RuntimeError, match="tied head needs tok_embeddings"):
+        tied(torch.zeros(1, SEQ, config.dim))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        load("llama_5m"),
+        load("llama_5m", tied_embeddings=True),
+        load("llama_5m", dim=1024, heads=16, layers=2, ffn_dim=2816),
+    ],
+    ids=["llama_5m", "tied", "wide"],
+)
+def test_the_first_loss_is_that_of_a_uniform_guess(config):
+    model = built(config, seq_len=128)
+    tokens, labels = random_tokens(config, 2, 2, 128)
+    with torch.no_grad():
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).item()
+    assert loss == pytest.approx(math.log(config.vocab_size), rel=0.02)
+
+
+def tied_under_fsdp():
+    """Logits, gradient of the tied table and names in the state dict, with and without FSDP2 in bf16."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo")
+    config = load("debug", tied_embeddings=True)
+    tokens = random_tokens(config, 2, SEQ)
+    plain = built(config)
+    plain(tokens).square().mean().backward()
+    with torch.device("meta"):
+        model = llama.build(config, seq_len=SEQ)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (*model.layers.values(), model):
+        fully_shard(part, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.init_buffers("cpu")
+    initialise(model, initial_values(config), 1)
+    logits = model(tokens)
+    logits.square().mean().backward()
+    torch.testing.assert_close(logits, plain(tokens))
+    torch.testing.assert_close(model.tok_embeddings.weight.grad.full_tensor(), plain.tok_embeddings.weight.grad)
+
+    # In bf16 the blocks still get their angles unrounded.
+    rounded = built(config)
+    seen = []
+    rounded.layers["0"].attention.register_forward_pre_hook(lambda _, args: seen.append([a.dtype for a in args]))
+    for part in (*rounded.layers.values(), rounded):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    torch.testing.assert_close(rounded(tokens).float(), plain(tokens), rtol=0.1, atol=0.02)
+    assert seen == [[torch.bfloat16, torch.complex64]]
+    return [name for name in model.state_dict() if "layers" not in name]
+
+
+def test_tied_weights_and_angles_under_fsdp(pool):
+    assert pool.run(2, tied_under_fsdp) == [["tok_embeddings.weight", "norm.weight"]] * 2

@@ -1,0 +1,180 @@
+"""What datasheets say about devices: dense peaks, memory, links.
+
+Peaks are those of dense matrix products, half of what datasheets print "with sparsity". A figure
+without a source is not here, and a device that is not here has none: an MFU against a wrong peak is
+worse than no MFU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_TABLES = "stas00/ml-engineering, compute/accelerator and network"
+_TORCHTITAN = "torchtitan, get_peak_flops"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device, or one die where software sees several.
+
+    Attributes:
+        name: for people.
+        words: words that its name has in torch (`torch.cuda.get_device_name`).
+        also: words that may stand beside them; any other word means another device.
+        peak_tflops: dense TFLOP/s by torch's name of the dtype; `tf32` beside them.
+        memory_gb: as the datasheet counts it, in 10⁹ or 2³⁰ bytes; a device reports a little less.
+        memory_gb_per_second: bandwidth of that memory.
+        link_gb_per_second: to the other devices of its node, in one direction.
+        source: where the figures were read.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    also: tuple[str, ...] = ()
+    peak_tflops: Mapping[str, float]
+    memory_gb: float | None = None
+    memory_gb_per_second: float | None = None
+    link_gb_per_second: float | None = None
+    source: str
+
+
+def _peaks(bf16: float, *, fp8: float | None, tf32: float | None, fp32: float | None) -> dict[str, float]:
+    """Peaks of a device whose two half precisions are equally fast, as in every row of the table."""
+    rates = {"bfloat16": bf16, "float16": bf16, "float8_e4m3fn": fp8, "float8_e5m2": fp8, "tf32": tf32, "float32": fp32}
+    return {dtype: rate for dtype, rate in rates.items() if rate is not None}
+
+
+_A100 = _peaks(312, fp8=None, tf32=156, fp32=19.5)
+_HOPPER_SXM = _peaks(989, fp8=1979, tf32=494.5, fp32=67)
+
+DEVICES = (
+    Device(
+        name="A100 SXM 80 GB",
+        words=("A100", "80GB"),
+        also=("SXM", "SXM4"),
+        peak_tflops=_A100,
+        memory_gb=80,
+        memory_gb_per_second=2000,
+        link_gb_per_second=300,
+        source=_TABLES,
+    ),
+    Device(
+        name="A100 SXM 40 GB",
+        words=("A100", "40GB"),
+        also=("SXM", "SXM4"),
+        peak_tflops=_A100,
+        memory_gb=40,
+        memory_gb_per_second=1600,
+        link_gb_per_second=300,
+        source=_TABLES,
+    ),
+    Device(
+        name="A100 PCIe",
+        words=("A100", "PCIE"),
+        also=("40GB", "80GB"),
+        # The card has the SXM module's peak; the sources give it no other figure.
+        peak_tflops={"bfloat16": 312},
+        source=_TORCHTITAN,
+    ),
+    Device(
+        name="H100 SXM",
+        words=("H100", "80GB", "HBM3"),
+        peak_tflops=_HOPPER_SXM,
+        memory_gb=80,
+        memory_gb_per_second=3350,
+        link_gb_per_second=450,
+        source=_TABLES,
+    ),
+    Device(
+        name="H100 96 GB HBM2e",
+        # Nothing in this one's name tells it from the others: only the words they have and it has not.
+        words=("H100",),
+        peak_tflops={"bfloat16": 989},
+        memory_gb=96,
+        memory_gb_per_second=2400,
+        source=f"torchtitan benchmarks/llama3_h100_202412; {_TORCHTITAN}",
+    ),
+    Device(
+        name="H100 PCIe",
+        words=("H100", "PCIE"),
+        also=("80GB",),
+        peak_tflops=_peaks(756, fp8=1513, tf32=378, fp32=51),
+        memory_gb=80,
+        memory_gb_per_second=2000,
+        source=_TABLES,
+    ),
+    Device(
+        name="H100 NVL",
+        words=("H100", "NVL"),
+        peak_tflops={"bfloat16": 835},
+        memory_gb=94,
+        memory_gb_per_second=3900,
+        source=f"{_TORCHTITAN}; memory: {_TABLES}",
+    ),
+    Device(
+        name="H200 SXM",
+        words=("H200",),
+        peak_tflops=_HOPPER_SXM,
+        memory_gb=141,
+        memory_gb_per_second=4800,
+        link_gb_per_second=450,
+        source=_TABLES,
+    ),
+    Device(
+        name="B200",
+        words=("B200",),
+        peak_tflops=_peaks(2250, fp8=4500, tf32=1125, fp32=None),
+        memory_gb=180,
+        memory_gb_per_second=8000,
+        link_gb_per_second=900,
+        source=_TABLES,
+    ),
+    Device(
+        name="GB200",
+        words=("GB200",),
+        peak_tflops=_peaks(2500, fp8=5000, tf32=1250, fp32=None),
+        source=_TABLES,
+    ),
+    Device(
+        name="L40S",
+        words=("L40S",),
+        peak_tflops=_peaks(362, fp8=733, tf32=183, fp32=91.6),
+        memory_gb=48,
+        memory_gb_per_second=860,
+        source=_TABLES,
+    ),
+    Device(
+        name="MI300X",
+        words=("MI300X",),
+        also=("INSTINCT", "OAM"),
+        # Its float8 has other formats (…fnuz), under which no one has asked for it yet.
+        peak_tflops=_peaks(1300, fp8=None, tf32=653.7, fp32=163.4),
+        memory_gb=192,
+        memory_gb_per_second=5300,
+        source=_TABLES,
+    ),
+)
+_VENDORS = frozenset({"NVIDIA", "AMD"})
+
+
+def find(name: str) -> Device | None:
+    """The device with this name in torch, such as `NVIDIA H100 80GB HBM3`; None if it is not in the table.
+
+    A name matches with all of its words or not at all: `NVIDIA H200 NVL` is no H200, and a slice of
+    a device (`… MIG 1g.10gb`) is not that device.
+    """
+    words = set(re.findall(r"[A-Z0-9]+", name.upper())) - _VENDORS
+    for device in DEVICES:
+        if set(device.words) <= words <= {*device.words, *device.also}:
+            return device
+    return None
+
+
+def peak_flops(name: str, dtype: str) -> float | None:
+    """Dense peak in FLOP/s of the device with this name, for torch's name of a dtype; None if unknown."""
+    device = find(name)
+    if device is None or dtype not in device.peak_tflops:
+        return None
+    return device.peak_tflops[dtype] * 1e12

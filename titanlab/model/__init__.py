@@ -1,0 +1,1 @@
+"""Models: what they compute, their schemas, and their accounts."""

@@ -1,0 +1,132 @@
+"""What a Llama declares about itself: shapes, operations with FLOPs, initial values. Torch-free."""
+
+from __future__ import annotations
+
+import math
+
+from titanlab.account import Init, ModelAccount, Operation
+from titanlab.model.llama_schema import Llama
+
+EMBEDDING = "tok_embeddings.weight"
+HEAD = "output.weight"
+
+
+def account(config: Llama) -> ModelAccount:
+    """Parameters by name in the module's own order, and the sizes that sums need."""
+    parameters: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
+    for layer in range(config.layers):
+        parameters.update({f"layers.{layer}.{name}": shape for name, shape in _block_parameters(config).items()})
+    parameters["norm.weight"] = (config.dim,)
+    if not config.tied_embeddings:
+        parameters[HEAD] = (config.vocab_size, config.dim)
+    return ModelAccount(
+        parameters=parameters,
+        embedding=EMBEDDING,
+        tied={HEAD: EMBEDDING} if config.tied_embeddings else {},
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dim=config.dim,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
+    dim, kv_dim = config.dim, config.kv_heads * config.head_dim
+    return {
+        "attention_norm.weight": (dim,),
+        "attention.wq.weight": (dim, dim),
+        "attention.wk.weight": (kv_dim, dim),
+        "attention.wv.weight": (kv_dim, dim),
+        "attention.wo.weight": (dim, dim),
+        "ffn_norm.weight": (dim,),
+        "feed_forward.w1.weight": (config.ffn_dim, dim),
+        "feed_forward.w2.weight": (dim, config.ffn_dim),
+        "feed_forward.w3.weight": (config.ffn_dim, dim),
+    }
+
+
+def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operation]:
+    """The operations of one block's forward pass, in the order in which the module runs them.
+
+    Names are paths in the block. Shapes: `[batch, seq, width]`; `attention.rope_*` give
+    `[batch, seq, heads, head_dim]`, `attention.inner` gives `[batch, heads, seq, head_dim]`.
+    """
+    heads, head_dim = config.heads, config.head_dim
+    kv_dim = config.kv_heads * head_dim
+    tokens = (batch, seq_len)
+
+    def matmul(name: str, inputs: int, outputs: int) -> Operation:
+        return _matmul(name, (*tokens, outputs), inputs)
+
+    def moved(name: str, *shape: int) -> Operation:
+        return Operation(name=name, kind="pointwise", flops=0, output=(*tokens, *shape))
+
+    return [
+        _norm("attention_norm", (*tokens, config.dim)),
+        matmul("attention.wq", config.dim, config.dim),
+        matmul("attention.wk", config.dim, kv_dim),
+        matmul("attention.wv", config.dim, kv_dim),
+        moved("attention.rope_q", heads, head_dim),
+        moved("attention.rope_k", config.kv_heads, head_dim),
+        Operation(
+            name="attention.inner",
+            kind="attention",
+            # Scores and weighted values: two products of 2·seq·seq·head_dim each, for every head.
+            flops=2 * 2 * batch * heads * seq_len * seq_len * head_dim,
+            output=(batch, heads, seq_len, head_dim),
+        ),
+        matmul("attention.wo", config.dim, config.dim),
+        moved("attention_residual", config.dim),
+        _norm("ffn_norm", (*tokens, config.dim)),
+        matmul("feed_forward.w1", config.dim, config.ffn_dim),
+        matmul("feed_forward.w3", config.dim, config.ffn_dim),
+        moved("feed_forward.silu", config.ffn_dim),
+        moved("feed_forward.mul", config.ffn_dim),
+        matmul("feed_forward.w2", config.ffn_dim, config.dim),
+        moved("ffn_residual", config.dim),
+    ]
+
+
+def edge_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operation]:
+    """The operations before and after the blocks: embedding, final norm, head."""
+    hidden = (batch, seq_len, config.dim)
+    return [
+        Operation(name="tok_embeddings", kind="lookup", flops=0, output=hidden),
+        _norm("norm", hidden),
+        _matmul("output", (batch, seq_len, config.vocab_size), config.dim),
+    ]
+
+
+def _matmul(name: str, output: tuple[int, ...], inputs: int) -> Operation:
+    return Operation(name=name, kind="matmul", flops=2 * inputs * math.prod(output), output=output)
+
+
+def _norm(name: str, output: tuple[int, ...]) -> Operation:
+    return Operation(name=name, kind="norm", flops=0, output=output)
+
+
+def initial_values(config: Llama) -> dict[str, Init]:
+    """How every parameter starts.
+
+    Matrices: normal with std 0.02. The two that write into the residual stream (wo, w2) are
+    divided by sqrt(2·layers), so that its variance does not grow with depth (GPT-2; Megatron-LM,
+    arXiv 1909.08053, section 4). Norms: ones. The head, or the table that is also the head, is held
+    to a std of 1/(2·sqrt(dim)) for wide models: logits of a normalised stream then have a std of at
+    most a half, which puts the first loss at most 1/8 above ln(vocab_size).
+    """
+    residual_std = 0.02 / math.sqrt(2 * config.layers)
+    head_std = min(0.02, 0.5 / math.sqrt(config.dim))
+    head = EMBEDDING if config.tied_embeddings else HEAD
+    values: dict[str, Init] = {}
+    for name in account(config).parameters:
+        if "norm." in name:
+            values[name] = Init(kind="ones")
+        elif name == head:
+            values[name] = Init(kind="normal", std=head_std)
+        elif name.endswith((".wo.weight", ".w2.weight")):
+            values[name] = Init(kind="normal", std=residual_std)
+        else:
+            values[name] = Init(kind="normal", std=0.02)
+    return values

@@ -1,0 +1,142 @@
+"""The schema of Llama-family models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+# Which kernels torch's scaled dot-product attention may use; `auto` leaves the choice to torch.
+ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+# The ones that exist without a GPU.
+CPU_ATTENTION_BACKENDS = ("auto", "flash", "math")
+
+
+@option("model", "llama")
+@dataclass(kw_only=True)
+class Llama:
+    """A decoder-only transformer of the Llama family (arXiv 2302.13971, 2307.09288, 2407.21783).
+
+    Attributes:
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads; each is dim / heads wide.
+        kv_heads: key/value heads, shared by heads / kv_heads query heads each (arXiv 2305.13245).
+        ffn_dim: width of the SwiGLU feed-forward, given as it is and not derived.
+        vocab_size: rows of the embedding and of the head.
+        norm_eps: added to the mean square in RMSNorm.
+        rope_theta: base of the rotary frequencies.
+        rope_factor: context extension of Llama 3.1 and 3.2: frequencies whose wavelength exceeds
+            rope_original_context / rope_low_freq_factor are divided by it, those shorter than
+            rope_original_context / rope_high_freq_factor are kept, between them it blends.
+            1 is off.
+        rope_low_freq_factor, rope_high_freq_factor, rope_original_context: see rope_factor.
+        tied_embeddings: the head is the embedding's table (Llama 3.2).
+        attention: kernel of the attention: auto, flash, cudnn, efficient or math.
+
+    Raises:
+        ConfigError: a value breaks a rule.
+    """
+
+    kind: str = "llama"
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_context: int = 8192
+    tied_embeddings: bool = False
+    attention: str = "auto"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.heads
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_heads()
+        self._check_rope()
+        if not 0 < self.norm_eps < 1:
+            raise ConfigError("model.norm_eps", self.norm_eps, "must lie between 0 and 1", "try 1e-5")
+        if self.attention not in ATTENTION_BACKENDS:
+            known = ", ".join(ATTENTION_BACKENDS)
+            raise ConfigError("model.attention", self.attention, "no such attention kernel", f"choose one of {known}")
+
+    def _check_sizes(self) -> None:
+        cures = {
+            "dim": "try 256",
+            "layers": "try 6",
+            "heads": "try 8",
+            "kv_heads": f"try {max(self.heads, 1)} (no sharing)",
+            "ffn_dim": f"try {_usual_ffn_dim(self.dim)}",
+            "vocab_size": "try 2048, or what the tokenizer has",
+            "rope_original_context": "try 8192",
+        }
+        for name, cure in cures.items():
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}", getattr(self, name), "must be at least 1", cure)
+        if self.vocab_size < 2:
+            raise ConfigError("model.vocab_size", self.vocab_size, "must be at least 2", cures["vocab_size"])
+
+    def _check_heads(self) -> None:
+        if self.dim % self.heads or self.head_dim % 2:
+            # Rotary embedding turns pairs of a head's elements, so that a head needs an even width.
+            usable = [n for n in _divisors(self.dim) if (self.dim // n) % 2 == 0]
+            if not usable:
+                raise ConfigError("model.dim", self.dim, "must be even: heads are turned in pairs", "try 256")
+            raise ConfigError(
+                "model.heads",
+                self.heads,
+                f"must divide dim={self.dim} into heads of even width",
+                f"try {_nearest(usable, self.heads)}",
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                "model.kv_heads",
+                self.kv_heads,
+                f"must divide {self.heads} query heads",
+                f"try {_nearest(_divisors(self.heads), self.kv_heads)}",
+            )
+
+    def _check_rope(self) -> None:
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
+            raise ConfigError(
+                "model.rope_theta", self.rope_theta, "must be above 1", "try 10000 (Llama 2) or 500000 (Llama 3)"
+            )
+        if not (math.isfinite(self.rope_factor) and self.rope_factor >= 1):
+            raise ConfigError(
+                "model.rope_factor", self.rope_factor, "must be at least 1", "try 1 (off), 8 (Llama 3.1) or 32 (3.2)"
+            )
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if not (math.isfinite(low) and low > 0):
+            raise ConfigError("model.rope_low_freq_factor", low, "must be above 0", "try 1")
+        if not (math.isfinite(high) and high > low):
+            raise ConfigError(
+                "model.rope_high_freq_factor", high, f"must be above rope_low_freq_factor={low:g}", f"try {4 * low:g}"
+            )
+
+
+def _usual_ffn_dim(dim: int) -> int:
+    """Two thirds of 4·dim, rounded up to a multiple of 256 (arXiv 2302.13971, section 2.2)."""
+    return max(math.ceil(8 * dim / 3 / 256), 1) * 256
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _nearest(usable: list[int], asked: int) -> str:
+    """The usable values next below and next above the one that was asked for."""
+    below = [n for n in usable if n < asked][-1:]
+    above = [n for n in usable if n > asked][:1]
+    return " or ".join(str(n) for n in (*below, *above))
