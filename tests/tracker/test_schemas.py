@@ -1,0 +1,63 @@
+"""Configs of trackers: found, light, and refused with a cure."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.tracker.tensorboard_schema import TensorBoard
+from titanlab.tracker.wandb_schema import Wandb
+
+CONF = Path(__file__).parents[2] / "conf" / "tracker"
+
+
+def test_every_kind_is_found_and_has_its_yaml():
+    kinds = discover()["tracker"]
+    assert sorted(str(kind) for kind in kinds) == ["jsonl", "tensorboard", "wandb"]
+    assert sorted(path.stem for path in CONF.glob("*.yaml")) == sorted(str(kind) for kind in kinds)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tensorboard", "wandb"])
+def test_a_yaml_names_its_schema_and_only_fields_that_are_there(kind):
+    values = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
+    assert values.pop("defaults") == [f"{kind}_schema", "_self_"]
+    schema = discover()["tracker"][kind].schema
+    assert schema(**values) == schema()
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"mode": "on"}, "tracker.mode"),
+        ({"project": "a/b"}, "tracker.project"),
+        ({"project": ""}, "tracker.project"),
+        ({"entity": "x" * 129}, "tracker.entity"),
+        ({"group": "a#b"}, "tracker.group"),
+        ({"tags": ["ok", ""]}, "tracker.tags"),
+        ({"tags": ["x" * 65]}, "tracker.tags"),
+        ({"finish_seconds": -1.0}, "tracker.finish_seconds"),
+        ({"queue_rows": 0}, "tracker.queue_rows"),
+    ],
+)
+def test_wrong_values_are_refused(values, key):
+    with pytest.raises(ConfigError, match=f"^{key}="):
+        Wandb(**values)
+
+
+def test_a_flush_takes_time():
+    with pytest.raises(ConfigError, match=r"^tracker\.flush_seconds=0"):
+        TensorBoard(flush_seconds=0)
+
+
+def test_no_tracker_imports_what_it_tracks_with():
+    modules = "jsonl jsonl_schema tensorboard tensorboard_schema wandb wandb_schema wandb_writer protocol".split()
+    code = (
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module('titanlab.tracker.' + name)\n"
+        "print([name for name in ('torch', 'wandb', 'tensorboard') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,343 @@
+"""tracker=wandb: the real one offline, and one that hangs, raises, dies, or is not there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titanlab.errors import ConfigError
+from titanlab.tracker import wandb
+from titanlab.tracker.jsonl_schema import Jsonl
+from titanlab.tracker.protocol import TrackedRun, open_tracker
+from titanlab.tracker.wandb import has_key, resolve_mode
+from titanlab.tracker.wandb_schema import Wandb
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    return TrackedRun(
+        id="abcd1111abcd1111",
+        name="toy-abcd1111",
+        sweep="layouts",
+        folder=tmp_path / "run",
+        config={"model": {"dim": 256}, "seed": 0},
+        layout={"replicate": 1, "shard": 2},
+        facts={"parameters": 5769472},
+        tags=["llama", "cpu", "fp32", "llama", "x" * 80],
+    )
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+def open_fake(monkeypatch, tmp_path, source, run, told, **given):
+    """A tracker whose writer finds our own `wandb`."""
+    package = tmp_path / "fake"
+    package.mkdir(exist_ok=True)
+    (package / "wandb.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    return open_tracker(Wandb(**{"mode": "online", **given}), run, warn=told.append)
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+FAKE = """
+import json, os, time
+out = open(os.environ["FAKE_OUT"], "a", buffering=1)
+def tell(*what): print(json.dumps(what), file=out)
+class Settings:
+    def __init__(self, **given): self.given = given
+class Summary(dict):
+    pass
+class Run:
+    def __init__(self): self.summary = Summary()
+    def log(self, metrics, step): tell("log", step, metrics)
+    def finish(self, exit_code=0): tell("finish", exit_code, self.summary)
+def init(**given):
+    settings = given.pop("settings")
+    tell("init", given, settings.given)
+    return Run()
+"""
+
+
+@pytest.fixture
+def fake_out(tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    monkeypatch.setenv("FAKE_OUT", str(path))
+
+    def read():
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    return read
+
+
+def inspect(folder):
+    """The records of a wandb file."""
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_the_real_wandb_offline(run, told):
+    tracker = open_tracker(Wandb(mode="offline", tags=["mine"], finish_seconds=120), run, warn=told.append)
+    for step in (5, 6, 7):
+        tracker.log(step, {"loss_metrics/global_avg_loss": 10.0 / step, "mfu(%)": None, "lr": float("nan")})
+    tracker.log(7, {"validation_metrics/loss": 2.5})
+    tracker.finish({"throughput(tps)": 123.0, "mfu(%)": None}, exit_code=0)
+    assert told == [], (run.folder / "logs" / "wandb.log").read_text()
+
+    records = inspect(run.folder)
+    opened = next(record["run"] for record in records if record["type"] == "run")
+    assert opened["run_id"] == run.id
+    assert opened["display_name"] == run.name
+    assert opened["run_group"] == "layouts"
+    assert opened["job_type"] == "train"
+    assert opened["project"] == "titanlab"
+    assert sorted(opened["tags"]) == sorted(["llama", "cpu", "fp32", "x" * 64, "mine"])
+    config = opened["config"]["update"]
+    assert config["layout.shard"] == 2
+    assert config["layout.replicate"] == 1
+    assert config["parameters"] == 5769472
+    assert config["model"] == {"dim": 256}
+
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    assert [row["_step"] for row in rows] == [5, 6, 7]
+    assert [row["loss_metrics/global_avg_loss"] for row in rows] == [10 / 5, 10 / 6, 10 / 7]
+    assert rows[2]["validation_metrics/loss"] == 2.5
+    assert not any("mfu(%)" in row or "lr" in row for row in rows)
+
+    summary = {}
+    for record in records:
+        summary |= record.get("summary", {}).get("update", {})
+    assert summary["throughput(tps)"] == 123.0
+    assert [record["exit"].get("exit_code", 0) for record in records if record["type"] == "exit"] == [0]
+
+
+def test_what_wandb_is_told(run, told, monkeypatch, tmp_path, fake_out):
+    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told, group="mine", project="p", entity="e")
+    tracker.log(3, {"loss": 1.5, "mfu(%)": None})
+    tracker.finish({"loss": 1.0, "peak": None}, exit_code=72)
+    (_, given, settings), *rest = fake_out()
+    assert rest == [["log", 3, {"loss": 1.5}], ["finish", 72, {"loss": 1.0}]]
+    assert (given["id"], given["resume"], given["mode"]) == (run.id, "allow", "online")
+    assert (given["group"], given["project"], given["entity"]) == ("mine", "p", "e")
+    assert given["dir"] == str(run.folder)
+    assert (settings["console"], settings["silent"], settings["x_stats_pid"]) == ("off", True, os.getpid())
+    assert told == []
+
+
+def test_a_row_costs_little_and_wandb_is_never_imported_here(run, told, monkeypatch, tmp_path, fake_out):
+    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told)
+    row = {f"metric/{number}": float(number) for number in range(20)}
+    start = time.perf_counter()
+    for step in range(1000):
+        tracker.log(step, row)
+    assert (time.perf_counter() - start) / 1000 < 1e-3
+    tracker.finish({})
+    assert len(fake_out()) == 1002
+    assert "wandb" not in sys.modules
+
+
+HANGS = "import time\nSettings = dict\ndef init(**given): time.sleep(1000)\n"
+
+
+def test_one_that_hangs_costs_a_warning_and_the_finish_seconds(run, told, monkeypatch, tmp_path):
+    tracker = open_fake(monkeypatch, tmp_path, HANGS, run, told, finish_seconds=0.5)
+    process = tracker._process
+    for step in range(100):
+        tracker.log(step, {"loss": 1.0})
+    start = time.monotonic()
+    tracker.finish({})
+    assert 0.4 < time.monotonic() - start < 3
+    assert len(told) == 1
+    assert told[0].startswith("wandb: took longer than 0.5 s to finish; metrics.jsonl has everything")
+    assert process.returncode == -signal.SIGKILL
+    tracker.log(101, {"loss": 1.0})
+    tracker.finish({})
+    assert len(told) == 1
+
+
+def test_one_that_takes_no_rows_fills_a_bounded_queue(run, told, monkeypatch, tmp_path, fake_out):
+    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told, queue_rows=50, finish_seconds=30)
+    os.kill(tracker._process.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    for step in range(1000):
+        tracker.log(step, {"text": "x" * 1000})
+    assert time.monotonic() - start < 5
+    assert len(tracker._queue) == 50
+    assert told == ["wandb: cannot keep up, so rows are left out of it; metrics.jsonl has them all"]
+    os.kill(tracker._process.pid, signal.SIGCONT)
+    tracker.finish({"loss": 1.0})
+    # What was taken came whole and in order, the summary with it.
+    steps = [step for what, step, _ in fake_out() if what == "log"]
+    assert steps == list(range(len(steps)))
+    assert 50 < len(steps) < 1000
+    assert fake_out()[-1] == ["finish", 0, {"loss": 1.0}]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise ImportError('no wheel for this machine')", "stopped (ImportError: no wheel for this machine)"),
+        ("Settings = dict\ndef init(**given): raise RuntimeError('no login\\nsecond line')", "could not go online"),
+        (FAKE.replace('tell("log", step, metrics)', "raise ValueError('bad row')"), "stopped (ValueError: bad row)"),
+        (
+            FAKE.replace("def finish(self, exit_code=0):", "def finish(self, exit_code=0): 1 / 0\n    def x(self):"),
+            "ZeroDiv",
+        ),
+        ("import os\nos._exit(3)", "has ended by itself"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "has ended by itself"),
+    ],
+)
+def test_one_that_fails_costs_one_warning(source, words, run, told, monkeypatch, tmp_path, fake_out):
+    tracker = open_fake(monkeypatch, tmp_path, source, run, told, finish_seconds=30)
+    for step in range(10):
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish({"loss": 1.0})
+    assert len(told) == 1
+    assert told[0].startswith("wandb: ")
+    assert words in told[0]
+    assert "\n" not in told[0]
+
+
+def test_a_failure_is_told_while_the_run_goes_on(run, told, monkeypatch, tmp_path):
+    tracker = open_fake(monkeypatch, tmp_path, "raise ImportError('broken')", run, told)
+
+    def failed():
+        tracker.log(1, {"loss": 1.0})
+        return told
+
+    wait_until(failed)
+    tracker.finish({})
+    assert len(told) == 1
+    assert "broken" in told[0]
+    assert "ImportError: broken" in (run.folder / "logs" / "wandb.log").read_text()
+
+
+def test_online_that_cannot_be_reached_goes_offline(run, told, monkeypatch, tmp_path, fake_out):
+    source = FAKE.replace(
+        "    settings = given.pop",
+        "    if given['mode'] == 'online': raise OSError('no route')\n    settings = given.pop",
+    )
+    tracker = open_fake(monkeypatch, tmp_path, source, run, told, finish_seconds=30)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish({})
+    assert told == ["wandb: could not go online (OSError: no route), so it writes offline"]
+    assert [what for what, *_ in fake_out()] == ["init", "log", "finish"]
+    assert fake_out()[0][1]["mode"] == "offline"
+
+
+DIES = """
+import sys
+from pathlib import Path
+from titanlab.tracker.protocol import TrackedRun, open_tracker
+from titanlab.tracker.wandb_schema import Wandb
+folder = Path(sys.argv[1])
+run = TrackedRun(id="x", name="x", sweep="s", folder=folder, config={}, layout={})
+tracker = open_tracker(Wandb(mode="offline"), run, warn=print)
+tracker.log(1, {"loss": 1.0})
+print(tracker._process.pid, flush=True)
+import os; os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_writer_whose_run_was_killed_closes_the_run_as_failed(run, tmp_path, monkeypatch, fake_out):
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "fake"), os.getcwd()]))
+    command = [sys.executable, "-c", DIES, str(run.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_until(lambda: [what for what, *_ in fake_out()] == ["init", "log", "finish"])
+    assert fake_out()[-1][1] == 1
+
+
+def test_what_wandb_prints_goes_to_its_log_and_not_among_the_events(run, told, monkeypatch, tmp_path, fake_out):
+    tracker = open_fake(monkeypatch, tmp_path, FAKE + "\nprint('hello from wandb')\n", run, told, finish_seconds=30)
+    tracker.finish({})
+    assert told == []
+    assert "hello from wandb" in (run.folder / "logs" / "wandb.log").read_text()
+
+
+def test_off_starts_nothing(run, told):
+    tracker = open_tracker(Wandb(mode="off"), run, warn=told.append)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish({})
+    assert tracker._process is None
+    assert told == []
+    assert list((run.folder / "logs").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(told, tmp_path):
+    run = TrackedRun(id="x", name="x", sweep="s", folder=tmp_path / "gone", config={}, layout={})
+    tracker = open_tracker(Wandb(mode="offline"), run, warn=told.append)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish({})
+    assert len(told) == 1
+
+
+def test_online_without_a_key_goes_offline_with_a_warning(run, told, monkeypatch, tmp_path, fake_out):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    tracker = open_tracker(Wandb(mode="online", finish_seconds=30), run, warn=told.append)
+    tracker.finish({})
+    assert told == ["wandb: no API key was found, so it writes offline; `wandb login` makes one known"]
+    assert fake_out()[0][1]["mode"] == "offline"
+
+
+def test_which_mode(tmp_path):
+    home = {"HOME": str(tmp_path)}
+    key = {**home, "WANDB_API_KEY": "x"}
+    assert resolve_mode(Wandb(), home) == "offline"
+    assert resolve_mode(Wandb(), key) == "online"
+    assert resolve_mode(Wandb(), {**key, "WANDB_MODE": "offline"}) == "offline"
+    assert resolve_mode(Wandb(), {**key, "WANDB_MODE": "disabled"}) == "off"
+    assert resolve_mode(Wandb(), {**home, "WANDB_MODE": "online"}) == "offline"
+    assert resolve_mode(Wandb(mode="offline"), key) == "offline"
+    assert resolve_mode(Wandb(mode="online"), {**key, "WANDB_MODE": "offline"}) == "online"
+    assert resolve_mode(Wandb(mode="off"), key) == "off"
+
+
+def test_where_a_key_may_be(tmp_path):
+    home = {"HOME": str(tmp_path)}
+    assert not has_key(home)
+    (tmp_path / ".netrc").write_text("machine example.org login user password x\n")
+    assert not has_key(home)
+    assert has_key({**home, "WANDB_BASE_URL": "https://example.org"})
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert has_key(home)
+    (tmp_path / "other").write_text("broken [")
+    assert not has_key({**home, "NETRC": str(tmp_path / "other")})
+    assert has_key({"HOME": str(tmp_path / "none"), "WANDB_IDENTITY_TOKEN_FILE": "f"})
+
+
+def test_a_missing_package_is_an_error_with_a_cure(monkeypatch):
+    monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="not installed; pip install wandb"):
+        wandb.build(Wandb(), warn=pytest.fail)
+    assert wandb.build(Wandb(mode="off"), warn=pytest.fail) is not None
+
+
+def test_jsonl_does_nothing_more(run, told):
+    tracker = open_tracker(Jsonl(), run, warn=told.append)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish({"loss": 1.0})
+    assert [path.name for path in run.folder.iterdir()] == ["logs"]
+    assert told == []

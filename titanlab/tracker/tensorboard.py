@@ -1,0 +1,81 @@
+"""tracker=tensorboard: event files under the run's `tensorboard/`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.tracker.protocol import TrackedRun, Warn
+from titanlab.tracker.tensorboard_schema import TensorBoard
+
+
+class TensorBoardTracker:
+    """Writes scalars through torch's SummaryWriter, whose own thread does the writing."""
+
+    def __init__(self, config: TensorBoard, warn: Warn) -> None:
+        self._config = config
+        self._warn = warn
+        self._writer: Any = None
+        self._step = 0
+
+    def start(self, run: TrackedRun) -> None:
+        """Open an event file; rows of an earlier attempt for later steps are hidden from the charts."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(
+                log_dir=str(run.folder / "tensorboard"),
+                purge_step=run.resumed_step + 1 if run.attempt > 1 else None,
+                # Room for bursts: add_scalar waits where the queue is full.
+                max_queue=1000,
+                flush_secs=self._config.flush_seconds,
+            )
+            self._step = run.resumed_step
+            text = json.dumps(run.flat_config(), indent=2, default=str)
+            self._writer.add_text("recipe", "\n".join("    " + line for line in text.splitlines()), self._step)
+        except Exception as error:
+            self._give_up(error)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add the numbers of a row."""
+        if self._writer is None:
+            return
+        self._step = step
+        try:
+            for name, value in metrics.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(name, value, step)
+        except Exception as error:
+            self._give_up(error)
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
+        """Add the summary under `summary/` and close the file."""
+        self.log(self._step, {f"summary/{name}": value for name, value in summary.items()})
+        if self._writer is None:
+            return
+        try:
+            self._writer.close()
+        except Exception as error:
+            self._give_up(error)
+        self._writer = None
+
+    def _give_up(self, error: Exception) -> None:
+        # Of whatever kind: a tracker's trouble is never the run's.
+        self._writer = None
+        self._warn(f"tensorboard stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
+
+
+def build(config: TensorBoard, *, warn: Warn) -> TensorBoardTracker:
+    """The tracker that `config` describes.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tracker", "tensorboard", "the package is not installed", "pip install tensorboard, or tracker=jsonl"
+        )
+    return TensorBoardTracker(config, warn)
