@@ -1,0 +1,88 @@
+"""A layout: how many processes each axis of parallelism has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from titanlab.errors import ConfigError
+
+AXES = ("replicate", "shard")
+SHORT = {"replicate": "dp_r", "shard": "dp_s"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degrees of every axis; their product is the world size.
+
+    Attributes:
+        replicate: copies of the whole (possibly sharded) model that train on different sequences.
+        shard: processes over which parameters, gradients and optimizer state are sharded.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.replicate * self.shard
+
+    @property
+    def data(self) -> int:
+        """Number of processes that read different sequences."""
+        return self.replicate * self.shard
+
+    @property
+    def label(self) -> str:
+        """Short form for tables: `dp_r2·dp_s4`, or `single`."""
+        parts = [f"{SHORT[axis]}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return "·".join(parts) or "single"
+
+    def degrees(self) -> dict[str, int]:
+        """Degree by axis, in mesh order (outermost first)."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
+    """The layout with its one degree of -1, if any, computed from the world size.
+
+    Raises:
+        ConfigError: a degree is neither positive nor -1, two are -1, -1 without a world, or a
+            product that is not the world size.
+    """
+    for axis, degree in degrees.items():
+        if degree < 1 and degree != -1:
+            raise ConfigError(f"parallelism.{axis}", degree, "a degree is at least 1, or -1 for the rest", "try 1")
+    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+    known = math.prod(degree for degree in degrees.values() if degree != -1)
+    if not open_axes:
+        if world is not None and known != world:
+            raise ConfigError(
+                "world", world, f"the degrees {_product(degrees)} make {known} processes", f"try world={known}"
+            )
+        return Layout(**degrees)
+    axis = open_axes[0]
+    key = f"parallelism.{axis}"
+    if len(open_axes) > 1:
+        other = open_axes[1]
+        raise ConfigError(
+            key,
+            -1,
+            f"only one degree may be -1, and parallelism.{other} is too",
+            f"set parallelism.{other} to a number",
+        )
+    if world is None:
+        raise ConfigError(key, -1, "says 'the rest' of a world whose size is not given", f"try world=2, or {key}=2")
+    if world % known:
+        raise ConfigError(
+            "world",
+            world,
+            f"the other degrees make {known}, which does not divide it",
+            f"try world={known * max(1, world // known)}",
+        )
+    return Layout(**{**degrees, axis: world // known})
+
+
+def _product(degrees: dict[str, int]) -> str:
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items())

@@ -1,0 +1,1 @@
+"""What turns gradients into steps, and the schedule of its learning rate."""

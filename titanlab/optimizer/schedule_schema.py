@@ -1,0 +1,48 @@
+"""Config of the learning-rate schedule that every optimizer carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from titanlab.errors import ConfigError
+
+DECAYS = ("linear", "cosine", "sqrt")
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """Warm-up, then stable, then decay.
+
+    Attributes:
+        warmup_steps: steps over which the rate rises linearly from 0.
+        decay_fraction: share of all steps, at the end, over which the rate falls; 0: never.
+        decay: how it falls: `linear`, `cosine`, or `sqrt` (1 − √progress, arXiv 2405.18392).
+        floor: the rate at the last step, as a share of the peak.
+    """
+
+    warmup_steps: int = 200
+    decay_fraction: float = 0.8
+    decay: str = "cosine"
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError("optimizer.schedule.warmup_steps", self.warmup_steps, "must not be negative", "try 0")
+        for name in ("decay_fraction", "floor"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ConfigError(f"optimizer.schedule.{name}", value, "must lie between 0 and 1", "try 0.1")
+        if self.decay not in DECAYS:
+            raise ConfigError("optimizer.schedule.decay", self.decay, "is no decay", f"try {', '.join(DECAYS)}")
+
+
+@dataclass(kw_only=True)
+class Scheduled:
+    """What the optimizers' schemas have in common."""
+
+    lr: float = 3e-4
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ConfigError("optimizer.lr", self.lr, "must be positive", "try 3e-4")

@@ -1,0 +1,39 @@
+"""The peak of a device: what the MFU is a share of."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from titanlab import hardware
+from titanlab.cluster.schema import Cluster
+
+_MATMUL_SIZE = 512
+_MATMUL_SECONDS = 0.05
+
+
+def peak_flops(cluster: Cluster, device: torch.device, compute: torch.dtype) -> tuple[float | None, str]:
+    """FLOP/s of one device in the given dtype, and where the figure comes from.
+
+    The recipe's own figure wins, then the datasheet's. A CPU has none: there a short matrix product is
+    timed, and the figure says so. None for an accelerator that is not in the table.
+    """
+    if cluster.peak_tflops is not None:
+        return cluster.peak_tflops * 1e12, "cluster.peak_tflops"
+    if device.type == "cpu":
+        return _measured(compute), f"{_MATMUL_SIZE}³ matmul measured on this CPU"
+    return hardware.peak_flops(str(cluster.device), str(compute).removeprefix("torch.")), f"{cluster.device}, dense"
+
+
+def _measured(dtype: torch.dtype) -> float:
+    """Best of several products of two square matrices, with the threads that the run has."""
+    a = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype)
+    best = float("inf")
+    end = time.perf_counter() + _MATMUL_SECONDS
+    while time.perf_counter() < end or best == float("inf"):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        best = min(best, time.perf_counter() - start)
+    flops: float = 2 * _MATMUL_SIZE**3 / best
+    return flops
