@@ -1,0 +1,119 @@
+"""The folder in which prepared data is kept, and how several processes fill it once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from titanlab.data.stream import Report
+from titanlab.errors import ConfigError
+
+VARIABLE = "TITANLAB_CACHE"
+
+
+def root() -> Path:
+    """The cache folder: `$TITANLAB_CACHE`, else `$XDG_CACHE_HOME/titanlab`, else `~/.cache/titanlab`; created.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if given := os.environ.get(VARIABLE):
+        folder = Path(given).expanduser()
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlab"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(
+            VARIABLE,
+            folder,
+            f"cannot be written ({error.strerror})",
+            f"export {VARIABLE}=<a folder you can write to>",
+        ) from error
+    return folder
+
+
+def build(folder: Path, make: Callable[[Path], None], *, report: Report) -> None:
+    """Make a folder once, however many processes ask for it at the same time.
+
+    It appears whole, under its name, or not at all: `make` fills a folder beside it, which is then
+    renamed. Whoever comes while another process makes it waits.
+
+    Args:
+        folder: what is to exist; its parent is created.
+        make: fills the folder that it is given.
+        report: told when this process waits for another.
+
+    Raises:
+        ConfigError: the disk is full or the folder cannot be written.
+    """
+    if folder.is_dir():
+        return
+    with _writable(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f".{folder.name}.lock"), report) as alone:
+            if folder.is_dir():
+                return
+            prefix = f".{folder.name}.making-"
+            if alone:
+                # What a process that was killed left behind.
+                for leftover in folder.parent.glob(prefix + "*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
+            _make_beside(folder, prefix, make)
+
+
+def _make_beside(folder: Path, prefix: str, make: Callable[[Path], None]) -> None:
+    temporary = folder.with_name(prefix + secrets.token_hex(6))
+    temporary.mkdir()
+    try:
+        make(temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            # Without a working lock another process may have been first: its folder is the same.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, report: Report) -> Iterator[bool]:
+    """Hold a lock that the system releases when this process ends; False where locks do not work."""
+    with path.open("a") as file:
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                report("waiting for another process that is preparing the same data")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            alone = True
+        except OSError as error:
+            # Some network file systems have no locks; the rename above is enough to be safe, only slower.
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            alone = False
+        yield alone
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG):
+            raise
+        raise ConfigError(
+            VARIABLE,
+            folder.parent,
+            f"prepared data cannot be written here ({error.strerror})",
+            f"make room, or export {VARIABLE}=<a folder you can write to>",
+        ) from error

@@ -1,0 +1,189 @@
+"""Documents of text, JSONL and parquet files, in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+
+_LINES = {".jsonl", ".ndjson", ".json"}
+_SAMPLED_FILES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Files and how to read them.
+
+    Attributes:
+        files: in the order of their documents.
+        text_field: key or column of the text in JSONL and parquet.
+        key: config key that named the files, for errors.
+        field_key: config key that named the field.
+        strict: whether a file that is not UTF-8 is an error; else it is passed over.
+    """
+
+    files: tuple[Path, ...]
+    text_field: str = "text"
+    key: str = "data.files"
+    field_key: str = "data.text_field"
+    strict: bool = True
+
+    def documents(self) -> Iterator[str]:
+        """Every document that is not empty, whole.
+
+        Raises:
+            ConfigError: a file cannot be read, or is not of the format that its ending says.
+        """
+        for file in self.files:
+            yield from self._documents_of(file)
+
+    def sample(self, characters: int) -> Iterator[str]:
+        """About so many characters, spread over the files; reads little more than it gives."""
+        step = max(1, len(self.files) // _SAMPLED_FILES)
+        chosen = self.files[::step]
+        share = _share(sorted(path.stat().st_size for path in chosen), characters)
+        for file in chosen:
+            budget = share
+            for text in self._documents_of(file):
+                yield text[:budget]
+                if (budget := budget - len(text)) <= 0:
+                    break
+
+    def _documents_of(self, file: Path) -> Iterator[str]:
+        suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+        packed = suffixes[-1:] == [".gz"]
+        ending = (suffixes[:-1] if packed else suffixes)[-1:]
+        try:
+            if ending == [".parquet"]:
+                texts = self._parquet(file)
+            elif ending and ending[0] in _LINES:
+                texts = self._lines(file, packed=packed)
+            else:
+                texts = self._text(file, packed=packed)
+            for text in texts:
+                if text:
+                    yield text
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ConfigError(self.key, file, f"is no whole gzip file ({error})", "fetch it again") from error
+        except OSError as error:
+            raise ConfigError(
+                self.key, file, f"cannot be read ({error.strerror or error})", "check the file and its permissions"
+            ) from error
+
+    def _text(self, file: Path, *, packed: bool) -> Iterator[str]:
+        with _opened(file, packed=packed) as stream:
+            content = stream.read()
+        try:
+            yield content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if self.strict:
+                raise self._not_utf8(f"{file}, byte {error.start}") from error
+
+    def _lines(self, file: Path, *, packed: bool) -> Iterator[str]:
+        with _opened(file, packed=packed) as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except UnicodeDecodeError as error:
+                    raise self._not_utf8(f"{file}:{number}") from error
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(
+                        self.key, f"{file}:{number}", f"is not JSON ({error})", "one JSON object a line is expected"
+                    ) from error
+                yield self._field(row, f"{file}:{number}")
+
+    def _field(self, row: Any, place: str) -> str:
+        if not isinstance(row, dict):
+            raise ConfigError(self.key, place, "is JSON, but no object", f'write {{"{self.text_field}": "..."}} a line')
+        if self.text_field not in row:
+            known = ", ".join(map(str, islice(row, 8))) or "none"
+            raise ConfigError(self.field_key, self.text_field, f"is not in {place}", f"its keys are: {known}")
+        text = row[self.text_field]
+        if text is None:
+            return ""
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise ConfigError(self.field_key, self.text_field, f"is {kind}, no text, in {place}", "name another")
+        return whole_characters(text)
+
+    def _parquet(self, file: Path) -> Iterator[str]:
+        arrow: Any = importlib.import_module("pyarrow")
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        try:
+            with parquet.ParquetFile(file) as table:
+                names = table.schema_arrow.names
+                if self.text_field not in names:
+                    raise ConfigError(
+                        self.field_key, self.text_field, f"is not in {file}", f"its columns are: {', '.join(names[:8])}"
+                    )
+                kind = table.schema_arrow.field(self.text_field).type
+                if arrow.types.is_dictionary(kind):
+                    kind = kind.value_type
+                if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
+                    raise ConfigError(self.field_key, self.text_field, f"is {kind}, no text, in {file}", "name another")
+                for batch in table.iter_batches(batch_size=1024, columns=[self.text_field]):
+                    yield from (text or "" for text in batch.column(0).to_pylist())
+        except (arrow.ArrowException, UnicodeDecodeError) as error:
+            raise ConfigError(
+                self.key, file, f"is no readable parquet ({str(error)[:80]})", "write it again, or leave it out"
+            ) from error
+
+    def _not_utf8(self, place: str) -> ConfigError:
+        return ConfigError(self.key, place, "is not UTF-8 text", "convert it with iconv -t UTF-8, or leave it out")
+
+
+def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
+    """The files that a path, folder or glob names, sorted; several are separated by `:`.
+
+    Raises:
+        ConfigError: one of them names no file.
+    """
+    found: set[Path] = set()
+    for pattern in filter(None, (part.strip() for part in patterns.split(os.pathsep))):
+        pattern = os.path.abspath(os.path.expanduser(pattern))
+        if os.path.isfile(pattern):
+            files: Iterable[str] = [pattern]
+        elif os.path.isdir(pattern):
+            files = glob.iglob(os.path.join(glob.escape(pattern), "**"), recursive=True)
+        else:
+            files = glob.iglob(pattern, recursive=True)
+        here = {Path(file) for file in files if os.path.isfile(file)}
+        if not here:
+            rule = "has no files" if os.path.isdir(pattern) else "matches no file"
+            raise ConfigError(key, pattern, rule, "check the path, and quote a pattern, so that no shell expands it")
+        found |= here
+    if not found:
+        raise ConfigError(key, patterns, "names no file", "give a file, a folder or a glob")
+    return tuple(sorted(found))
+
+
+def _share(sizes: list[int], characters: int) -> int:
+    """What to take of each file at most, so that short and long ones together give so many characters."""
+    for passed, size in enumerate(sizes):
+        share = characters // (len(sizes) - passed) + 1
+        if size >= share:
+            return share
+        characters -= size
+    return max(sizes, default=0) + 1
+
+
+def whole_characters(text: str) -> str:
+    """The text with `?` for halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _opened(file: Path, *, packed: bool) -> io.BufferedIOBase:
+    return gzip.open(file, "rb") if packed else file.open("rb")

@@ -1,0 +1,106 @@
+"""Fetching a tokenizer from the Hugging Face hub: what `titanlab download-tokenizer` does."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titanlab.data import tokenizer as tokenizers
+from titanlab.errors import ConfigError
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_NEEDED = ("tokenizer.json", "tokenizer.model")
+
+
+def download_tokenizer(
+    repo: str, folder: Path, token: str | None = None, *, report: Callable[[str], None] = lambda line: None
+) -> Path:
+    """Fetch the tokenizer of a model on the hub into a folder.
+
+    Args:
+        repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
+        folder: made if need be; files of the same name are replaced once all have arrived.
+        token: of the hub, for gated models; None: `HF_TOKEN` or what `hf auth login` kept.
+        report: given a line per file.
+
+    Returns:
+        The tokenizer's file, for `data.tokenizer`.
+
+    Raises:
+        ConfigError: the hub cannot be reached, has no such model or tokenizer, or does not let this token in.
+    """
+    if repo.count("/") > 1 or not repo.strip("/ "):
+        raise ConfigError("repo", repo, "is no model of the hub", "give <owner>/<model>, as in its address")
+    with tempfile.TemporaryDirectory(prefix="titanlab-tokenizer-") as temporary:
+        fetched = [name for name in _FILES if _fetch(repo, name, Path(temporary), token, report)]
+        if not set(fetched) & set(_NEEDED):
+            raise ConfigError(
+                "repo", repo, f"has neither {' nor '.join(_NEEDED)}", "name a model whose files include one of them"
+            )
+        # Before anything is replaced: what has arrived is a tokenizer.
+        name = _first_readable(Path(temporary), fetched)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for each in fetched:
+                _place(Path(temporary, each), folder / each)
+        except OSError as error:
+            raise ConfigError(
+                "folder", folder, f"cannot be written ({error.strerror})", "name a folder you can write to"
+            ) from error
+    found = tokenizers.load(folder / name, "folder")
+    report(f"{folder / name}: {found.vocab_size:,} tokens")
+    return folder / name
+
+
+def _fetch(repo: str, name: str, folder: Path, token: str | None, report: Callable[[str], None]) -> bool:
+    """Fetch one file; False where the model has none of this name."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        hub.hf_hub_download(repo_id=repo, filename=name, local_dir=str(folder), token=token)
+    # The library raises its own errors, those of its HTTP library and of the system, with no base in common.
+    except Exception as error:
+        kinds = {each.__name__ for each in type(error).__mro__}
+        if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
+            return False
+        raise _explained(error, kinds, repo) from error
+    report(f"fetched {name}")
+    return True
+
+
+def _explained(error: Exception, kinds: set[str], repo: str) -> ConfigError:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if "GatedRepoError" in kinds or status in (401, 403):
+        return ConfigError(
+            "repo",
+            repo,
+            "does not let you in: it is gated or private",
+            "accept its terms on its page, then give a token with --token or HF_TOKEN",
+        )
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"} or status == 404:
+        return ConfigError("repo", repo, "is no model of the hub, or a private one", "check its name; give a --token")
+    message = " ".join(str(error).split())[:120]
+    return ConfigError("repo", repo, f"cannot be fetched ({message})", "check the network, or copy the files by hand")
+
+
+def _first_readable(folder: Path, fetched: list[str]) -> str:
+    problem: ConfigError | None = None
+    for name in _NEEDED:
+        if name in fetched:
+            try:
+                tokenizers.load(folder / name, "repo")
+                return name
+            except ConfigError as error:
+                problem = problem or error
+    assert problem is not None
+    raise ConfigError("repo", Path(str(problem.value)).name, problem.rule, problem.cure)
+
+
+def _place(source: Path, target: Path) -> None:
+    beside = target.with_name(f".{target.name}.new")
+    shutil.copyfile(source, beside)
+    os.replace(beside, target)

@@ -1,0 +1,38 @@
+"""Config of data=files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from titanlab.data.text_schema import Text, absolute
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+
+@option("data", "files")
+@dataclass(kw_only=True)
+class Files(Text):
+    """Text, JSONL or parquet files.
+
+    Attributes:
+        files: a file, a folder (all that is under it) or a glob in which `**` stands for any folders;
+            several are separated by `:`. The ending tells the format: `.jsonl`, `.ndjson` or `.json` is one
+            JSON object a line, `.parquet` is parquet, anything else is text, one document a file. `.gz`
+            may follow, except after parquet.
+        text_field: key or column of the text in JSONL and parquet.
+    """
+
+    kind: str = "files"
+    files: str = field(default="", metadata={"identity": False})
+    text_field: str = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.files.strip():
+            raise ConfigError(
+                "data.files", self.files, "names no file", "give a file, a folder or a glob: data.files=corpus/*.jsonl"
+            )
+        self.files = os.pathsep.join(absolute(part) for part in self.files.split(os.pathsep) if part.strip())
+        if not self.text_field:
+            raise ConfigError("data.text_field", self.text_field, "names no field", "try text")

@@ -1,0 +1,205 @@
+"""Documents of one virtual stream of a Hugging Face dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlab.data.corpus import whole_characters
+from titanlab.data.held_out import is_held_out
+from titanlab.data.hf_schema import HuggingFace
+from titanlab.data.packing import Position
+from titanlab.data.tokenizer import Tokenizer
+from titanlab.errors import ConfigError
+
+
+class StreamDocuments:
+    """Training documents of virtual stream v, epoch after epoch.
+
+    With at least as many files (shards) as streams, stream v reads files v, v + V, …; with fewer, the
+    streams that share a file take its documents in turn.
+
+    Args:
+        dataset: an HF `IterableDataset`, not shuffled.
+        config: of the data.
+        tokenizer: of the documents.
+        number: v.
+        position: from `position`, to go on there; None: from the beginning.
+    """
+
+    def __init__(
+        self, dataset: Any, config: HuggingFace, tokenizer: Tokenizer, number: int, position: Position | None
+    ) -> None:
+        self._config, self._tokenizer, self._number = config, tokenizer, number
+        self._dataset = dataset
+        self._files = min(dataset.num_shards, config.streams)
+        self._sharing = len(range(number % self._files, config.streams, self._files))
+        self._turn = number // self._files
+        self._epoch = self._seen = self._kept = 0
+        if position is not None:
+            self._epoch, self._seen, self._kept = position["epoch"], position["seen"], position["kept"]
+        self._open(position["dataset"] if position is not None else None)
+
+    def position(self) -> Position:
+        """Epoch, documents passed and kept in it, and the dataset's own state."""
+        state = self._part.state_dict() if self._begun else self._start
+        return {"epoch": self._epoch, "seen": self._seen, "kept": self._kept, "dataset": state}
+
+    def next(self) -> npt.NDArray[np.uint32]:
+        """The next document, uint32 `[tokens]`.
+
+        Raises:
+            ConfigError: the dataset has no text under that name, or none for this stream.
+        """
+        while True:
+            row = _next(self._rows, self._config)
+            if row is None:
+                self._begin_epoch()
+                continue
+            self._begun = True
+            self._seen += 1
+            if (self._seen - 1) % self._sharing != self._turn:
+                continue
+            text = text_of(row, self._config)
+            if text and not self._is_held_out(text):
+                self._kept += 1
+                return self._tokenised(text)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._rows.close()
+
+    def _open(self, state: dict[str, Any] | None) -> None:
+        # A dataset that was told where to start forgets it until it has given a row.
+        self._start, self._begun = state, False
+        self._part = self._dataset.shard(num_shards=self._files, index=self._number % self._files, contiguous=False)
+        if state is not None:
+            self._part.load_state_dict(copy.deepcopy(state))
+        self._rows: Any = _rows(self._part)
+
+    def _begin_epoch(self) -> None:
+        if not self._kept:
+            raise ConfigError(
+                "data.streams",
+                self._config.streams,
+                f"stream {self._number} has no document: the dataset is too small for so many",
+                f"try data.streams={max(1, self._files // 2)}",
+            )
+        self._epoch, self._seen, self._kept = self._epoch + 1, 0, 0
+        self._open(None)
+
+    def _is_held_out(self, text: str) -> bool:
+        return self._config.validation_split is None and is_held_out(text, self._config.validation_fraction)
+
+    def _tokenised(self, text: str) -> npt.NDArray[np.uint32]:
+        bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
+        ids = self._tokenizer.encode(text)
+        return np.array([*([] if bos is None else [bos]), *ids, *([] if eos is None else [eos])], dtype=np.uint32)
+
+
+def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
+    """All texts of a dataset in order, without those that are empty."""
+    rows = _rows(dataset)
+    with contextlib.closing(rows):
+        while (row := _next(rows, config)) is not None:
+            if text := text_of(row, config):
+                yield text
+
+
+def text_of(row: dict[str, Any], config: HuggingFace) -> str:
+    """The text of a row; empty where it is null.
+
+    Raises:
+        ConfigError: the row has no such field, or it is no text.
+    """
+    if config.text_field not in row:
+        raise ConfigError(
+            "data.text_field", config.text_field, f"is no column of {config.path}", f"it has: {', '.join(row)[:80]}"
+        )
+    text = row[config.text_field]
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(
+            "data.text_field", config.text_field, f"holds {type(text).__name__}, no text", "name another column"
+        )
+    return whole_characters(text or "")
+
+
+def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> Any:
+    """An HF `IterableDataset`; reads no more than the dataset's description.
+
+    Raises:
+        ConfigError: there is no such dataset or split, or it cannot be reached.
+    """
+    try:
+        return _library().load_dataset(
+            config.path,
+            config.name,
+            split=split,
+            streaming=True,
+            revision=config.revision,
+            data_files=config.data_files or None,
+        )
+    # The library and those below it raise dozens of types, which share no other base.
+    except Exception as error:
+        raise _explained(error, config, split, key) from error
+
+
+def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> ConfigError:
+    kinds = {each.__name__ for each in type(error).__mro__}
+    message = " ".join(str(error).split())[:160]
+    if "split" in message.lower() and "ValueError" in kinds:
+        return ConfigError(key, split, f"is no split of {config.path} ({message})", "name one that it has")
+    if "BuilderConfig" in message or "Config name is missing" in message:
+        return ConfigError("data.name", config.name, f"does not fit {config.path} ({message})", "name another")
+    if kinds & {"DatasetNotFoundError", "FileNotFoundError", "DataFilesNotFoundError", "EmptyDatasetError"}:
+        return ConfigError(
+            "data.path", config.path, f"was not found ({message})", "check the name; a gated dataset needs HF_TOKEN"
+        )
+    if kinds & {"ConnectionError", "OSError", "OfflineModeIsEnabled", "HTTPError", "TimeoutException"}:
+        return ConfigError(
+            "data.path", config.path, f"cannot be reached ({message})", "check the network, or try data=stdlib"
+        )
+    return ConfigError("data.path", config.path, f"cannot be opened ({message})", "check path, name and data_files")
+
+
+def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any] | None:
+    """The next row; None at the end."""
+    try:
+        return next(rows, None)
+    except OSError:
+        # The network or the disk, not the data: whoever runs this decides whether to try again.
+        raise
+    except Exception as error:
+        message = " ".join(str(error).split())[:160]
+        raise ConfigError(
+            "data.path", config.path, f"has a part that cannot be read ({message})", "check its files"
+        ) from error
+
+
+def _rows(dataset: Any) -> Any:
+    # A generator, to be closed; iterating over a dataset gives one, which its type does not say.
+    yield from dataset
+
+
+def _library() -> Any:
+    if "datasets" in sys.modules or "torch" in sys.modules:
+        return importlib.import_module("datasets")
+    # It imports torch where torch is installed, 1.5 s for nothing that is used here, unless told while it is
+    # being imported that it should not.
+    before = os.environ.get("USE_TORCH")
+    os.environ["USE_TORCH"] = "0"
+    try:
+        return importlib.import_module("datasets")
+    finally:
+        if before is None:
+            del os.environ["USE_TORCH"]
+        else:
+            os.environ["USE_TORCH"] = before

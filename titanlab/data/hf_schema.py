@@ -1,0 +1,71 @@
+"""Config of data=hf and of the datasets with a name of their own, such as data=c4."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from titanlab.data.text_schema import Text, absolute
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+LOCAL_BUILDERS = ("json", "parquet", "text", "csv", "arrow")
+"""Values of `path` that are formats, whose `data_files` are files of this machine."""
+
+
+@option("data", "hf")
+@dataclass(kw_only=True)
+class HuggingFace(Text):
+    """Any dataset that Hugging Face `datasets` can stream.
+
+    Attributes:
+        path: a dataset of the hub (`allenai/c4`), a folder, or a format (`json`, `parquet`) for `data_files`.
+        name: configuration of the dataset, such as `en`.
+        revision: branch, tag or commit on the hub; a commit makes a run repeatable.
+        data_files: files or globs, for a format or for a part of a dataset.
+        split: trained on.
+        validation_split: validated on; null: documents are held out of `split` by `validation_fraction`.
+        validation_documents: how many are read and kept for validation; 0: none.
+        text_field: column of the text.
+        streams: virtual streams; the order of tokens depends on their number, never on that of the
+            processes, which must divide it.
+        prefetch: batches that a thread prepares ahead; 0: none.
+    """
+
+    kind: str = "hf"
+    # A folder of this machine is hashed by its content, a dataset of the hub by its name.
+    path: str = field(default="", metadata={"identity": False})
+    name: str | None = None
+    revision: str | None = None
+    data_files: list[str] = field(default_factory=list, metadata={"identity": False})
+    split: str = "train"
+    validation_split: str | None = None
+    validation_documents: int = 1000
+    text_field: str = "text"
+    streams: int = 24
+    prefetch: int = field(default=2, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path.strip():
+            raise ConfigError(
+                "data.path", self.path, "names no dataset", "give one of the hub, such as data.path=allenai/c4"
+            )
+        for name, least in (("streams", 1), ("validation_documents", 0), ("prefetch", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"data.{name}", value, f"must be at least {least}", f"try {self._default(name)}")
+        for name in ("split", "text_field"):
+            if not getattr(self, name):
+                raise ConfigError(f"data.{name}", "", "must not be empty", f"try {self._default(name)}")
+        if self.path in LOCAL_BUILDERS:
+            if not self.data_files:
+                raise ConfigError(
+                    "data.data_files", [], f"path={self.path} needs files", "try 'data.data_files=[corpus/*.jsonl]'"
+                )
+            self.data_files = [each if "://" in each else absolute(each) for each in self.data_files]
+        elif os.path.isdir(os.path.expanduser(self.path)):
+            self.path = absolute(self.path)
+
+    def _default(self, name: str) -> object:
+        return type(self).__dataclass_fields__[name].default

@@ -1,0 +1,151 @@
+"""The index of a folder of token shards: what its files hold, and whether they are whole.
+
+index.json               format, version, dtype, vocab_size, special tokens, fingerprint, files
+train-00000.bin …        little-endian uint16 or uint32, document after document
+validation-00000.bin …   the same, of held-out documents
+tokenizer.model          or tokenizer.json; optional
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlab.data import fingerprint
+from titanlab.errors import ConfigError
+
+INDEX = "index.json"
+FORMAT = "titanlab-tokens"
+VERSION = 1
+BYTES = {"uint16": 2, "uint32": 4}
+"""Of one token, by the index's dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file of tokens; `documents` is what the writer counted."""
+
+    file: str
+    tokens: int
+    documents: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What `index.json` says.
+
+    Attributes:
+        dtype: `uint16` or `uint32`.
+        vocab_size: every token is below it.
+        bos_id, eos_id: around each document; None where the tokenizer has no such token.
+        tokenizer: its file in the folder; None where there is none.
+        fingerprint: of the tokens; None: taken from the files.
+    """
+
+    dtype: str
+    vocab_size: int
+    bos_id: int | None = None
+    eos_id: int | None = None
+    tokenizer: str | None = None
+    fingerprint: str | None = None
+    train: tuple[Shard, ...] = ()
+    validation: tuple[Shard, ...] = ()
+
+    def tokens(self, split: str) -> int:
+        """Tokens of `train` or `validation`."""
+        return sum(shard.tokens for shard in self.split(split))
+
+    def split(self, name: str) -> tuple[Shard, ...]:
+        """Files of `train` or `validation`."""
+        return self.train if name == "train" else self.validation
+
+    def sequences(self, split: str, seq_len: int) -> int:
+        """Whole sequences, each with the token after its last as a label."""
+        return sum(max(0, shard.tokens - 1) // seq_len for shard in self.split(split))
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest type that holds every token."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def read_index(folder: Path, key: str = "data.folder") -> Index:
+    """Read and check a folder's index, and that its files are as long as it says.
+
+    Raises:
+        ConfigError: there is none, it cannot be understood, or a file is missing or of another length.
+    """
+    path = folder / INDEX
+    cure = "make the folder with `titanlab tokenize`"
+    if not folder.is_dir():
+        raise ConfigError(key, folder, "is no folder", cure)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(key, folder, f"has no {INDEX}", cure) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(key, path, f"cannot be read ({error})", cure) from error
+    try:
+        index = _parsed(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(key, path, f"is no index of token shards ({error})", cure) from error
+    for shard in (*index.train, *index.validation):
+        expected = shard.tokens * BYTES[index.dtype]
+        file = folder / shard.file
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected:
+            is_now = "is missing" if size is None else f"has {size} bytes, not {expected}"
+            raise ConfigError(key, file, f"{is_now}, so it is not what {INDEX} describes", "make the folder again")
+    return index
+
+
+def _parsed(content: dict[str, Any]) -> Index:
+    if content["format"] != FORMAT or content["version"] != VERSION:
+        raise ValueError(f"format {content['format']!r} version {content['version']!r}, not {FORMAT!r} {VERSION}")
+    if content["dtype"] not in BYTES:
+        raise ValueError(f"dtype {content['dtype']!r}, neither uint16 nor uint32")
+    vocab_size = int(content["vocab_size"])
+    if not 0 < vocab_size <= 1 << 8 * BYTES[content["dtype"]]:
+        raise ValueError(f"vocab_size {vocab_size} does not fit {content['dtype']}")
+    return Index(
+        dtype=content["dtype"],
+        vocab_size=vocab_size,
+        bos_id=_token(content.get("bos_id")),
+        eos_id=_token(content.get("eos_id")),
+        tokenizer=content.get("tokenizer"),
+        fingerprint=content.get("fingerprint"),
+        train=_shards(content.get("train", [])),
+        validation=_shards(content.get("validation", [])),
+    )
+
+
+def _token(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _shards(entries: Sequence[dict[str, Any]]) -> tuple[Shard, ...]:
+    shards = tuple(
+        Shard(file=str(entry["file"]), tokens=int(entry["tokens"]), documents=int(entry.get("documents", 0)))
+        for entry in entries
+    )
+    if outside := [shard.file for shard in shards if Path(shard.file).name != shard.file]:
+        raise ValueError(f"{outside[0]!r} is not in the folder")
+    return shards
+
+
+def fingerprint_of(folder: Path, index: Index) -> str:
+    """32 hexadecimal digits for the tokens of a folder."""
+    if index.fingerprint:
+        return fingerprint.of_values(VERSION, index.fingerprint)
+    files = [folder / shard.file for shard in (*index.train, *index.validation)]
+    return fingerprint.of_values(VERSION, index.dtype, len(index.train), fingerprint.of_files(files))
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write a folder's `index.json`."""
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,157 @@
+"""The stream and the held-out rows of token shards, which know every sequence by its number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlab.data.index import Index
+from titanlab.data.permutation import shuffled
+from titanlab.data.rules import hold_sequences, hold_validation
+from titanlab.data.shards import Split
+from titanlab.data.stream import IGNORE, Batch, State, hold_to_state
+
+_AHEAD = 1024
+
+
+class IndexedStream:
+    """Sequences of a split in a seeded order; every epoch has an order of its own.
+
+    Args:
+        split: sequences to draw from; at least one.
+        fingerprint: of the data, kept in the state.
+        seed: of the order.
+        global_batch: sequences of one step, over all ranks.
+        rank, ranks: this data-parallel rank, and how many there are; they divide `global_batch`.
+        state: a merged state to resume from, of any number of ranks and any global batch.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        fingerprint: str,
+        seed: int,
+        global_batch: int,
+        rank: int,
+        ranks: int,
+        state: State | None = None,
+    ) -> None:
+        self._split = split
+        self._facts = {"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}
+        self._samples = 0
+        if state is not None:
+            hold_to_state(state, **self._facts)
+            self._samples = int(state["samples"])
+        self._seed, self._global_batch = seed, global_batch
+        self._order = _RankOrder(self._samples, global_batch=global_batch, rank=rank, ranks=ranks)
+        self._local = global_batch // ranks
+        self._ahead = np.empty(0, dtype=np.int64)
+        self._at = 0
+
+    def next_batch(self) -> Batch:
+        """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
+        if self._at == len(self._ahead):
+            # The order of many steps costs little more than that of one.
+            samples = self._order.next(max(1, _AHEAD // self._local))
+            self._ahead = shuffled(samples, seed=self._seed, n=self._split.sequences)
+            self._at = 0
+        chosen = self._ahead[self._at : self._at + self._local]
+        self._at += self._local
+        self._samples += self._global_batch
+        return self._split.gather(chosen)
+
+    def state(self) -> State:
+        """Samples that all ranks together have taken; the same on every rank."""
+        return {**self._facts, "samples": self._samples}
+
+    def close(self) -> None:
+        """Nothing is read ahead."""
+
+
+class _RankOrder:
+    """The global samples g with g % ranks == rank, from `start` on, step by step."""
+
+    def __init__(self, start: int, *, global_batch: int, rank: int, ranks: int) -> None:
+        self._next, self._ranks = start + (rank - start) % ranks, ranks
+        self._local = global_batch // ranks
+
+    def next(self, steps: int) -> npt.NDArray[np.int64]:
+        """Samples of so many steps, int64 `[steps · local]`."""
+        count = steps * self._local
+        found = self._next + self._ranks * np.arange(count, dtype=np.int64)
+        self._next += self._ranks * count
+        return found
+
+
+def rank_samples(start: int, *, global_batch: int, rank: int, ranks: int) -> range:
+    """Global samples of one rank in the step that begins at sample `start`."""
+    return range(start + (rank - start) % ranks, start + global_batch, ranks)
+
+
+class HeldOutRows:
+    """Rows of a validation split, spread evenly over it; see `stream.Rows`.
+
+    Args:
+        split: of held-out tokens.
+        sequences: rows over all ranks; fewer where there are fewer.
+        rank, ranks: row j belongs to rank j % ranks, and every rank has equally many: where they do not come
+            out even, the last ones are padding, all of whose labels are `IGNORE`.
+    """
+
+    def __init__(self, split: Split, *, sequences: int, rank: int, ranks: int) -> None:
+        there = split.padded_rows()
+        wanted = min(sequences, there)
+        self._split = split
+        self._rows: list[int | None] = [row * there // wanted for row in range(rank, wanted, ranks)]
+        self._rows += [None] * (-(-wanted // ranks) - len(self._rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        empty = self._split.seq_len
+        for row in self._rows:
+            if row is None:
+                yield np.zeros(empty, dtype=np.int64), np.full(empty, IGNORE, dtype=np.int64)
+            else:
+                yield self._split.padded_row(row)
+
+
+def open_train(
+    folder: Path,
+    index: Index,
+    *,
+    fingerprint: str,
+    seed: int,
+    seq_len: int,
+    global_batch: int,
+    rank: int,
+    ranks: int,
+    state: State | None,
+) -> IndexedStream:
+    """The training stream of a folder of token shards.
+
+    Raises:
+        ConfigError: it has less than one sequence, or `state` is of other data.
+    """
+    hold_sequences(index, seq_len)
+    split = Split(folder, index, "train", seq_len)
+    return IndexedStream(
+        split, fingerprint=fingerprint, seed=seed, global_batch=global_batch, rank=rank, ranks=ranks, state=state
+    )
+
+
+def open_validation(
+    folder: Path, index: Index, *, seq_len: int, sequences: int, rank: int, ranks: int, key: str, value: object
+) -> HeldOutRows:
+    """The held-out rows of a folder of token shards.
+
+    Raises:
+        ConfigError: nothing was held out.
+    """
+    hold_validation(index, key, value)
+    return HeldOutRows(Split(folder, index, "validation", seq_len), sequences=sequences, rank=rank, ranks=ranks)

@@ -1,0 +1,83 @@
+"""Rules between data, model, batch and layout that more than one kind of data has."""
+
+from __future__ import annotations
+
+from titanlab.data.index import Index
+from titanlab.errors import ConfigError
+
+
+def hold_batch(global_batch: int, ranks: int) -> None:
+    """The rule that every data-parallel rank has equally many sequences of a step.
+
+    Raises:
+        ConfigError: `global_batch` is no multiple of `ranks`.
+    """
+    if global_batch % ranks:
+        raise ConfigError(
+            "training.global_batch",
+            global_batch,
+            f"must be a multiple of the {ranks} data-parallel processes",
+            f"try {multiples_around(global_batch, ranks)}",
+        )
+
+
+def hold_vocabulary(of_model: int, of_data: int) -> None:
+    """The rule that the model has a row for every token.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the data's.
+    """
+    if of_model < of_data:
+        raise ConfigError(
+            "model.vocab_size",
+            of_model,
+            f"is smaller than the {of_data} tokens of the data's vocabulary",
+            f"try model.vocab_size={of_data}",
+        )
+
+
+def hold_sequences(index: Index, seq_len: int) -> None:
+    """The rule that training needs a sequence.
+
+    Raises:
+        ConfigError: no file has that many tokens.
+    """
+    if index.sequences("train", seq_len) < 1:
+        longest = max((shard.tokens for shard in index.train), default=0)
+        raise ConfigError(
+            "training.seq_len",
+            seq_len,
+            f"the corpus is shorter than one sequence: it has {index.tokens('train')} tokens to train on",
+            f"try {longest - 1} or less, or give more text" if longest > 1 else "give more text",
+        )
+
+
+def hold_validation(index: Index | None, key: str, value: object) -> None:
+    """The rule that validation needs held-out tokens; `index` is None where there can be none.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if index is None or index.tokens("validation") < 2:
+        raise ConfigError(key, value, "holds nothing out to validate on", "hold some out, or training.validate_every=0")
+
+
+def hold_streams(streams: int, ranks: int) -> None:
+    """The rule that every data-parallel rank owns equally many virtual streams.
+
+    Raises:
+        ConfigError: `streams` is no multiple of `ranks`.
+    """
+    if streams % ranks:
+        raise ConfigError(
+            "data.streams",
+            streams,
+            f"must be a multiple of the {ranks} data-parallel processes",
+            f"try {multiples_around(streams, ranks)}",
+        )
+
+
+def multiples_around(value: int, step: int) -> str:
+    """The nearest multiples of `step`, as a person would be told them: `8 or 12`."""
+    below, above = value // step * step, (value // step + 1) * step
+    return f"{below} or {above}" if below else str(above)

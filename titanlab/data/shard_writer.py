@@ -1,0 +1,176 @@
+"""Writing of token shards: documents in, a folder of files and their index out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from titanlab.data.index import BYTES, Index, Shard, dtype_for, write_index
+from titanlab.data.stream import Report
+from titanlab.data.tokenizer import Tokenizer
+
+SHARD_TOKENS = 1 << 30
+"""A file ends with the document that reaches this many tokens."""
+_BATCH_CHARACTERS = 2_000_000
+_PIECE_CHARACTERS = 1 << 18
+_REPORT_TOKENS = 50_000_000
+
+
+def write_documents(
+    folder: Path,
+    documents: Iterable[str],
+    *,
+    tokenizer: Tokenizer,
+    tokenizer_file: Path,
+    fingerprint: str,
+    report: Report,
+    held_out: Callable[[str], bool],
+    tail_fraction: float = 0.0,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Index:
+    """Tokenise documents into a folder that exists and is empty.
+
+    Args:
+        documents: texts; each becomes beginning-of-text, its tokens, end-of-text, as far as the tokenizer
+            has these tokens.
+        tokenizer_file: copied into the folder.
+        fingerprint: of the documents and how they are cut up, kept in the index.
+        held_out: tells which documents are for validation.
+        tail_fraction: of the tokens, taken from the end for validation where `held_out` chose no document
+            or all of them, as it may with very few.
+        shard_tokens: see `SHARD_TOKENS`.
+    """
+    dtype = dtype_for(tokenizer.vocab_size)
+    splits = {name: _SplitWriter(folder, name, dtype, shard_tokens) for name in ("train", "validation")}
+    with splits["train"], splits["validation"]:
+        next_report = _REPORT_TOKENS
+        for text, tokens in _tokenised(documents, tokenizer):
+            splits["validation" if held_out(text) else "train"].append(tokens)
+            if (done := sum(split.tokens for split in splits.values())) >= next_report:
+                report(f"tokenised {done / 1e6:,.0f} million tokens")
+                next_report += _REPORT_TOKENS
+    found = {name: split.shards for name, split in splits.items()}
+    if tail_fraction > 0 and any(found.values()) and not all(found.values()):
+        found = _cut_tail(folder, found["train"] or found["validation"], tail_fraction, BYTES[dtype])
+    suffix = ".json" if tokenizer_file.suffix == ".json" else ".model"
+    _copy_tokenizer(tokenizer_file, folder / f"tokenizer{suffix}")
+    index = Index(
+        dtype=dtype,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        tokenizer=f"tokenizer{suffix}",
+        fingerprint=fingerprint,
+        train=tuple(found["train"]),
+        validation=tuple(found["validation"]),
+    )
+    write_index(folder, index)
+    return index
+
+
+def pieces_of(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
+    """A text in pieces of about `size` characters, cut after line ends; together they are the text."""
+    start = 0
+    while len(text) - start > size:
+        end = text.rfind("\n", start, start + size) + 1
+        # A line longer than a piece is cut anywhere.
+        end = end if end > start else start + size
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, npt.NDArray[np.uint32]]]:
+    """Each document with its tokens; many are encoded at a time, and long ones in pieces."""
+    cuttable = _keeps_seams(tokenizer)
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield from zip(batch, _encoded(batch, tokenizer, cuttable=cuttable), strict=True)
+            batch, size = [], 0
+    if batch:
+        yield from zip(batch, _encoded(batch, tokenizer, cuttable=cuttable), strict=True)
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer, *, cuttable: bool) -> Iterator[npt.NDArray[np.uint32]]:
+    cut = [list(pieces_of(text)) if cuttable else [text] for text in texts]
+    encoded = iter(tokenizer.encode_many([piece for pieces in cut for piece in pieces]))
+    before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    for pieces in cut:
+        parts = [before, *(next(encoded) for _ in pieces), after]
+        yield np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
+
+
+def _keeps_seams(tokenizer: Tokenizer) -> bool:
+    """Whether a text that is encoded in two pieces still decodes to itself; some tokenizers add a space."""
+    return tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
+
+
+def _cut_tail(folder: Path, shards: list[Shard], fraction: float, token_bytes: int) -> dict[str, list[Shard]]:
+    """Move the last tokens of the only split there is into a validation file of their own."""
+    shards = [_renamed(folder, shard, f"train-{number:05d}.bin") for number, shard in enumerate(shards)]
+    last = shards[-1]
+    wanted = max(2, round(fraction * sum(shard.tokens for shard in shards)))
+    kept = max(last.tokens - wanted, last.tokens // 2)
+    with (folder / last.file).open("r+b") as file:
+        file.seek(kept * token_bytes)
+        (folder / "validation-00000.bin").write_bytes(file.read())
+        file.truncate(kept * token_bytes)
+    shards[-1] = Shard(file=last.file, tokens=kept, documents=last.documents)
+    return {"train": shards, "validation": [Shard(file="validation-00000.bin", tokens=last.tokens - kept)]}
+
+
+def _renamed(folder: Path, shard: Shard, name: str) -> Shard:
+    (folder / shard.file).rename(folder / name)
+    return Shard(file=name, tokens=shard.tokens, documents=shard.documents)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    if source != target:
+        shutil.copyfile(source, target)
+    beside = source.with_name("tokenizer_config.json")
+    if target.suffix == ".json" and beside.is_file() and beside.parent != target.parent:
+        shutil.copyfile(beside, target.with_name(beside.name))
+
+
+class _SplitWriter:
+    """Appends documents to `<name>-<number>.bin`, and begins a new file when one is long enough."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int) -> None:
+        self.shards: list[Shard] = []
+        self.tokens = 0
+        self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._file: IO[bytes] | None = None
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+
+    def __enter__(self) -> _SplitWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def append(self, tokens: npt.NDArray[np.uint32]) -> None:
+        """Write one document; uint32 `[tokens]`."""
+        if self._file is None or self.shards[-1].tokens >= self._shard_tokens:
+            self._file = self._begin()
+        self._file.write(tokens.astype(self._dtype).data)
+        self.tokens += len(tokens)
+        last = self.shards[-1]
+        self.shards[-1] = Shard(file=last.file, tokens=last.tokens + len(tokens), documents=last.documents + 1)
+
+    def _begin(self) -> IO[bytes]:
+        if self._file is not None:
+            self._file.close()
+        name = f"{self._name}-{len(self.shards):05d}.bin"
+        self.shards.append(Shard(file=name, tokens=0))
+        return (self._folder / name).open("wb")

@@ -1,0 +1,102 @@
+"""What every kind of data gives the trainer: batches, and a position that can be kept and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from titanlab.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Tokens = npt.NDArray[np.int64]
+
+IGNORE = -100
+"""A label that does not count in the loss; the `ignore_index` of torch's cross entropy."""
+
+State = dict[str, Any]
+Report = Callable[[str], None]
+
+
+class Batch(NamedTuple):
+    """One rank's share of a global batch.
+
+    Attributes:
+        tokens: int64 `[local_batch, seq]`.
+        labels: int64 `[local_batch, seq]`; each is the token after the one at its place.
+    """
+
+    tokens: Tokens
+    labels: Tokens
+
+
+class Stream(Protocol):
+    """An endless sequence of batches for one rank.
+
+    Sample g of the global order belongs to rank g % ranks; a rank's samples come in increasing g.
+    """
+
+    def next_batch(self) -> Batch:
+        """This rank's sequences of the next step."""
+        ...
+
+    def state(self) -> State:
+        """This rank's part of the position after the last batch, as JSON; see `merge_states`."""
+        ...
+
+    def close(self) -> None:
+        """Stop reading ahead. Harmless where nothing does, and when called again."""
+        ...
+
+
+class Rows(Protocol):
+    """Held-out sequences for one rank; every rank has equally many, and every pass gives the same."""
+
+    def __len__(self) -> int:
+        """Rows of this rank."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[Tokens, Tokens]]:
+        """(tokens, labels) pairs, each int64 `[seq]`; labels that do not count are `IGNORE`."""
+        ...
+
+
+def merge_states(states: list[State]) -> State:
+    """The whole position out of every rank's part; any number of ranks can resume it.
+
+    A state is JSON. Its key `parts`, where it has one, maps names to what only one rank knows; everything
+    else is the same on every rank.
+
+    Raises:
+        ValueError: the ranks stand at different places.
+    """
+    whole = {key: value for key, value in states[0].items() if key != "parts"}
+    parts: dict[str, Any] = {}
+    for state in states:
+        if {key: value for key, value in state.items() if key != "parts"} != whole:
+            raise ValueError(f"data states of different positions cannot be merged: {whole} and {state}")
+        parts |= state.get("parts", {})
+    return whole | {"parts": dict(sorted(parts.items()))} if "parts" in states[0] else whole
+
+
+def hold_to_state(state: Mapping[str, Any], **now: object) -> None:
+    """Check that a stream which is about to resume is the stream that was stopped.
+
+    Args:
+        state: what `Stream.state` gave, merged.
+        now: the facts of the stream that resumes, under the names they have in the state.
+
+    Raises:
+        ConfigError: one of them differs.
+    """
+    keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
+    for name, value in now.items():
+        if state.get(name) != value:
+            raise ConfigError(
+                keys.get(name, "data"),
+                value,
+                f"the checkpoint stands in the data of {name} {state.get(name)}",
+                "resume with the data, seed and sequence length it was made with, or start a new run",
+            )

@@ -1,0 +1,25 @@
+"""Config of data=synthetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+
+@option("data", "synthetic")
+@dataclass(kw_only=True)
+class Synthetic:
+    """Random tokens, computed and not read: for benchmarks, where nothing may wait for data.
+
+    Attributes:
+        vocab_size: tokens are drawn evenly from [0, vocab_size).
+    """
+
+    kind: str = "synthetic"
+    vocab_size: int = 2048
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.vocab_size <= 2**31:
+            raise ConfigError("data.vocab_size", self.vocab_size, "must be between 2 and 2147483648", "try 2048")

@@ -1,0 +1,51 @@
+"""Config that every kind of data made of text shares: its tokenizer and what is held out of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from titanlab.errors import ConfigError
+
+SMALLEST_VOCABULARY = 320
+"""256 bytes, three special tokens and room for the characters of a plain text."""
+
+
+@dataclass(kw_only=True)
+class Text:
+    """Text that becomes tokens.
+
+    Attributes:
+        tokenizer: a SentencePiece `.model`, an HF `tokenizer.json`, or a folder with one of them; null: train
+            a SentencePiece BPE on the text itself.
+        vocab_size: of the tokenizer to train; not used where `tokenizer` names one.
+        validation_fraction: of the documents, held out of training; chosen by a hash of their content.
+    """
+
+    # Not part of the identity by name: the data's fingerprint has its content.
+    tokenizer: str | None = field(default=None, metadata={"identity": False})
+    vocab_size: int = 2048
+    validation_fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < SMALLEST_VOCABULARY:
+            raise ConfigError(
+                "data.vocab_size",
+                self.vocab_size,
+                f"must be at least {SMALLEST_VOCABULARY}: all bytes, special tokens and some characters",
+                "try 2048",
+            )
+        if not 0 <= self.validation_fraction <= 0.5:
+            raise ConfigError(
+                "data.validation_fraction",
+                self.validation_fraction,
+                "must be between 0 and 0.5",
+                "try 0.01, or 0 to hold nothing out",
+            )
+        if self.tokenizer is not None:
+            self.tokenizer = absolute(self.tokenizer)
+
+
+def absolute(path: str) -> str:
+    """The path as it is found from any working directory; a run is resumed and sampled from others."""
+    return os.path.abspath(os.path.expanduser(path))

@@ -1,0 +1,112 @@
+"""Making token shards for data=tokens: what `titanlab tokenize` does."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from titanlab.data import fingerprint
+from titanlab.data import tokenizer as tokenizers
+from titanlab.data.corpus import Corpus, matching
+from titanlab.data.files_schema import Files
+from titanlab.data.index import Index
+from titanlab.data.prepared import ORDER, make_shards
+from titanlab.errors import ConfigError
+
+
+def write_token_shards(
+    files: str,
+    folder: Path,
+    *,
+    tokenizer: str | None = None,
+    vocab_size: int = 32768,
+    text_field: str = "text",
+    validation_fraction: float = 0.01,
+    report: Callable[[str], None],
+) -> Index:
+    """Tokenise files into a new folder of token shards, which appears whole or not at all.
+
+    Args:
+        files: a file, folder or glob, several separated by `:`; as in `files_schema.Files`.
+        folder: made; its parent too. An empty one may be there.
+        tokenizer: a `.model`, a `tokenizer.json` or a folder with one; None: train one on the files.
+        vocab_size: of the tokenizer to train.
+        text_field: key or column of the text in JSONL and parquet.
+        validation_fraction: of the documents, held out.
+        report: given a line now and then.
+
+    Returns:
+        The folder's index, with the number of tokens.
+
+    Raises:
+        ConfigError: the files, the tokenizer or the folder cannot be used; keys are `--files`, `--tokenizer`,
+            `--folder`, `--text-field`, `--vocab-size` and `--validation-fraction`.
+    """
+    try:
+        return _write(files, folder, tokenizer, vocab_size, text_field, validation_fraction, report)
+    except ConfigError as error:
+        # The rules are those of data=files; here a person gave the values as flags.
+        if not error.key.startswith("data"):
+            raise
+        flag = "--" + (error.key.removeprefix("data").lstrip(".") or "files").replace("_", "-")
+        raise ConfigError(flag, error.value, error.rule, error.cure.replace("data.tokenizer", "--tokenizer")) from error
+
+
+def _write(
+    files: str,
+    folder: Path,
+    tokenizer: str | None,
+    vocab_size: int,
+    text_field: str,
+    validation_fraction: float,
+    report: Callable[[str], None],
+) -> Index:
+    config = Files(
+        files=files,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        text_field=text_field,
+        validation_fraction=validation_fraction,
+    )
+    corpus = Corpus(files=matching(config.files), text_field=text_field)
+    named = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
+    content = fingerprint.of_files(corpus.files)
+    folder = folder.absolute()
+    temporary = _beside(folder)
+    try:
+        index = make_shards(
+            temporary,
+            corpus,
+            tokenizer=config.tokenizer,
+            vocab_size=vocab_size,
+            validation_fraction=validation_fraction,
+            fingerprint=fingerprint.of_values(ORDER, content, text_field, named, vocab_size, validation_fraction),
+            report=report,
+        )
+        temporary.rename(folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return index
+
+
+def _beside(folder: Path) -> Path:
+    """A new folder next to one that does not exist yet, or is empty."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError("--folder", folder, "is there already", "name another, or remove it")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = folder.with_name(f".{folder.name}.making-{secrets.token_hex(6)}")
+        temporary.mkdir()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return temporary
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name a folder you can write to"
+    return ConfigError("--folder", folder, f"cannot be written ({error.strerror or error})", cure)

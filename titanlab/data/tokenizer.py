@@ -1,0 +1,190 @@
+"""Tokenizers: text to token ids and back, from a SentencePiece `.model` or an HF `tokenizer.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from titanlab.errors import ConfigError
+from titanlab.host import cores
+
+_MODEL, _JSON = "tokenizer.model", "tokenizer.json"
+# Names under which tokenizers without a `tokenizer_config.json` keep their special tokens.
+_BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
+_EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+_SPACE = "\u2581"
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: every id is below it.
+        bos_id: begins a document; None where the tokenizer has no such token.
+        eos_id: ends a document; None where the tokenizer has no such token.
+        fingerprint: 32 hexadecimal digits of the tokenizer's file.
+        file: that file; a `tokenizer.json` may have its `tokenizer_config.json` beside it.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
+    file: Path
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone: no special token is added, and none is recognised in it."""
+        ...
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens left out; incomplete characters become U+FFFD."""
+        ...
+
+
+def find(path: Path, key: str = "data.tokenizer") -> Path:
+    """The tokenizer's file at a path, which may be a folder that has one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if path.is_dir():
+        # The JSON first: a hub folder's .model may be in a format that SentencePiece does not read.
+        for name in (_JSON, _MODEL):
+            if (path / name).is_file():
+                return path / name
+        raise ConfigError(key, path, f"has neither {_JSON} nor {_MODEL}", "try `titanlab download-tokenizer`, or null")
+    if not path.is_file():
+        raise ConfigError(key, path, "does not exist", "give a .model or tokenizer.json, or null to train one")
+    return path
+
+
+def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
+    """Read a tokenizer; its content tells which kind it is.
+
+    Raises:
+        ConfigError: there is no such file, or it is no tokenizer that we know.
+    """
+    path = find(path, key)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(key, path, f"cannot be read ({error.strerror})", "check its permissions") from error
+    if content.lstrip()[:1] == b"{":
+        return HuggingFaceTokenizer(path, content, key)
+    return SentencePieceTokenizer(path, content, key)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model."""
+
+    def __init__(self, path: Path, content: bytes, key: str) -> None:
+        if _TIKTOKEN.match(content):
+            raise ConfigError(key, path, "is in tiktoken's format", f"use the {_JSON} of the same model")
+        sentencepiece: Any = importlib.import_module("sentencepiece")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self.vocab_size = int(self._model.vocab_size())
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(key, path, "is no SentencePiece model", f"give a .model or {_JSON}") from error
+        if self.vocab_size < 1:
+            raise ConfigError(key, path, "is no SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
+        self.bos_id = _known(self._model.bos_id())
+        self.eos_id = _known(self._model.eos_id())
+        self.fingerprint = _fingerprint(content)
+        self.file = path
+        self._space_bytes = self._bytes_of_space()
+
+    def encode(self, text: str) -> list[int]:
+        if self._space_bytes and _SPACE in text:
+            first, *rest = (self._model.encode(part) for part in text.split(_SPACE))
+            return [*first, *(token for part in rest for token in (*self._space_bytes, *part))]
+        return list(self._model.encode(text))
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._space_bytes and any(_SPACE in text for text in texts):
+            return [self.encode(text) for text in texts]
+        found: list[list[int]] = self._model.encode(list(texts), num_threads=cores())
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([token for token in map(int, ids) if token < self.vocab_size]))
+
+    def _bytes_of_space(self) -> list[int]:
+        """Ids that spell U+2581, which SentencePiece reads as a space; none where the model alters spaces anyway."""
+        pieces = self._model.encode("a", out_type=str)
+        if self._model.decode(self._model.encode("  a ")) != "  a " or not pieces or pieces[0].startswith(_SPACE):
+            return []
+        ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        return ids if all(self._model.is_byte(token) for token in ids) else []
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` of the Hugging Face tokenizers library."""
+
+    def __init__(self, path: Path, content: bytes, key: str) -> None:
+        tokenizers: Any = importlib.import_module("tokenizers")
+        try:
+            self._model = tokenizers.Tokenizer.from_str(content.decode())
+        # The library raises plain Exception.
+        except Exception as error:
+            raise ConfigError(
+                key, path, f"is no {_JSON} ({str(error)[:80]})", f"give the {_JSON} of a model, or a .model"
+            ) from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        # Text that only looks like a special token is text.
+        self._model.encode_special_tokens = True
+        vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(key, path, "has an empty vocabulary", f"give the {_JSON} of a model, or a .model")
+        self.vocab_size = max(vocabulary.values()) + 1
+        declared = _declared(path.with_name("tokenizer_config.json"))
+        self.bos_id = _special(vocabulary, declared, "bos_token", _BOS_NAMES)
+        self.eos_id = _special(vocabulary, declared, "eos_token", _EOS_NAMES)
+        self.fingerprint = _fingerprint(content + f"{self.bos_id} {self.eos_id}".encode())
+        self.file = path
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._model.encode(text, add_special_tokens=False).ids)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+
+
+def _declared(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _special(vocabulary: dict[str, int], declared: dict[str, Any], role: str, names: Sequence[str]) -> int | None:
+    if role in declared:
+        name = declared[role]
+        # Older files keep the token as an object.
+        name = name.get("content") if isinstance(name, dict) else name
+        return vocabulary.get(str(name))
+    return next((vocabulary[name] for name in names if name in vocabulary), None)
+
+
+def _known(token: int) -> int | None:
+    return int(token) if token >= 0 else None
+
+
+def _fingerprint(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,32 @@
+"""Config of data=tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from titanlab.data.text_schema import absolute
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+
+@option("data", "tokens")
+@dataclass(kw_only=True)
+class TokenFolder:
+    """Token shards made before, by `titanlab tokenize` or by another tool.
+
+    Attributes:
+        folder: has `index.json` and the shards that it names.
+    """
+
+    kind: str = "tokens"
+    folder: str = field(default="", metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        if not self.folder.strip():
+            raise ConfigError(
+                "data.folder",
+                self.folder,
+                "names no folder",
+                "make one with `titanlab tokenize`: data.folder=<it>",
+            )
+        self.folder = absolute(self.folder)
