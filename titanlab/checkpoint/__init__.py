@@ -1,0 +1,1 @@
+"""Saving a run's whole state, and taking it up again."""

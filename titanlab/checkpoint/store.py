@@ -1,0 +1,124 @@
+"""A run's state on disk: one folder a step, complete or absent.
+
+A checkpoint is written by all ranks into `step-N.part`, which rank 0 renames to `step-N` when every
+rank has finished: a folder without the suffix is whole.
+
+    step-000100/
+        .metadata, *.distcp   model, optimizer and generators, by torch.distributed.checkpoint
+        position.json         step, tokens seen, position in the data, tracker id, shapes of the model
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from titanlab.checkpoint.folders import PART, POSITION, checkpoints, step_folder
+from titanlab.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run stands, apart from its tensors.
+
+    Attributes:
+        step: optimizer steps done.
+        tokens: labels that have counted so far.
+        data: the data stream's own state.
+        tracker: id under which the tracker knows the run.
+        layout: degrees of the layout that saved it, for people.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    tracker: str | None = None
+    layout: dict[str, int] = field(default_factory=dict)
+
+
+def save(
+    folder: Path, position: Position, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World, keep: int
+) -> Path:
+    """Write `folder/step-N` together with all ranks and drop the oldest beyond `keep` (0: none).
+
+    Returns:
+        the checkpoint's folder, complete.
+    """
+    final = step_folder(folder, position.step)
+    part = final.with_name(final.name + PART)
+    if world.rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    world.share(None)
+    dcp.save(_tensors(model, optimizer, world), checkpoint_id=part)
+    if world.rank == 0:
+        shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+        (part / POSITION).write_text(json.dumps({**asdict(position), "parameters": shapes}, indent=1) + "\n")
+        if final.exists():
+            # Left by an attempt that was resumed from before this step.
+            shutil.rmtree(final)
+        part.rename(final)
+        if keep:
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+    world.share(None)
+    return final
+
+
+def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Position:
+    """Read a checkpoint into model, optimizer and generators, whatever layout wrote it."""
+    state = _tensors(model, optimizer, world)
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    if not any(name.startswith(f"generators.{world.rank}.") for name in saved):
+        # Saved by fewer ranks: this one keeps the generators that its seed gave it.
+        del state["generators"]
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=True),
+    )
+    if "generators" in state:
+        _restore_generators(state["generators"][str(world.rank)])
+    position = json.loads((folder / POSITION).read_text())
+    del position["parameters"]
+    return Position(**position)
+
+
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Read only a checkpoint's model; in a world of one rank the model is whole."""
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "generators": {str(world.rank): _generators(world)},
+    }
+
+
+def _generators(world: World) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(world.device)
+    return states
+
+
+def _restore_generators(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,24 @@
+"""Arguments of the verbs that take no recipe; a mistake in them is one line, like any other."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from titanlab.errors import ConfigError
+
+
+class Arguments(argparse.ArgumentParser):
+    """argparse whose errors are ConfigErrors."""
+
+    def __init__(self, verb: str, description: str) -> None:
+        super().__init__(prog=f"titanlab {verb}", description=description, allow_abbrev=False)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does it, remembering the arguments for `error`."""
+        self._given = " ".join(args or [])
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for every mistake."""
+        raise ConfigError("arguments", self._given, message, f"see `{self.prog} --help`")

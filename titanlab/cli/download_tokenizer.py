@@ -1,0 +1,23 @@
+"""`titanlab download-tokenizer REPO`: a model's tokenizer from the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlab.cli.arguments import Arguments
+from titanlab.data.download import download_tokenizer
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fetch it and say where it is."""
+    parser = Arguments("download-tokenizer", "Fetch a model's tokenizer from the Hugging Face hub.")
+    parser.add_argument("repo", help="the model, such as meta-llama/Llama-3.1-8B")
+    parser.add_argument("--folder", type=Path, default=Path("tokenizers"), help="where to (default tokenizers/)")
+    parser.add_argument(
+        "--token", help="of the hub, for gated models (default: HF_TOKEN, or what `hf auth login` kept)"
+    )
+    given = parser.parse_args(arguments)
+    path = download_tokenizer(given.repo, given.folder / Path(given.repo).name, given.token, report=print)
+    print(f"data.tokenizer={path}")
+    return 0

@@ -1,0 +1,46 @@
+"""`titanlab generate RUN`: text from a run's latest checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from titanlab.cli.arguments import Arguments
+from titanlab.errors import ConfigError
+from titanlab.run_search import find_run
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the prompt and what the model makes of it, as it is sampled."""
+    parser = Arguments("generate", "Write text with a run's latest checkpoint.")
+    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
+    parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens at most (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=50, help="among this many likeliest; 0: all (default 50)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+        if getattr(given, name) < least:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}", getattr(given, name), f"must be at least {least}", f"try {least}"
+            )
+    run = find_run(given.run, given.runs)
+    # Not at the top: a mistake in the arguments is told without waiting for torch.
+    pieces = importlib.import_module("titanlab.generate").generate(
+        run.path,
+        given.prompt,
+        tokens=given.tokens,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        seed=given.seed,
+        device=given.device,
+    )
+    first = next(pieces, "")
+    print(given.prompt + first, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return 0

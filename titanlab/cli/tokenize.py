@@ -1,0 +1,34 @@
+"""`titanlab tokenize FILES FOLDER`: memory-mapped token shards, for data=tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlab.cli.arguments import Arguments
+from titanlab.data.tokenise import write_token_shards
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Tokenise, and say how to train on the result."""
+    parser = Arguments("tokenize", "Make memory-mapped token shards of text, JSONL or parquet files.")
+    parser.add_argument("files", help="a glob, quoted: 'corpus/**/*.jsonl'")
+    parser.add_argument("folder", type=Path, help="where the shards go")
+    parser.add_argument("--tokenizer", help="a SentencePiece .model or a tokenizer.json (default: one is trained)")
+    parser.add_argument("--vocab-size", type=int, default=32768, help="of a tokenizer that is trained (default 32768)")
+    parser.add_argument("--text-field", default="text", help="of JSONL and parquet (default text)")
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)"
+    )
+    given = parser.parse_args(arguments)
+    write_token_shards(
+        given.files,
+        given.folder,
+        tokenizer=given.tokenizer,
+        vocab_size=given.vocab_size,
+        text_field=given.text_field,
+        validation_fraction=given.validation_fraction,
+        report=print,
+    )
+    print(f"titanlab train data=tokens data.folder={given.folder}")
+    return 0

@@ -1,0 +1,25 @@
+"""`titanlab train …`: compose a recipe with Hydra and run it; with -m several, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titanlab.cli.compose import compose
+from titanlab.console import Console
+from titanlab.execute import execute, prepare
+from titanlab.recipe import Recipe
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code of the first run that did not end well, or 0."""
+    codes: list[int] = []
+    console = Console()
+
+    def start(recipes: list[Recipe]) -> None:
+        # All are checked before the first one starts.
+        ready = [prepare(recipe, console.note) for recipe in recipes]
+        codes.extend(execute(run, console).kind.exit_code for run in ready)
+
+    with console:
+        compose(arguments, start)
+    return next((code for code in codes if code), 0)

@@ -1,0 +1,63 @@
+"""`titanlab VERB …`: finds the verb, and turns its errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from titanlab import __version__
+from titanlab.console import error_line
+from titanlab.errors import TitanlabError
+
+# verb → (module, what it does). Modules are imported when called: some need torch, most do not.
+VERBS = {
+    "train": ("titanlab.cli.train", "run a recipe: titanlab train +recipe=quickstart training.steps=50"),
+    "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
+    "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
+    "tokenize": ("titanlab.cli.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),
+    "download-tokenizer": ("titanlab.cli.download_tokenizer", "fetch a model's tokenizer from the Hugging Face hub"),
+    "completion": (
+        "titanlab.cli.completion",
+        'print the shell\'s completion script: eval "$(titanlab completion bash)"',
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb. Returns the process's exit code: 0 well, 2 bad input, others as in the outcome."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if given[0] in ("-V", "--version"):
+        print(f"titanlab {__version__}")
+        return 0
+    verb, rest = given[0], given[1:]
+    if verb not in VERBS:
+        error_line(f"titanlab {verb}: is no verb; try {', '.join(VERBS)}")
+        return 2
+    try:
+        code: int = importlib.import_module(VERBS[verb][0]).main(rest)
+    except TitanlabError as error:
+        error_line(str(error))
+        return error.exit_code
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    lines = [
+        "titanlab: compose, run, prove and compare LLM training recipes",
+        "",
+        "usage: titanlab VERB [ARGUMENT …]",
+        "",
+    ]
+    lines += [f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items()]
+    lines += [
+        "",
+        "titanlab train --help        Hydra's groups and flags (--cfg job --resolve, -m, --info …)",
+        "titanlab VERB --help         what a verb takes",
+        "titanlab --version",
+    ]
+    return "\n".join(lines)

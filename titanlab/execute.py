@@ -1,0 +1,139 @@
+"""From a composed recipe to a finished run: everything is checked, then the ranks are started.
+
+Knows no torch: what is wrong with a recipe is said within a second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titanlab.checkpoint.folders import check_shapes, find, latest
+from titanlab.console import Console
+from titanlab.data import source
+from titanlab.errors import ConfigError
+from titanlab.host import Host, this_host
+from titanlab.identity import Identity, identify
+from titanlab.launch import local
+from titanlab.options import account_of, implementation
+from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
+from titanlab.provenance import collect
+from titanlab.ranks import Ranks, joined
+from titanlab.recipe import Recipe, check, resolve, to_mapping
+from titanlab.run_folder import RunFolder, create_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A recipe that has passed every check, with its data prepared and its name given."""
+
+    recipe: Recipe
+    identity: Identity
+    host: Host
+    ranks: Ranks | None
+
+
+def prepare(recipe: Recipe, report: Callable[[str], None]) -> Ready:
+    """Resolve and check a recipe, and prepare its data; no run's folder is made and nothing starts.
+
+    Args:
+        report: told, line by line, what takes long.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    host = this_host()
+    ranks = joined(os.environ)
+    recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
+    check(recipe)
+    _fits(recipe, host, ranks)
+    account = account_of(recipe.model).account(recipe.model)
+    if recipe.checkpoint.load_from is not None:
+        checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
+        check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
+    source.prepare(recipe.data, report=report)
+    # Some rules need the corpus itself: its length, its tokenizer's vocabulary.
+    check(recipe)
+    identity = identify(
+        recipe, data=source.fingerprint(recipe.data), hardware=str(recipe.cluster.device), repeat=recipe.repeat
+    )
+    return Ready(recipe=recipe, identity=identity, host=host, ranks=ranks)
+
+
+def execute(ready: Ready, console: Console) -> Outcome:
+    """Make the run's folder, or find it; start the ranks, wait, and see to it that the end is recorded.
+
+    A run that is done is left as it is; one that was stopped goes on from its latest checkpoint.
+    """
+    recipe = ready.recipe
+    run = create_run(
+        recipe.runs, sweep=recipe.sweep, name=recipe.name, identity=ready.identity, config=to_mapping(recipe)
+    )
+    return continue_run(run, recipe, ready.host, ready.ranks, console)
+
+
+def continue_run(run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None, console: Console) -> Outcome:
+    """Begin the next attempt at a run, from its latest checkpoint if it has one, under the given recipe."""
+    done = run.result()
+    if done is not None and done.kind is OutcomeKind.DONE:
+        console.note(f"{run.path} is done: {done.steps} steps. For another like it: repeat={recipe.repeat + 1}")
+        return done
+    if ranks is not None and ranks.rank > 0:
+        # Rank 0 keeps the record; the others only train.
+        failures = local.start_one(run.path, ranks)
+        return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
+    with run.claim():
+        own = latest(run.checkpoints)
+        if own is not None:
+            check_shapes(own, account_of(recipe.model).account(recipe.model).parameters, "run")
+        devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
+        provenance = collect(devices=devices, launcher=ranks.started_by if ranks else recipe.launch.kind)
+        attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
+        if ranks is not None:
+            failures = local.start_one(run.path, ranks)
+        else:
+            failures = implementation(recipe.launch).start(run.path, world=recipe.layout.world, logs=run.logs)
+        return _recorded(run, attempt, failures, console)
+
+
+def _fits(recipe: Recipe, host: Host, ranks: Ranks | None) -> None:
+    here = ranks.local_world if ranks else recipe.layout.world
+    if recipe.cluster.accelerator != "cuda":
+        return
+    if host.accelerator != "cuda":
+        raise ConfigError("cluster.accelerator", "cuda", "this host shows no GPU", "try cluster.accelerator=cpu")
+    if here > host.count:
+        raise ConfigError("world", here, f"this host has {host.count} GPUs", f"try world={host.count}")
+
+
+def _recorded(run: RunFolder, attempt: int, failures: list[local.Failure], console: Console) -> Outcome:
+    """The attempt's outcome; written here if no rank lived to write it."""
+    outcome = run.result(attempt)
+    if outcome is not None:
+        return outcome
+    notes = {note.rank or 0: note for note in run.failures(attempt)}
+    for failure in failures:
+        notes.setdefault(failure.rank, from_exit(failure.exit_code, rank=failure.rank, attempt=attempt))
+    status = run.status()
+    outcome = first_cause(notes.values()) if notes else from_exit(0, attempt=attempt)
+    outcome = replace(outcome, step=status.step if status else 0, steps=status.steps if status else None)
+    run.write_result(outcome)
+    if outcome.traceback:
+        console.note(outcome.traceback.rstrip())
+    console.end(
+        f"{outcome.kind.value}: {outcome.kind.meaning}",
+        [
+            ("cause", outcome.cause or ""),
+            ("rank", "" if outcome.rank is None else outcome.rank),
+            ("step", outcome.step),
+            ("folder", _shown(run.path)),
+        ],
+        tone="bad",
+    )
+    return outcome
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,95 @@
+"""Sampling: text from a run's checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+
+from titanlab.checkpoint.folders import find
+from titanlab.checkpoint.store import load_model
+from titanlab.data import source
+from titanlab.errors import ConfigError
+from titanlab.model.contract import LanguageModel
+from titanlab.options import implementation
+from titanlab.ranks import ALONE
+from titanlab.recipe import Recipe, from_mapping
+from titanlab.world import open_world
+
+
+def generate(
+    run: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Iterator[str]:
+    """The text that follows the prompt, piece by piece as it is sampled.
+
+    Args:
+        run: folder of a run; its latest checkpoint is used.
+        tokens: how many to sample at most; an end-of-text token ends earlier.
+        temperature: 0 takes the likeliest token every time.
+        top_k: sample among this many likeliest tokens only; 0: among all.
+
+    Raises:
+        ConfigError: no checkpoint, or data without a tokenizer.
+    """
+    checkpoint = find(str(run), "run")
+    recipe = from_mapping(yaml.safe_load((run / "config.yaml").read_text()))
+    # On another machine than the run's, or after its cache was cleared, there is something to do here.
+    source.prepare(recipe.data, report=lambda line: None)
+    tokenizer = source.tokenizer(recipe.data)
+    if tokenizer is None:
+        raise ConfigError("run", run, "was trained on data without a tokenizer", "train on data=stdlib or data=files")
+    with open_world(ALONE, accelerator=device, seed=seed, deterministic=False) as world:
+        model = _load(recipe, checkpoint, world.device)
+    ids = tokenizer.encode(prompt)
+    if tokenizer.bos_id is not None:
+        ids = [tokenizer.bos_id, *ids]
+    elif not ids:
+        raise ConfigError("--prompt", prompt, "is empty, and this tokenizer has no beginning of text", "give a prompt")
+    generator = torch.Generator(world.device).manual_seed(seed)
+    start = len(ids)
+    shown = ""
+    for _ in range(tokens):
+        token = _next(model, ids[-recipe.training.seq_len :], temperature, top_k, generator, tokenizer.vocab_size)
+        if token == tokenizer.eos_id:
+            break
+        ids.append(token)
+        # Bytes of one character may come in several tokens: only whole characters are shown.
+        text = tokenizer.decode(ids[start:])
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+
+
+def _load(recipe: Recipe, checkpoint: Path, device: torch.device) -> LanguageModel:
+    with torch.device("meta"):
+        model: LanguageModel = implementation(recipe.model).build(recipe.model, seq_len=recipe.training.seq_len)
+    model.to_empty(device=device)
+    model.init_buffers(device)
+    load_model(checkpoint, model)
+    model.eval()
+    return model
+
+
+@torch.inference_mode()
+def _next(
+    model: nn.Module, ids: list[int], temperature: float, top_k: int, generator: torch.Generator, vocab_size: int
+) -> int:
+    tokens = torch.tensor([ids], device=generator.device)
+    # The model's vocabulary may be padded beyond the tokenizer's.
+    logits = model(tokens)[0, -1, :vocab_size].float()
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        cut = logits.topk(min(top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < cut, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

@@ -1,0 +1,218 @@
+"""A recipe: the whole configuration of one run, and every rule that crosses its groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from titanlab.checkpoint.schema import Checkpoint
+from titanlab.cluster.schema import Cluster
+from titanlab.data import source
+from titanlab.errors import ConfigError
+from titanlab.layout import Layout, resolve_layout
+from titanlab.options import discover, schema_of
+from titanlab.parallelism.schema import Parallelism
+from titanlab.training_schema import Training
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """Root of a configuration; each field but the first few is a config group.
+
+    Attributes:
+        name: label of the run, in its folder's name.
+        sweep: label of the collection that the run belongs to, a folder of its own.
+        runs: folder of all runs.
+        seed: of initial values and of the order of data.
+        repeat: number of this repetition of an otherwise equal run.
+        world: number of processes; null: the product of the degrees.
+    """
+
+    name: str = field(default="run", metadata={"identity": False})
+    sweep: str = field(default="single", metadata={"identity": False})
+    runs: str = field(default="runs", metadata={"identity": False})
+    seed: int = 0
+    repeat: int = 0
+    world: int | None = None
+    training: Training = MISSING
+    model: Any = MISSING
+    parallelism: Parallelism = MISSING
+    precision: Any = MISSING
+    optimizer: Any = MISSING
+    data: Any = MISSING
+    checkpoint: Checkpoint = MISSING
+    cluster: Cluster = field(default=MISSING)
+    tracker: Any = field(default=MISSING, metadata={"identity": False})
+    launch: Any = field(default=MISSING, metadata={"identity": False})
+
+    @property
+    def layout(self) -> Layout:
+        """The degrees of a resolved recipe."""
+        return Layout(**self.parallelism.degrees())
+
+    @property
+    def local_batch(self) -> int:
+        """Sequences of one process in one step."""
+        return self.training.global_batch // self.layout.data
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of one forward pass."""
+        return self.training.microbatch or self.local_batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all processes."""
+        return self.training.global_batch * self.training.seq_len
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
+    """The recipe that `to_mapping` wrote, checked field by field.
+
+    Raises:
+        ConfigError: an option that is not installed, an unknown key or a value of the wrong type.
+    """
+    groups = discover()
+    nodes: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if key in groups and isinstance(value, Mapping):
+            kind = value.get("kind") if None not in groups[key] else None
+            nodes[key] = OmegaConf.structured(schema_of(key, kind))
+    try:
+        base = OmegaConf.structured(Recipe)
+        merged = OmegaConf.merge(base, OmegaConf.create(nodes), OmegaConf.create(dict(mapping)))
+        recipe = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = error.full_key or "config"
+        raise ConfigError(
+            key, error.value, str(error.msg).splitlines()[0], "compare it with `titanlab train --cfg job`"
+        ) from error
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def to_mapping(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as nested dictionaries of plain values, in the order of its fields."""
+    return dataclasses.asdict(recipe)
+
+
+def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str) -> Recipe:
+    """The recipe with all that depends on where it runs filled in: degrees of -1, world, device.
+
+    Args:
+        world: processes that torchrun or Slurm have started; None: the recipe decides.
+        accelerator: `cpu` or `cuda`, what this host has; used where the recipe says `auto`.
+        device: the accelerator's name, used where the recipe gives none.
+    """
+    if world is not None and recipe.world not in (None, world):
+        raise ConfigError("world", recipe.world, f"{world} processes were started", f"try world={world}, or null")
+    layout = resolve_layout(recipe.parallelism.degrees(), world if world is not None else recipe.world)
+    cluster = recipe.cluster
+    if cluster.accelerator == "auto":
+        cluster = dataclasses.replace(cluster, accelerator=accelerator)
+    if cluster.device is None:
+        cluster = dataclasses.replace(cluster, device=device if cluster.accelerator == accelerator else "cpu")
+    return dataclasses.replace(
+        recipe,
+        world=layout.world,
+        parallelism=dataclasses.replace(recipe.parallelism, replicate=layout.replicate, shard=layout.shard),
+        cluster=cluster,
+    )
+
+
+def check(recipe: Recipe) -> None:
+    """Hold a resolved recipe to every rule; those on the corpus itself apply once it has been prepared.
+
+    Raises:
+        ConfigError: the first rule that it breaks.
+    """
+    for rule in (_names, _batch, _schedule, _offload, _attention):
+        rule(recipe)
+    source.check(
+        recipe.data,
+        seq_len=recipe.training.seq_len,
+        global_batch=recipe.training.global_batch,
+        ranks=recipe.layout.data,
+        vocab_size=recipe.model.vocab_size,
+        validation_sequences=recipe.training.validation_sequences if recipe.training.validate_every else 0,
+    )
+
+
+def _names(recipe: Recipe) -> None:
+    for key in ("name", "sweep"):
+        value = getattr(recipe, key)
+        if not SAFE_NAME.fullmatch(value):
+            raise ConfigError(
+                key, value, "becomes a folder's name: letters, digits, '.', '_' and '-' only", "try " + _safe(value)
+            )
+    if recipe.repeat < 0:
+        raise ConfigError("repeat", recipe.repeat, "counts repetitions from 0", "try 0")
+    if recipe.seed < 0:
+        raise ConfigError("seed", recipe.seed, "must not be negative", "try 0")
+
+
+def _batch(recipe: Recipe) -> None:
+    batch, ranks = recipe.training.global_batch, recipe.layout.data
+    if batch % ranks:
+        raise ConfigError(
+            "training.global_batch",
+            batch,
+            f"must be a multiple of the {ranks} data-parallel processes",
+            f"try {_nearest_multiple(batch, ranks)}",
+        )
+    if recipe.local_batch % recipe.microbatch:
+        divisors = [n for n in range(1, recipe.local_batch + 1) if recipe.local_batch % n == 0]
+        raise ConfigError(
+            "training.microbatch",
+            recipe.microbatch,
+            f"must divide the {recipe.local_batch} sequences that one process has of a step",
+            f"try {' or '.join(str(n) for n in _closest(divisors, recipe.microbatch))}",
+        )
+
+
+def _schedule(recipe: Recipe) -> None:
+    warmup = recipe.optimizer.schedule.warmup_steps
+    if warmup > recipe.training.steps:
+        raise ConfigError(
+            "optimizer.schedule.warmup_steps",
+            warmup,
+            f"is more than the {recipe.training.steps} steps of the run",
+            f"try {max(1, recipe.training.steps // 10)}",
+        )
+
+
+def _offload(recipe: Recipe) -> None:
+    if recipe.parallelism.cpu_offload and recipe.layout.shard == 1:
+        raise ConfigError(
+            "parallelism.cpu_offload", True, "moves sharded parameters, and nothing is sharded", "try parallelism=fsdp"
+        )
+
+
+def _attention(recipe: Recipe) -> None:
+    backend = getattr(recipe.model, "attention", "auto")
+    if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient"):
+        raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
+    if recipe.cluster.accelerator == "cuda" and recipe.precision.kind == "fp32" and backend in ("flash", "cudnn"):
+        raise ConfigError(
+            "model.attention", backend, "computes in 16 bits only on a GPU", "try precision=bf16, or auto"
+        )
+
+
+def _safe(value: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._") or "run"
+
+
+def _nearest_multiple(value: int, unit: int) -> int:
+    return max(unit, round(value / unit) * unit)
+
+
+def _closest(values: list[int], wanted: int) -> list[int]:
+    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:2])

@@ -1,0 +1,252 @@
+"""The story of one run, top to bottom.
+
+World → mesh → assemble → optimizer → data → resume → steps → outcome. Nothing here asks which technique
+is on: assembly has answered that with one function, `forward_backward`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from titanlab.assemble import Assembled, StepBatch, assemble
+from titanlab.checkpoint import store
+from titanlab.checkpoint.folders import find, latest
+from titanlab.checkpoint.store import Position
+from titanlab.data import source
+from titanlab.mesh import build_mesh
+from titanlab.optimizer.schedule import rate_factor
+from titanlab.options import implementation
+from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.parallelism.gradients import Gradients
+from titanlab.ranks import Ranks
+from titanlab.recipe import Recipe
+from titanlab.recorder import open_recorder
+from titanlab.run_folder import RunFolder
+from titanlab.stop import stop_request
+from titanlab.totals import Reduction, Totals
+from titanlab.world import World, open_world
+
+_STOPPED = {
+    signal.SIGINT: (OutcomeKind.CANCELLED, "interrupted by SIGINT (Ctrl-C); the run can be resumed"),
+    signal.SIGTERM: (OutcomeKind.PREEMPTED, "asked to end by SIGTERM; the run can be resumed"),
+}
+
+
+class Observer:
+    """Looks into a run without changing it; parity proofs subclass it."""
+
+    def with_gradients(self, step: int, model: nn.Module) -> None:
+        """The gradients are those that the optimizer is about to use."""
+
+    def after_step(self, step: int, totals: Totals) -> None:
+        """A step's totals are known."""
+
+    def at_end(self, model: nn.Module) -> None:
+        """The last step is over."""
+
+
+def train(recipe: Recipe, run: RunFolder, ranks: Ranks, *, observer: Observer | None = None) -> Outcome:
+    """Train a resolved recipe as one of its ranks, from where the run's folder stands to the end.
+
+    All ranks call it together. Rank 0 writes metrics, status and result into the folder.
+
+    Returns:
+        how it ended, the same on every rank.
+
+    Raises:
+        ConfigError: the device is not there, or a checkpoint is of another model.
+    """
+    observer = observer or Observer()
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_request())
+        world = stack.enter_context(
+            open_world(
+                ranks,
+                accelerator=recipe.cluster.accelerator,
+                seed=recipe.seed,
+                deterministic=recipe.training.deterministic,
+            )
+        )
+        attempt = world.share(max(run.attempts(), default=1))
+        mesh = build_mesh(recipe.layout, world.device.type)
+        assembled = assemble(recipe, world, mesh)
+        model = assembled.model
+        parameters = dict(model.named_parameters())
+        optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
+        gradients = Gradients(parameters.values(), world.size)
+        position = _resume(recipe, run, model, optimizer, world)
+        stream = source.open_train(
+            recipe.data,
+            seed=recipe.seed,
+            seq_len=recipe.training.seq_len,
+            global_batch=recipe.training.global_batch,
+            rank=world.rank,
+            ranks=recipe.layout.data,
+            state=position.data or None,
+        )
+        stack.callback(stream.close)
+        recorder = stack.enter_context(open_recorder(recipe, run, world, attempt=attempt, position=position))
+        position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
+
+        def save(at: Position) -> None:
+            with recorder.saving():
+                states = world.gather(stream.state())
+                whole = replace(at, data=source.merge_states(states))
+                store.save(
+                    run.checkpoints, whole, model=model, optimizer=optimizer, world=world, keep=recipe.checkpoint.keep
+                )
+
+        outcome = Outcome(kind=OutcomeKind.DONE, steps=recipe.training.steps, attempt=attempt)
+        waiting: list[tuple[int, float, Reduction]] = []
+
+        def settle(lag: int) -> None:
+            nonlocal position, outcome
+            while len(waiting) > lag:
+                known_step, known_rate, reduction = waiting.pop(0)
+                totals = reduction.read()
+                position = replace(position, step=known_step, tokens=position.tokens + totals.tokens)
+                observer.after_step(known_step, totals)
+                recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens)
+                outcome = _judge(outcome, known_step, totals)
+
+        saved_step = position.step
+        stack.enter_context(_collected_between_steps())
+        model.train()
+        recorder.start()
+        for step in range(position.step + 1, recipe.training.steps + 1):
+            with recorder.loading():
+                batch = _to_device(stream.next_batch(), world.device)
+            sums = assembled.forward_backward(batch)
+            reduction = Reduction(
+                world,
+                squared_norm=gradients.squared_norm(),
+                loss_sum=sums.loss_sum,
+                tokens=sums.tokens,
+                stop=stop.signal,
+                nominal_tokens=recipe.tokens_per_step,
+            )
+            factor = reduction.gradient_factor(recipe.training.max_grad_norm)
+            if factor is not None:
+                gradients.scale(factor)
+            observer.with_gradients(step, model)
+            rate = _set_rate(optimizer, recipe, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % recipe.training.gc_every == 0:
+                gc.collect(1)
+
+            # Totals are read when they have arrived: at once on CPU, a step later on a GPU. Before the
+            # state is saved or judged, all of them are.
+            waiting.append((step, rate, reduction))
+            last = step == recipe.training.steps
+            saves = recipe.checkpoint.every > 0 and step % recipe.checkpoint.every == 0
+            validates = recipe.training.validate_every > 0 and (last or step % recipe.training.validate_every == 0)
+            settle(lag=0 if world.device.type == "cpu" or last or saves or validates else 1)
+            if outcome.kind is not OutcomeKind.DONE:
+                break
+            if validates:
+                with recorder.validating(step) as report:
+                    report(_validate(recipe, assembled, world))
+            if saves:
+                save(position)
+                saved_step = step
+
+        # A step that was under way on a GPU when the totals before it told of the end belongs to the run.
+        settle(lag=0)
+        observer.at_end(model)
+        outcome = replace(outcome, step=position.step)
+        if recipe.checkpoint.at_end and position.step > saved_step and outcome.kind is not OutcomeKind.NAN:
+            save(position)
+        outcome = recorder.finish(outcome)
+        # No rank leaves before the result is on disk: a launcher ends the others when one has left.
+        world.share(None)
+        return outcome
+
+
+def _resume(
+    recipe: Recipe, run: RunFolder, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> Position:
+    """Continue from the run's own latest checkpoint, or start from the one that the recipe names."""
+    own = latest(run.checkpoints)
+    if own is not None:
+        return store.load(own, model=model, optimizer=optimizer, world=world)
+    if recipe.checkpoint.load_from is not None:
+        other = find(recipe.checkpoint.load_from, "checkpoint.load_from")
+        # Another run's tracker id stays with that run.
+        return replace(store.load(other, model=model, optimizer=optimizer, world=world), tracker=None)
+    return Position()
+
+
+def _to_device(batch: source.Batch, device: torch.device) -> StepBatch:
+    valid = int((batch.labels != source.IGNORE).sum())
+    tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+    if device.type != "cpu":
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
+        labels = labels.pin_memory().to(device, non_blocking=True)
+    return StepBatch(tokens, labels, valid)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> float:
+    rate: float = recipe.optimizer.lr * rate_factor(recipe.optimizer.schedule, step=step, steps=recipe.training.steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def _judge(outcome: Outcome, step: int, totals: Totals) -> Outcome:
+    """The outcome after one more step: unchanged, or the end."""
+    if outcome.kind is not OutcomeKind.DONE:
+        return outcome
+    if not totals.finite:
+        return replace(
+            outcome,
+            kind=OutcomeKind.NAN,
+            step=step,
+            cause=f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}",
+        )
+    if totals.stop:
+        kind, cause = _STOPPED[signal.Signals(totals.stop)]
+        return replace(outcome, kind=kind, step=step, cause=cause)
+    return outcome
+
+
+def _validate(recipe: Recipe, assembled: Assembled, world: World) -> float:
+    """Mean cross-entropy over the held-out sequences; every rank has the same number of batches."""
+    assembled.model.eval()
+    rows = iter(
+        source.open_validation(
+            recipe.data,
+            seq_len=recipe.training.seq_len,
+            sequences=recipe.training.validation_sequences,
+            rank=world.rank,
+            ranks=recipe.layout.data,
+        )
+    )
+    sums = torch.zeros(2, dtype=torch.float64)
+    while microbatch := list(itertools.islice(rows, recipe.microbatch)):
+        tokens, labels = (np.stack(column) for column in zip(*microbatch, strict=True))
+        part = assembled.evaluate(_to_device(source.Batch(tokens, labels), world.device))
+        sums += torch.tensor([float(part.loss_sum), float(part.tokens)], dtype=torch.float64)
+    world.sum(sums)
+    assembled.model.train()
+    return float(sums[0] / sums[1])
+
+
+@contextlib.contextmanager
+def _collected_between_steps() -> Iterator[None]:
+    """No garbage collection inside steps: a pause of one rank is a pause of all."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

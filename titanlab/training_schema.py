@@ -1,0 +1,55 @@
+"""Config of the training loop: how long, how much a step, what is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+
+@option("training")
+@dataclass(kw_only=True)
+class Training:
+    """How a run steps.
+
+    Attributes:
+        steps: optimizer steps in all.
+        seq_len: tokens in a sequence.
+        global_batch: sequences in one optimizer step, over all processes.
+        microbatch: sequences in one forward pass of one process; null: all that the process has of a
+            step. A smaller one accumulates gradients.
+        max_grad_norm: gradients are scaled down to this norm; null: never.
+        deterministic: only algorithms that give the same bits every time.
+        validate_every: steps between validations; 0: never.
+        validation_sequences: held-out sequences of one validation.
+        log_every: steps in one row of metrics.
+        unmeasured_steps: first steps whose time is left out of the throughput.
+        gc_every: steps between garbage collections, which are off in between.
+    """
+
+    steps: int = 1000
+    seq_len: int = 512
+    global_batch: int = 8
+    microbatch: int | None = None
+    max_grad_norm: float | None = 1.0
+    deterministic: bool = False
+    validate_every: int = field(default=0, metadata={"identity": False})
+    validation_sequences: int = field(default=32, metadata={"identity": False})
+    log_every: int = field(default=10, metadata={"identity": False})
+    unmeasured_steps: int = field(default=3, metadata={"identity": False})
+    gc_every: int = field(default=100, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "seq_len", "global_batch", "validation_sequences", "log_every", "gc_every"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"training.{name}", value, "must be at least 1", "try 1 or more")
+        for name in ("validate_every", "unmeasured_steps"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"training.{name}", value, "must not be negative", "try 0")
+        if self.microbatch is not None and self.microbatch < 1:
+            raise ConfigError("training.microbatch", self.microbatch, "must be at least 1", "try 1, or null for all")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError("training.max_grad_norm", self.max_grad_norm, "must be positive", "try 1.0, or null")
