@@ -41,7 +41,9 @@ def root() -> Path:
     return folder
 
 
-def build(folder: Path, make: Callable[[Path], None], *, report: Report) -> None:
+def build(
+    folder: Path, make: Callable[[Path], None], *, report: Report, is_whole: Callable[[Path], bool] = Path.is_dir
+) -> None:
     """Make a folder once, however many processes ask for it at the same time.
 
     It appears whole, under its name, or not at all: `make` fills a folder beside it, which is then
@@ -51,17 +53,21 @@ def build(folder: Path, make: Callable[[Path], None], *, report: Report) -> None
         folder: what is to exist; its parent is created.
         make: fills the folder that it is given.
         report: told when this process waits for another.
+        is_whole: whether the folder, which is there, can be used; it is made again if not, as after a power cut.
 
     Raises:
         ConfigError: the disk is full or the folder cannot be written.
     """
-    if folder.is_dir():
+    if folder.is_dir() and is_whole(folder):
         return
     with _writable(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f".{folder.name}.lock"), report) as alone:
             if folder.is_dir():
-                return
+                if is_whole(folder):
+                    return
+                report(f"{folder} is damaged: making it again")
+                shutil.rmtree(folder)
             prefix = f".{folder.name}.making-"
             if alone:
                 # What a process that was killed left behind.

@@ -50,7 +50,7 @@ def download_tokenizer(
                 _place(Path(temporary, each), folder / each)
         except OSError as error:
             raise ConfigError(
-                "folder", folder, f"cannot be written ({error.strerror})", "name a folder you can write to"
+                "--folder", folder, f"cannot be written ({error.strerror})", "name a folder you can write to"
             ) from error
     found = tokenizers.load(folder / name, "folder")
     report(f"{folder / name}: {found.vocab_size:,} tokens")

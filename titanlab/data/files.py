@@ -13,7 +13,6 @@ from titanlab.data import tokenizer as tokenizers
 from titanlab.data.corpus import Corpus, matching
 from titanlab.data.files_schema import Files
 from titanlab.data.prepared import Prepared
-from titanlab.data.rules import hold_batch
 from titanlab.data.stream import Rows, Stream
 from titanlab.data.tokenizer import Tokenizer
 
@@ -38,7 +37,6 @@ def vocab_size(config: Files) -> int:
 def check(
     config: Files, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int
 ) -> None:
-    hold_batch(global_batch, ranks)
     _prepared(config).check(seq_len=seq_len, vocab_size=vocab_size, validation_sequences=validation_sequences)
 
 

@@ -18,9 +18,9 @@ from titanlab.data import tokenizer as tokenizers
 from titanlab.data.corpus import matching
 from titanlab.data.held_out import is_held_out
 from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.index import Index, read_index
+from titanlab.data.index import Index, is_whole, read_index
 from titanlab.data.prepared import train_tokenizer
-from titanlab.data.rules import hold_batch, hold_streams, hold_validation, hold_vocabulary
+from titanlab.data.rules import hold_streams, hold_validation, hold_vocabulary
 from titanlab.data.stream import Report, Rows, State, Stream
 from titanlab.data.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
@@ -36,7 +36,7 @@ def fingerprint(config: HuggingFace) -> str:
 def prepare(config: HuggingFace, *, report: Callable[[str], None]) -> None:
     # Once, and not for every rank: what validates is read here and kept, and a tokenizer is trained if none is
     # named. A dataset that cannot be read shows itself here too, before training starts.
-    cache.build(_folder(config), lambda folder: _make(config, folder, report), report=report)
+    cache.build(_folder(config), lambda folder: _make(config, folder, report), report=report, is_whole=is_whole)
 
 
 def tokenizer(config: HuggingFace) -> Tokenizer:
@@ -52,7 +52,6 @@ def vocab_size(config: HuggingFace) -> int:
 def check(
     config: HuggingFace, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int
 ) -> None:
-    hold_batch(global_batch, ranks)
     hold_streams(config.streams, ranks)
     if config.path in LOCAL_BUILDERS:
         _local_files(config)

@@ -103,6 +103,15 @@ def read_index(folder: Path, key: str = "data.folder") -> Index:
     return index
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a folder of token shards that we made is as we made it."""
+    try:
+        read_index(folder)
+    except ConfigError:
+        return False
+    return True
+
+
 def _parsed(content: dict[str, Any]) -> Index:
     if content["format"] != FORMAT or content["version"] != VERSION:
         raise ValueError(f"format {content['format']!r} version {content['version']!r}, not {FORMAT!r} {VERSION}")

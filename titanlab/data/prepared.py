@@ -14,7 +14,7 @@ from titanlab.data import cache, fingerprint
 from titanlab.data import tokenizer as tokenizers
 from titanlab.data.corpus import Corpus
 from titanlab.data.held_out import is_held_out
-from titanlab.data.index import Index, read_index
+from titanlab.data.index import Index, is_whole, read_index
 from titanlab.data.rules import hold_sequences, hold_validation, hold_vocabulary
 from titanlab.data.stream import Report, Rows, State, Stream
 from titanlab.data.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class Prepared:
 
     def prepare(self, report: Report) -> None:
         """Make the token shards, unless they are there."""
-        cache.build(self.folder, lambda folder: self._make(folder, report), report=report)
+        cache.build(self.folder, lambda folder: self._make(folder, report), report=report, is_whole=is_whole)
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer of its token shards; before they are made, the one that the config names."""
@@ -96,7 +96,7 @@ class Prepared:
         if validation_sequences and not self.validation_fraction:
             hold_validation(None, VALIDATION_KEY, self.validation_fraction)
         folder = self.folder
-        if folder.is_dir():
+        if folder.is_dir() and is_whole(folder):
             index = self.index
             hold_sequences(index, seq_len)
             if validation_sequences:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from titanlab.data.rules import hold_batch
 from titanlab.data.stream import IGNORE, Batch, Rows, State, Stream, merge_states
 from titanlab.data.tokenizer import Tokenizer
 from titanlab.options import implementation
@@ -58,6 +59,7 @@ def check(
     Raises:
         ConfigError: a rule is broken, or files that the config names are missing or cannot be read.
     """
+    hold_batch(global_batch, ranks)
     rules = getattr(implementation(config), "check", None)
     if rules is not None:
         rules(
@@ -122,8 +124,10 @@ def open_train(
         state: resume here: the merged states of all ranks, however many there were.
 
     Raises:
-        ConfigError: the data has not been prepared, is too short, or `state` is of other data.
+        ConfigError: the data has not been prepared, is too short, or `state` is of other data; or `ranks` does
+            not divide `global_batch`.
     """
+    hold_batch(global_batch, ranks)
     stream: Stream = implementation(config).open_train(
         config, seed=seed, seq_len=seq_len, global_batch=global_batch, rank=rank, ranks=ranks, state=state
     )

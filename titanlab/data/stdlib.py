@@ -13,7 +13,6 @@ from typing import Any
 
 from titanlab.data.corpus import Corpus
 from titanlab.data.prepared import Prepared
-from titanlab.data.rules import hold_batch
 from titanlab.data.stdlib_schema import Stdlib
 from titanlab.data.stream import Rows, Stream
 from titanlab.data.tokenizer import Tokenizer
@@ -57,7 +56,6 @@ def vocab_size(config: Stdlib) -> int:
 def check(
     config: Stdlib, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int
 ) -> None:
-    hold_batch(global_batch, ranks)
     _prepared(config).check(seq_len=seq_len, vocab_size=vocab_size, validation_sequences=validation_sequences)
 
 

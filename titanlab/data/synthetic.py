@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from titanlab.data.rules import hold_batch, hold_vocabulary
+from titanlab.data.rules import hold_vocabulary
 from titanlab.data.stream import Rows, State, Stream
 from titanlab.data.synthetic_schema import Synthetic
 
@@ -33,7 +33,6 @@ def vocab_size(config: Synthetic) -> int:
 def check(
     config: Synthetic, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int
 ) -> None:
-    hold_batch(global_batch, ranks)
     hold_vocabulary(vocab_size, config.vocab_size)
 
 

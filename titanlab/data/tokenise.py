@@ -42,17 +42,18 @@ def write_token_shards(
         The folder's index, with the number of tokens.
 
     Raises:
-        ConfigError: the files, the tokenizer or the folder cannot be used; keys are `--files`, `--tokenizer`,
-            `--folder`, `--text-field`, `--vocab-size` and `--validation-fraction`.
+        ConfigError: the files, the tokenizer or the folder cannot be used; keys are `files`, `folder`,
+            `--tokenizer`, `--text-field`, `--vocab-size` and `--validation-fraction`, as on the command line.
     """
     try:
         return _write(files, folder, tokenizer, vocab_size, text_field, validation_fraction, report)
     except ConfigError as error:
-        # The rules are those of data=files; here a person gave the values as flags.
+        # The rules are those of data=files; here a person gave the values on a command line.
         if not error.key.startswith("data"):
             raise
-        flag = "--" + (error.key.removeprefix("data").lstrip(".") or "files").replace("_", "-")
-        raise ConfigError(flag, error.value, error.rule, error.cure.replace("data.tokenizer", "--tokenizer")) from error
+        name = error.key.removeprefix("data").lstrip(".") or "files"
+        key = name if name == "files" else "--" + name.replace("_", "-")
+        raise ConfigError(key, error.value, error.rule, error.cure.replace("data.tokenizer", "--tokenizer")) from error
 
 
 def _write(
@@ -98,7 +99,7 @@ def _beside(folder: Path) -> Path:
     """A new folder next to one that does not exist yet, or is empty."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError("--folder", folder, "is there already", "name another, or remove it")
+            raise ConfigError("folder", folder, "is there already", "name another, or remove it")
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = folder.with_name(f".{folder.name}.making-{secrets.token_hex(6)}")
         temporary.mkdir()
@@ -109,4 +110,4 @@ def _beside(folder: Path) -> Path:
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
     cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name a folder you can write to"
-    return ConfigError("--folder", folder, f"cannot be written ({error.strerror or error})", cure)
+    return ConfigError("folder", folder, f"cannot be written ({error.strerror or error})", cure)

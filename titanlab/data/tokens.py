@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlab.data import tokenizer as tokenizers
 from titanlab.data.index import Index, fingerprint_of, read_index
-from titanlab.data.rules import hold_batch, hold_sequences, hold_validation, hold_vocabulary
+from titanlab.data.rules import hold_sequences, hold_validation, hold_vocabulary
 from titanlab.data.stream import Rows, State, Stream
 from titanlab.data.tokenizer import Tokenizer
 from titanlab.data.tokens_schema import TokenFolder
@@ -40,7 +40,6 @@ def vocab_size(config: TokenFolder) -> int:
 def check(
     config: TokenFolder, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int
 ) -> None:
-    hold_batch(global_batch, ranks)
     index = _index(config)
     hold_vocabulary(vocab_size, index.vocab_size)
     hold_sequences(index, seq_len)

@@ -1,0 +1,70 @@
+"""Small corpora, tokenizers and folders of tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlab.data.tokenizer_training import train
+
+WORDS = "the def return self class import value tokens of a stream and its order in every rank one two".split()
+
+
+def text(number: int, words: int = 40) -> str:
+    """A document that no other number gives."""
+    rng = np.random.default_rng(number)
+    lines = [" ".join(rng.choice(WORDS, size=5)) for _ in range(words // 5)]
+    return f"document {number}\n" + "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TITANLAB_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model of 400 pieces."""
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    train((text(number) for number in range(200)), vocab_size=400, file=file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def json_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE as tokenizer.json, with special tokens, and its tokenizer_config.json."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.train_from_iterator(
+        (text(number) for number in range(50)),
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<|begin|>", "<|end|>"],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    folder = tmp_path_factory.mktemp("hf-tokenizer")
+    made.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture(scope="session")
+def json_lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five JSONL files of 12 documents, of different lengths."""
+    folder = tmp_path_factory.mktemp("jsonl")
+    for file in range(5):
+        rows = [{"text": text(100 * file + row, 5 + 7 * row)} for row in range(12)]
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -1,0 +1,155 @@
+"""The cache: made once by several processes at a time, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlab.data import cache, fingerprint
+from titanlab.errors import ConfigError
+
+
+def silent(line: str) -> None:
+    assert line
+
+
+def test_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "a" / "b"))
+    assert cache.root() == tmp_path / "a" / "b"
+    monkeypatch.delenv("TITANLAB_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.root() == tmp_path / "xdg" / "titanlab"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.root() == tmp_path / "home" / ".cache" / "titanlab"
+    assert cache.root().is_dir()
+
+
+def test_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigError, match="cannot be written.*; export TITANLAB_CACHE=<a folder") as caught:
+        cache.root()
+    assert caught.value.key == "TITANLAB_CACHE"
+    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        cache.root()
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    def make(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConfigError, match="No space left on device.*; make room") as caught:
+        cache.build(tmp_path / "x", make, report=silent)
+    assert caught.value.key == "TITANLAB_CACHE"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".x.lock"]
+
+
+def test_what_failed_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cache.build(tmp_path / "x", fail, report=silent)
+    assert not (tmp_path / "x").exists()
+    # What a killed process left is removed by the next.
+    (tmp_path / ".x.making-dead").mkdir()
+    cache.build(tmp_path / "x", lambda folder: (folder / "whole").touch(), report=silent)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".x.lock", "x"]
+    cache.build(tmp_path / "x", fail, report=silent)
+
+
+def test_three_processes_make_it_once(tmp_path: Path) -> None:
+    program = """
+import os, sys, time
+from pathlib import Path
+from titanlab.data import cache
+def make(folder):
+    with open(sys.argv[1] + "/log", "a") as log:
+        log.write(f"{os.getpid()}\\n")
+    (folder / "first").touch()
+    time.sleep(0.5)
+    (folder / "last").touch()
+target = Path(sys.argv[1], "made")
+cache.build(target, make, report=print)
+assert (target / "last").exists()
+"""
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert len((tmp_path / "log").read_text().split()) == 1
+    assert sum("waiting for another process" in each for each in said) >= 1
+
+
+def test_without_locks_the_first_to_finish_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(file: object, flags: int) -> None:
+        raise OSError(37, "No locks available")
+
+    def make(folder: Path) -> None:
+        (folder / "mine").touch()
+        (tmp_path / "x").mkdir()
+        (tmp_path / "x" / "theirs").touch()
+
+    monkeypatch.setattr(cache.fcntl, "flock", no_locks)
+    cache.build(tmp_path / "x", make, report=silent)
+    assert [each.name for each in (tmp_path / "x").iterdir()] == ["theirs"]
+    assert not list(tmp_path.glob(".x.making-*"))
+
+
+def test_fingerprint_is_of_contents_in_order(tmp_path: Path, cache: Path) -> None:
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    a.write_text("one")
+    b.write_text("two")
+    first = fingerprint.of_files([a, b])
+    assert first == fingerprint.of_files([a, b])
+    assert first != fingerprint.of_files([b, a])
+    a.rename(tmp_path / "c.txt")
+    assert first == fingerprint.of_files([tmp_path / "c.txt", b])
+    b.write_text("owt")
+    assert first != fingerprint.of_files([tmp_path / "c.txt", b])
+
+
+def test_fingerprint_is_remembered_until_a_file_changes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    # As if the file had been there for a while: a change of the last seconds is read again in any case.
+    monkeypatch.setattr(fingerprint, "_SETTLED_SECONDS", -time.time())
+    first = fingerprint.of_files([file])
+    assert len(list((cache / "fingerprints").iterdir())) == 1
+    fingerprint._remembered.cache_clear()
+    monkeypatch.setattr(fingerprint, "_read", lambda seen: pytest.fail("read again"))
+    assert fingerprint.of_files([file]) == first
+    monkeypatch.undo()
+    os.utime(file, ns=(1, 1))
+    file.write_text("two")
+    assert fingerprint.of_files([file]) != first
+
+
+def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 10)
+    file = tmp_path / "large"
+    content = bytearray(5000)
+    seen = set()
+    for place in (None, 0, 4999, 2500, 4990):
+        changed = bytearray(content)
+        if place is not None:
+            changed[place] = 1
+        file.write_bytes(changed)
+        seen.add(fingerprint.of_files([file]))
+    file.write_bytes(bytes(5001))
+    seen.add(fingerprint.of_files([file]))
+    assert len(seen) >= 5

@@ -1,0 +1,126 @@
+"""Reading text, JSONL and parquet: every document whole, every bad file named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from titanlab.data.corpus import Corpus, matching
+from titanlab.errors import ConfigError
+
+TEXTS = ["one\n", "two\r\n\ttabs  ", "drei – 中文 🎉"]
+
+
+def documents(*files: Path, text_field: str = "text") -> list[str]:
+    return list(Corpus(files=files, text_field=text_field).documents())
+
+
+def test_text_is_read_exactly(tmp_path: Path) -> None:
+    files = []
+    for number, text in enumerate([*TEXTS, ""]):
+        files.append(tmp_path / f"{number}.txt")
+        files[-1].write_bytes(text.encode())
+    assert documents(*files) == TEXTS
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    rows = [{"body": text, "n": 1} for text in TEXTS] + [{"body": None}, {"body": ""}]
+    content = "".join(json.dumps(row) + "\n" for row in rows) + "\n\n"
+    for name in ("a.jsonl", "b.ndjson", "c.json"):
+        (tmp_path / name).write_text(content)
+        assert documents(tmp_path / name, text_field="body") == TEXTS
+    with gzip.open(tmp_path / "d.jsonl.gz", "wt") as file:
+        file.write(content)
+    assert documents(tmp_path / "d.jsonl.gz", text_field="body") == TEXTS
+
+
+def test_half_surrogates_become_question_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b \\u00e9"}\n')
+    assert documents(tmp_path / "a.jsonl") == ["a?b é"]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet(tmp_path: Path, kind: pa.DataType) -> None:
+    column = pa.array([*TEXTS, None, ""], pa.string()).cast(kind)
+    pq.write_table(pa.table({"text": column, "other": range(5)}), tmp_path / "a.parquet", row_group_size=2)
+    assert documents(tmp_path / "a.parquet") == TEXTS
+
+
+def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b.txt", "a.txt", "deep/er/c.txt", "d[1].md", ".hidden.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+
+    def names(pattern: str) -> list[str]:
+        return [str(file.relative_to(tmp_path)) for file in matching(pattern)]
+
+    assert names("*.txt") == ["a.txt", "b.txt"]
+    assert names("**/*.txt") == ["a.txt", "b.txt", "deep/er/c.txt"]
+    assert names(".") == ["a.txt", "b.txt", "d[1].md", "deep/er/c.txt"]
+    assert names("d[1].md") == ["d[1].md"]
+    assert names(f"b.txt{os.pathsep}a.txt{os.pathsep}*.txt") == ["a.txt", "b.txt"]
+
+
+def test_sample_is_spread_over_the_files(tmp_path: Path) -> None:
+    sizes = {"a": 10, "b": 5000, "c": 300, "d": 8000}
+    for name, size in sizes.items():
+        (tmp_path / name).write_text(name * size)
+    sample = "".join(Corpus(files=matching(str(tmp_path))).sample(1000))
+    counts = {name: sample.count(name) for name in sizes}
+    assert counts["a"] == 10
+    assert 300 <= counts["b"] == counts["d"]
+    assert 1000 <= sum(counts.values()) <= 1010
+    assert len("".join(Corpus(files=matching(str(tmp_path))).sample(10**6))) == sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "key", "message"),
+    [
+        ("a.txt", b"caf\xe9", "data.files", r"a\.txt, byte 3: is not UTF-8 text; .*iconv"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "data.files", r"a\.jsonl:2: is not JSON .*; one JSON object a line"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "data.files", r"a\.jsonl:1: is not UTF-8"),
+        ("a.jsonl", b"[1, 2]\n", "data.files", r"a\.jsonl:1: is JSON, but no object"),
+        ("a.jsonl", b'{"body": "a", "id": 1}\n', "data.text_field", r"=text: is not in .*:1; its keys are: body, id"),
+        ("a.jsonl", b'{"text": 5}\n', "data.text_field", r"=text: is int, no text"),
+        ("a.json", b'[\n{"text": "a"}\n]', "data.files", r"a\.json:1: is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "data.files", r"is not JSON"),
+        ("a.parquet", b"PAR1 not really", "data.files", r"a\.parquet: is no readable parquet"),
+        ("a.parquet", b"", "data.files", r"a\.parquet: is no readable parquet"),
+        ("a.txt.gz", b"plain", "data.files", r"is no whole gzip file"),
+        ("a.txt.gz", gzip.compress(b"x" * 999)[:-12], "data.files", r"is no whole gzip file"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, key: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        documents(tmp_path / name)
+    assert caught.value.key == key
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_parquet_columns_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"data\.text_field=text: is int64, no text"):
+        documents(tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"data\.text_field=content: is not in .*; its columns are: text, body"):
+        documents(tmp_path / "a.parquet", text_field="content")
+
+
+def test_a_file_that_vanished(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        documents(tmp_path / "gone.txt")
+
+
+@pytest.mark.parametrize("pattern", ["none/*.txt", "none.txt", "empty"])
+def test_patterns_that_match_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.files=.*: (matches no file|has no files); check the path"):
+        matching(pattern)

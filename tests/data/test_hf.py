@@ -1,0 +1,249 @@
+"""data=hf over local JSONL and parquet: streamed, resumed and held out by the library that reads the hub."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.conftest import text
+from tests.data.test_indexed import global_steps
+from titanlab.data import hf_documents, source
+from titanlab.data.held_out import is_held_out
+from titanlab.data.hf_schema import HuggingFace
+from titanlab.data.tokenizer import load
+from titanlab.errors import ConfigError
+
+TEXTS = {text(100 * file + row, 5 + 7 * row) for file in range(5) for row in range(12)}
+
+
+def silent(line: str) -> None:
+    assert "\n" not in line
+
+
+@pytest.fixture
+def config(json_lines: Path, model_file: Path, cache: Path) -> HuggingFace:
+    """Five files for four streams: one of them reads two."""
+    found = made(json_lines / "*.jsonl", model_file)
+    source.prepare(found, report=silent)
+    return found
+
+
+def made(files: Path, model_file: Path | None, **changes: Any) -> HuggingFace:
+    how: dict[str, Any] = {
+        "path": "json",
+        "data_files": [str(files)],
+        "tokenizer": model_file and str(model_file),
+        "vocab_size": 330,
+        "validation_fraction": 0.1,
+        "streams": 12,
+    }
+    return HuggingFace(**{**how, **changes})
+
+
+def changed(config: HuggingFace, **changes: Any) -> HuggingFace:
+    return HuggingFace(**{**vars(config), **changes})
+
+
+def tokens_of_stream(config: HuggingFace, count: int) -> dict[int, list[int]]:
+    """The first tokens of each virtual stream, put together from its sequences."""
+    batches, _ = global_steps(config, ranks=1, steps=count, batch=config.streams)
+    found: dict[int, list[int]] = {number: [] for number in range(config.streams)}
+    for batch in batches:
+        for number, row in enumerate(batch):
+            found[number] += row.tolist()
+    return found
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5, 12])
+def test_streams_share_the_documents(config: HuggingFace, streams: int) -> None:
+    tokenizer = source.tokenizer(config)
+    assert tokenizer is not None
+    held_out = {each for each in TEXTS if is_held_out(each, 0.1)}
+    seen: list[str] = []
+    dataset = hf_documents.open_dataset(config, "train")
+    for number in range(streams):
+        documents = hf_documents.StreamDocuments(dataset, changed(config, streams=streams), tokenizer, number, None)
+        while documents.position()["epoch"] == 0:
+            tokens = documents.next().tolist()
+            if documents.position()["epoch"] == 0:
+                assert (tokens[0], tokens[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+                seen.append(tokenizer.decode(tokens))
+        documents.close()
+    assert sorted(seen) == sorted(TEXTS - held_out)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (3, 4), (2, 1)])
+def test_order_for_ranks_and_resumption_at_every_step(config: HuggingFace, before: int, after: int) -> None:
+    # A step has ten sequences of each stream, so that all but the longest pass the end of their documents.
+    steps, batch = 8, 120
+    whole, end = global_steps(config, ranks=1, steps=steps, batch=batch)
+    assert sum(part["position"]["epoch"] > 0 for part in end["parts"].values()) > 6
+    for stop in range(steps + 1):
+        first, state = global_steps(config, ranks=before, steps=stop, batch=batch)
+        second, same_end = global_steps(config, ranks=after, steps=steps - stop, batch=batch, state=state)
+        assert np.array_equal(whole, first + second)
+        assert same_end == end
+
+
+def test_a_position_is_kept_when_nothing_was_read_after_resuming(config: HuggingFace) -> None:
+    _, state = global_steps(changed(config, prefetch=0), ranks=1, steps=3)
+    for ranks in (1, 2):
+        assert global_steps(changed(config, prefetch=0), ranks=ranks, steps=0, state=state)[1] == state
+
+
+def test_parquet_resumes_too(tmp_path: Path, model_file: Path, cache: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for file in range(3):
+        texts = [text(100 * file + row, 10 + row) for row in range(40)]
+        pq.write_table(pa.table({"body": texts, "n": range(40)}), tmp_path / f"{file}.parquet", row_group_size=7)
+    config = made(tmp_path / "*.parquet", model_file, path="parquet", text_field="body", streams=3)
+    source.prepare(config, report=silent)
+    whole, _ = global_steps(config, ranks=1, steps=12)
+    for stop in (0, 1, 5, 11):
+        first, state = global_steps(config, ranks=3, steps=stop)
+        second, _ = global_steps(config, ranks=1, steps=12 - stop, state=state)
+        assert np.array_equal(whole, first + second)
+
+
+def test_held_out_documents_are_never_trained_on(config: HuggingFace, cache: Path) -> None:
+    tokenizer = source.tokenizer(config)
+    assert tokenizer is not None
+    rows = source.open_validation(config, seq_len=8, sequences=10**6, rank=0, ranks=1)
+    held_out = tokenizer.decode([int(token) for row, labels in rows for token in row[labels != source.IGNORE]])
+    expected = [each for each in TEXTS if is_held_out(each, 0.1)]
+    assert expected
+    assert all(each.splitlines()[0] in held_out for each in expected)
+    trained = "".join(tokenizer.decode(tokens) for tokens in tokens_of_stream(config, 60).values())
+    assert not any(each.splitlines()[0] + "\n" in trained for each in expected)
+    # Epoch after epoch, everything else is.
+    assert all(each.splitlines()[0] + "\n" in trained for each in TEXTS if each not in expected)
+
+
+def test_named_validation_split(tmp_path: Path, model_file: Path, cache: Path) -> None:
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for split in ("train", "validation"):
+        rows = [{"text": f"{split} {text(number)}"} for number in range(20)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = made(folder, model_file, path=str(folder), data_files=[], validation_split="validation", streams=2)
+    config.validation_documents = 5
+    source.prepare(config, report=silent)
+    rows = list(source.open_validation(config, seq_len=16, sequences=10**6, rank=0, ranks=1))
+    shown = load(model_file).decode([int(token) for row, _ in rows for token in row])
+    assert shown.count("validation document") == 5
+    trained = load(model_file).decode(tokens_of_stream(config, 5)[0])
+    assert "train document" in trained
+    assert "validation" not in trained
+
+
+def test_trains_a_tokenizer_where_none_is_named(json_lines: Path, cache: Path) -> None:
+    config, lines = made(json_lines / "*.jsonl", None), []
+    source.prepare(config, report=lines.append)
+    assert any("training a tokenizer of 330 pieces" in line for line in lines)
+    assert any("5 files for 12 streams" in line for line in lines)
+    assert source.vocab_size(config) == 330
+    lines.clear()
+    source.prepare(config, report=lines.append)
+    assert not lines
+    # Another number of streams is another order, and the same tokenizer.
+    other = changed(config, streams=4)
+    source.prepare(other, report=lines.append)
+    assert not lines
+    assert source.fingerprint(other) != source.fingerprint(config)
+
+
+def test_fingerprint_is_of_the_content(json_lines: Path, tmp_path: Path, model_file: Path, cache: Path) -> None:
+    first = source.fingerprint(made(json_lines / "*.jsonl", model_file))
+    for file in json_lines.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    moved = made(tmp_path / "*.jsonl", model_file)
+    assert source.fingerprint(moved) == first
+    with (tmp_path / "4.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    assert source.fingerprint(moved) != first
+    hub = HuggingFace(path="owner/name", tokenizer=str(model_file))
+    names = [
+        source.fingerprint(changed(hub, **change))
+        for change in ({}, {"revision": "a"}, {"name": "en"}, {"path": "o/n"})
+    ]
+    assert len(set(names)) == 4
+
+
+def test_nothing_is_held_out_when_nothing_is_asked(json_lines: Path, model_file: Path, cache: Path) -> None:
+    config = made(json_lines / "*.jsonl", model_file, validation_documents=0)
+    source.prepare(config, report=silent)
+    with pytest.raises(ConfigError, match=r"data\.validation_documents=0: holds nothing out"):
+        source.open_validation(config, seq_len=8, sequences=1, rank=0, ranks=1)
+
+
+def test_state_of_other_data_is_refused(config: HuggingFace) -> None:
+    _, state = global_steps(config, ranks=1, steps=1)
+    other = changed(config, streams=4)
+    source.prepare(other, report=silent)
+    with pytest.raises(ConfigError, match="the checkpoint stands in the data of"):
+        global_steps(other, ranks=1, steps=1, state=state)
+
+
+def test_a_dataset_with_too_few_documents_for_its_streams(tmp_path: Path, model_file: Path, cache: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": null}\n')
+    config = made(tmp_path / "a.jsonl", model_file, validation_documents=0, streams=3)
+    source.prepare(config, report=silent)
+    with pytest.raises(ConfigError, match=r"data\.streams=3: stream 1 has no document.*; try data\.streams=1"):
+        global_steps(config, ranks=1, steps=2)
+
+
+BAD = {
+    "missing field": ({"text_field": "body"}, r"data\.text_field=body: is no column of json; it has: text"),
+    "field of another type": ({"files": '{"text": 5}\n'}, r"data\.text_field=text: holds int, no text"),
+    "not JSON": ({"files": '{"text": "a"}\n{"te\n'}, r"data\.path=json: has a part that cannot be read"),
+    "no text": ({"files": '{"text": ""}\n'}, r"data\.path=json: has no text in text"),
+    "no such split": ({"split": "test"}, r"data\.split=test: is no split of json"),
+    "no such validation split": ({"validation_split": "dev"}, r"data\.validation_split=dev: is no split of json"),
+    "no such file": ({"data_files": ["/nowhere/*.jsonl"]}, r"data\.data_files=/nowhere/\*\.jsonl: matches no file"),
+    "no such folder": ({"path": "/nowhere/at/all", "data_files": []}, r"data\.path=/nowhere/at/all: "),
+    "no network": ({"path": "owner/name", "data_files": []}, r"data\.path=owner/name: cannot be reached .*; check the network"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_datasets_are_named(json_lines: Path, tmp_path: Path, model_file: Path, cache: Path, case: str) -> None:
+    changes, message = BAD[case]
+    changes = dict(changes)
+    files = json_lines / "*.jsonl"
+    if content := changes.pop("files", None):
+        files = tmp_path / "bad.jsonl"
+        files.write_text(str(content))
+    with pytest.raises(ConfigError, match=message) as caught:
+        source.prepare(made(files, model_file, **changes), report=silent)
+    assert "\n" not in str(caught.value)
+    assert not [each for each in (cache / "tokens").glob("*") if not each.name.startswith(".")]
+
+
+def test_streams_without_torch(json_lines: Path, model_file: Path, cache: Path) -> None:
+    program = """
+import sys
+from titanlab.data import source
+from titanlab.data.hf_schema import HuggingFace
+config = HuggingFace(path="json", data_files=[sys.argv[1]], tokenizer=sys.argv[2], streams=4)
+source.prepare(config, report=lambda line: None)
+stream = source.open_train(config, seed=0, seq_len=16, global_batch=4, rank=0, ranks=1)
+stream.next_batch()
+assert "torch" not in sys.modules
+# No close: the thread ends with the interpreter all the same.
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, f"{json_lines}/*.jsonl", str(model_file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

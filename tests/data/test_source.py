@@ -1,0 +1,222 @@
+"""The door: light to import, open to kinds of others, and the rules of every kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlab.data import source
+from titanlab.data.files_schema import Files
+from titanlab.data.hf_schema import HuggingFace
+from titanlab.data.stdlib_schema import Stdlib
+from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.tokens_schema import TokenFolder
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+
+FITS: dict[str, int] = {"seq_len": 8, "global_batch": 12, "ranks": 1, "vocab_size": 1 << 20}
+
+
+def run(program: str) -> str:
+    """Output of a Python of its own, in which warnings are errors."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return ran.stdout
+
+
+def test_every_kind_is_discovered() -> None:
+    assert {"stdlib", "files", "tokens", "hf", "synthetic"} <= set(discover()["data"])
+
+
+def test_import_is_light() -> None:
+    program = """
+import sys, time
+started = time.perf_counter()
+import titanlab.data.source
+took = time.perf_counter() - started
+heavy = {"torch", "numpy", "datasets", "sentencepiece", "tokenizers", "pyarrow", "huggingface_hub"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+print(took)
+"""
+    # The best of three: the machine may be busy.
+    assert min(float(run(program)) for _ in range(3)) < 0.15
+
+
+def test_no_module_of_data_imports_torch(model_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three\n" * 400)
+    program = f"""
+import importlib, os, pkgutil, sys
+import titanlab.data
+os.environ["TITANLAB_CACHE"] = {str(tmp_path / "cache")!r}
+for module in pkgutil.iter_modules(titanlab.data.__path__, "titanlab.data."):
+    importlib.import_module(module.name)
+from titanlab.data import source
+from titanlab.data.files_schema import Files
+from titanlab.data.synthetic_schema import Synthetic
+for config in (Files(files={str(tmp_path / "a.txt")!r}, tokenizer={str(model_file)!r}), Synthetic()):
+    source.prepare(config, report=lambda line: None)
+    source.check(config, seq_len=8, global_batch=2, ranks=1, vocab_size=5000, validation_sequences=1)
+    source.open_train(config, seed=0, seq_len=8, global_batch=2, rank=0, ranks=1).next_batch()
+    list(source.open_validation(config, seq_len=8, sequences=2, rank=0, ranks=1))
+assert "torch" not in sys.modules
+"""
+    assert run(program) == ""
+
+
+def test_kinds_of_others_need_no_change_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = types.ModuleType("elsewhere.letters_schema")
+    module = types.ModuleType("elsewhere.letters")
+
+    @dataclass(kw_only=True)
+    class Letters:
+        kind: str = "letters"
+
+    Letters.__module__ = schema.__name__
+    called: list[tuple[str, dict[str, Any]]] = []
+    for name in ("fingerprint", "prepare", "tokenizer", "vocab_size", "open_train", "open_validation"):
+
+        def function(config: Letters, _name: str = name, **how: Any) -> int:
+            assert config.kind == "letters"
+            called.append((_name, how))
+            return 26
+
+        setattr(module, name, function)
+    monkeypatch.setitem(sys.modules, "elsewhere", types.ModuleType("elsewhere"))
+    monkeypatch.setitem(sys.modules, schema.__name__, schema)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    config = Letters()
+    assert source.fingerprint(config) == "26"
+    assert source.vocab_size(config) == 26
+    source.check(config, **FITS)
+    source.prepare(config, report=print)
+    assert source.tokenizer(config) == 26
+    how = {"seq_len": 4, "rank": 0, "ranks": 2}
+    with pytest.raises(ConfigError, match=r"^training\.global_batch=3: must be a multiple of the 2"):
+        source.open_train(config, seed=1, global_batch=3, **how)
+    source.open_train(config, seed=1, global_batch=2, **how)
+    source.open_validation(config, sequences=3, **how)
+    assert called[-2:] == [
+        ("open_train", {**how, "seed": 1, "global_batch": 2, "state": None}),
+        ("open_validation", {**how, "sequences": 3}),
+    ]
+
+
+@pytest.fixture
+def some_text(tmp_path: Path) -> str:
+    (tmp_path / "some.txt").write_text("some text\n" * 100)
+    return str(tmp_path / "some.txt")
+
+
+BAD_VALUES = {
+    "stdlib vocabulary": (Stdlib, {"vocab_size": 100}, r"^data\.vocab_size=100: must be at least 320.*; try 2048"),
+    "stdlib fraction": (Stdlib, {"validation_fraction": 0.6}, r"^data\.validation_fraction=0\.6: must be between"),
+    "stdlib negative": (Stdlib, {"validation_fraction": -0.1}, r"^data\.validation_fraction=-0\.1: must be between"),
+    "files none": (Files, {}, r"^data\.files=: names no file; give a file, a folder or a glob"),
+    "files blank": (Files, {"files": "  "}, r"^data\.files=.*: names no file"),
+    "files field": (Files, {"files": "a", "text_field": ""}, r"^data\.text_field=: names no field"),
+    "tokens none": (TokenFolder, {}, r"^data\.folder=: names no folder; make one with `titanlab tokenize`"),
+    "hf none": (HuggingFace, {}, r"^data\.path=: names no dataset; .*allenai/c4"),
+    "hf streams": (HuggingFace, {"path": "a/b", "streams": 0}, r"^data\.streams=0: must be at least 1; try 24"),
+    "hf prefetch": (HuggingFace, {"path": "a/b", "prefetch": -1}, r"^data\.prefetch=-1: must be at least 0; try 2"),
+    "hf held out": (HuggingFace, {"path": "a/b", "validation_documents": -1}, r"^data\.validation_documents=-1"),
+    "hf split": (HuggingFace, {"path": "a/b", "split": ""}, r"^data\.split=: must not be empty; try train"),
+    "hf format": (HuggingFace, {"path": "json"}, r"^data\.data_files=\[\]: path=json needs files"),
+    "synthetic": (Synthetic, {"vocab_size": 1}, r"^data\.vocab_size=1: must be between 2 and"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_bad_values(case: str) -> None:
+    schema, values, message = BAD_VALUES[case]
+    with pytest.raises(ConfigError, match=message):
+        schema(**values)
+
+
+def test_paths_hold_from_any_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert Files(files="a/*.txt:~/b").files == f"{tmp_path}/a/*.txt:/home/somebody/b"
+    assert TokenFolder(folder="tokens").folder == f"{tmp_path}/tokens"
+    assert Stdlib(tokenizer="t.model").tokenizer == f"{tmp_path}/t.model"
+    assert HuggingFace(path="json", data_files=["a", "hf://b"]).data_files == [f"{tmp_path}/a", "hf://b"]
+    assert HuggingFace(path="allenai/c4").path == "allenai/c4"
+    (tmp_path / "here").mkdir()
+    assert HuggingFace(path="here").path == f"{tmp_path}/here"
+
+
+RULES = {
+    "batch": (Stdlib, {}, {"ranks": 5}, r"^training\.global_batch=12: must be a multiple of the 5 .*; try 10 or 15"),
+    "vocabulary": (Stdlib, {}, {"vocab_size": 2047}, r"^model\.vocab_size=2047: is smaller than the 2048 tokens"),
+    "synthetic vocabulary": (Synthetic, {}, {"vocab_size": 9}, r"^model\.vocab_size=9: is smaller than the 2048"),
+    "no such tokenizer": (Stdlib, {"tokenizer": "/no/t.model"}, {}, r"^data\.tokenizer=/no/t\.model: does not exist"),
+    "no such file": (Files, {"files": "/no/*.txt"}, {}, r"^data\.files=/no/\*\.txt: matches no file"),
+    "nothing held out": (
+        Stdlib,
+        {"validation_fraction": 0.0},
+        {"validation_sequences": 8},
+        r"^data\.validation_fraction=0\.0: holds nothing out to validate on; .*training\.validate_every=0",
+    ),
+    "hf streams": (
+        HuggingFace,
+        {"path": "a/b", "streams": 10},
+        {"ranks": 12},
+        r"^data\.streams=10: must be a multiple of the 12 .*; try 12$",
+    ),
+    "hf files": (HuggingFace, {"path": "json", "data_files": ["/no/x"]}, {}, r"^data\.data_files=/no/x: matches no"),
+    "hf held out": (
+        HuggingFace,
+        {"path": "a/b", "validation_fraction": 0.0},
+        {"validation_sequences": 8},
+        r"^data\.validation_fraction=0\.0: holds nothing out",
+    ),
+    "hf nothing kept": (
+        HuggingFace,
+        {"path": "a/b", "validation_documents": 0},
+        {"validation_sequences": 8},
+        r"^data\.validation_documents=0: holds nothing out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_rules_hold_before_anything_is_prepared(case: str, cache: Path) -> None:
+    schema, values, change, message = RULES[case]
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=message):
+        source.check(schema(**values), **{**FITS, **change})
+    assert time.monotonic() - started < 5
+    # Nothing was made.
+    assert not (cache / "tokens").exists()
+
+
+def test_rules_that_need_the_tokens(some_text: str, cache: Path, model_file: Path) -> None:
+    config = Files(files=some_text, tokenizer=str(model_file))
+    source.check(config, **FITS)
+    source.prepare(config, report=lambda line: None)
+    with pytest.raises(ConfigError, match=r"^training\.seq_len=5000: the corpus is shorter than one sequence"):
+        source.check(config, **{**FITS, "seq_len": 5000})
+    with pytest.raises(ConfigError, match=r"^model\.vocab_size=399: is smaller than the 400"):
+        source.check(config, **{**FITS, "vocab_size": 399})
+    with pytest.raises(ConfigError, match=r"^training\.seq_len=5000: the corpus is shorter than one sequence"):
+        source.open_train(config, seed=0, seq_len=5000, global_batch=1, rank=0, ranks=1)
+
+
+def test_files_without_text(tmp_path: Path, cache: Path, model_file: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    for tokenizer in (None, str(model_file)):
+        with pytest.raises(ConfigError, match=r"^data\.files=.*empty\.txt: is empty; give files with text"):
+            source.check(Files(files=str(tmp_path / "*.txt"), tokenizer=tokenizer), **FITS)
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
+    for tokenizer in (None, str(model_file)):
+        config = Files(files=str(tmp_path / "*.jsonl"), tokenizer=tokenizer)
+        with pytest.raises(ConfigError, match=r"^data.*no text"):
+            source.prepare(config, report=lambda line: None)

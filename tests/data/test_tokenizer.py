@@ -1,0 +1,148 @@
+"""Tokenizers: every text comes back exactly, and foreign files are named as such."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.data.conftest import text
+from titanlab.data.tokenizer import Tokenizer, load
+from titanlab.data.tokenizer_training import train
+from titanlab.errors import ConfigError
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+@given(written=TEXTS)
+@example("")
+@example(" \n\n  def f():\n\treturn\r\n\x00\n  ")
+@example("\u2581a \u2581\u2581b\u2581")
+@example("<s></s><unk><0x41>")
+@example("naïve 中文 🎉\u2028\ufeff")
+def test_trained_tokenizer_gives_every_text_back(model_file: Path, written: str) -> None:
+    tokenizer = load(model_file)
+    ids = tokenizer.encode(written)
+    assert tokenizer.decode(ids) == written
+    assert all(3 <= token < tokenizer.vocab_size for token in ids)
+    assert tokenizer.encode_many([written, "a", written]) == [ids, tokenizer.encode("a"), ids]
+
+
+@given(written=TEXTS)
+@example("<|begin|>a<|end|>")
+@example("  two  spaces \n\t")
+def test_json_tokenizer_gives_every_text_back(json_file: Path, written: str) -> None:
+    tokenizer = load(json_file)
+    ids = tokenizer.encode(written)
+    assert tokenizer.decode(ids) == written
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+    assert tokenizer.encode_many([written, "a"]) == [ids, tokenizer.encode("a")]
+
+
+def test_python_source_comes_back(model_file: Path) -> None:
+    tokenizer = load(model_file)
+    for name in ("argparse.py", "tabnanny.py", "this.py", "html/entities.py"):
+        source = Path(sysconfig.get_path("stdlib"), name).read_bytes().decode()
+        assert tokenizer.decode(tokenizer.encode(source)) == source
+    # Indentation and line ends are pieces, not bytes.
+    assert len(tokenizer.encode("\n")) == 1
+
+
+def test_special_tokens(model_file: Path, json_file: Path, tmp_path: Path) -> None:
+    trained = load(model_file)
+    assert (trained.bos_id, trained.eos_id, trained.vocab_size) == (1, 2, 400)
+    made = load(json_file)
+    assert (made.bos_id, made.eos_id) == (0, 1)
+    # Without its config beside it, and with names nobody uses, it has none; with names many use, it does.
+    alone = tmp_path / "tokenizer.json"
+    alone.write_text(json_file.read_text())
+    assert (load(alone).bos_id, load(alone).eos_id) == (None, None)
+    alone.write_text(json_file.read_text().replace("<|end|>", "<|endoftext|>"))
+    assert (load(alone).bos_id, load(alone).eos_id) == (None, 1)
+
+
+def test_decoding_leaves_special_tokens_out(model_file: Path, json_file: Path) -> None:
+    for file in (model_file, json_file):
+        tokenizer = load(file)
+        assert tokenizer.bos_id is not None
+        assert tokenizer.eos_id is not None
+        assert tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("a b"), tokenizer.eos_id]) == "a b"
+
+
+def test_half_a_character_is_shown_as_incomplete(model_file: Path) -> None:
+    tokenizer = load(model_file)
+    ids = tokenizer.encode("🎉")
+    assert len(ids) == 4
+    assert tokenizer.decode(ids[:2]).endswith("\ufffd")
+
+
+def test_folder_with_a_tokenizer(model_file: Path, json_file: Path) -> None:
+    assert load(model_file.parent).fingerprint == load(model_file).fingerprint
+    assert load(json_file.parent).fingerprint == load(json_file).fingerprint
+    assert load(json_file).fingerprint != load(model_file).fingerprint
+
+
+def test_training_is_repeatable(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train((text(number) for number in range(30)), vocab_size=330, file=tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_training_reads_texts_of_any_kind(tmp_path: Path) -> None:
+    texts = ["\t\ttabs\n" * 20, "x" * 50_000, "\u2581 \x00 \r\n" * 20, "中文" * 500, *(text(n) for n in range(30))]
+    train(texts, vocab_size=330, file=tmp_path / "any.model")
+    tokenizer: Tokenizer = load(tmp_path / "any.model")
+    assert all(tokenizer.decode(tokenizer.encode(each)) == each for each in texts)
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"", "no SentencePiece model"),
+        (b"not a model at all", "no SentencePiece model"),
+        (bytes(range(256)) * 20, "no SentencePiece model"),
+        (base64.b64encode(b"the") + b" 5\n" + base64.b64encode(b"a") + b" 6\n", "tiktoken"),
+        (b"{", "no tokenizer.json"),
+        (b'{"a": 1}', "no tokenizer.json"),
+        (json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}).encode(), "vocabulary"),
+        (b"{\xff\xfe", "no tokenizer.json"),
+    ],
+)
+def test_foreign_files_are_refused(tmp_path: Path, content: bytes, rule: str) -> None:
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rule) as caught:
+        load(file)
+    assert caught.value.key == "data.tokenizer"
+    assert str(file) in str(caught.value)
+    assert caught.value.cure
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not exist; give a \.model"):
+        load(tmp_path / "none.model")
+    with pytest.raises(ConfigError, match=r"has neither tokenizer\.json nor tokenizer\.model"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("texts", "vocab_size", "key", "message"),
+    [
+        (["a few words"], 400, "data.vocab_size", r"too small for it: it has \d+ pieces; give more text"),
+        ([text(n) for n in range(20)], 5000, "data.vocab_size", r"it has \d+ pieces; try \d+"),
+        (["".join(map(chr, range(0x4E00, 0x5200)))], 400, "data.vocab_size", r"it needs \d+; try \d+"),
+        ([], 400, "data", "no text to train a tokenizer on"),
+    ],
+)
+def test_texts_that_cannot_train_a_tokenizer(
+    tmp_path: Path, texts: list[str], vocab_size: int, key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        train(texts, vocab_size=vocab_size, file=tmp_path / "t.model")
+    assert caught.value.key == key
+    assert not (tmp_path / "t.model").exists()
