@@ -22,6 +22,14 @@ help: ## list these targets
 
 quickstart: $(READY) ## train a small Llama on Python's own source for a few minutes, then let it write code
 	@$(BIN)/titanlab train +recipe=quickstart
+	@run=$$(ls -td runs/single/quickstart-*/ | head -n 1); run=$${run%/}; \
+	 echo; echo "what it writes after \"def \":"; echo; \
+	 $(BIN)/titanlab generate $$run --prompt "def " --tokens 120; \
+	 echo; echo "everything of this run is in $$run; docs/run-folder.md says what each file is"; \
+	 echo "try next (after: . $(VENV)/bin/activate):"; \
+	 echo "  titanlab train +recipe=quickstart parallelism=ddp name=ddp     # the same training, another layout"; \
+	 echo "  titanlab train -m +recipe=quickstart precision=fp32,bf16       # two precisions, one after another"; \
+	 echo "  titanlab train --help                                          # all there is to choose"
 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
 	@$(BIN)/python -m pytest -m "not full" $(ARGS)

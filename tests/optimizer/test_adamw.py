@@ -1,0 +1,43 @@
+"""AdamW as the group builds it."""
+
+import pytest
+import torch
+from torch import nn
+
+from titanlab.errors import ConfigError
+from titanlab.optimizer import adamw
+from titanlab.optimizer.adamw_schema import AdamW
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
+    optimizer = adamw.build(AdamW(lr=0.1, weight_decay=0.5), dict(model.named_parameters()))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        # Without a gradient, only decay moves a parameter: p ← p·(1 − lr·decay).
+        expected = before[name] * (1 - 0.1 * 0.5) if p.ndim == 2 else before[name]
+        torch.testing.assert_close(p.detach(), expected)
+
+
+def test_a_model_without_vectors_has_one_group():
+    optimizer = adamw.build(AdamW(), {"weight": nn.Parameter(torch.ones(2, 2))})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"lr": 0.0}, "optimizer.lr"),
+        ({"betas": [0.9]}, "optimizer.betas"),
+        ({"betas": [0.9, 1.0]}, "optimizer.betas"),
+        ({"eps": 0.0}, "optimizer.eps"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay"),
+    ],
+)
+def test_impossible_numbers_are_refused(change, key):
+    with pytest.raises(ConfigError) as refused:
+        AdamW(**change)
+    assert refused.value.key == key
