@@ -6,11 +6,12 @@ Knows no torch: what is wrong with a recipe is said within a second.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titanlab.checkpoint.folders import check_shapes, find, latest
+from titanlab.checkpoint.folders import check_shapes, check_step, find, latest
 from titanlab.console import Console
 from titanlab.data import source
 from titanlab.errors import ConfigError
@@ -22,7 +23,7 @@ from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
 from titanlab.provenance import collect
 from titanlab.ranks import Ranks, joined
 from titanlab.recipe import Recipe, check, resolve, to_mapping
-from titanlab.run_folder import RunFolder, create_run
+from titanlab.run_folder import RunFolder, check_runs, create_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class Ready:
     ranks: Ranks | None
 
 
-def prepare(recipe: Recipe, report: Callable[[str], None]) -> Ready:
-    """Resolve and check a recipe, and prepare its data; no run's folder is made and nothing starts.
+def prepare(recipes: Sequence[Recipe], report: Callable[[str], None]) -> list[Ready]:
+    """Resolve and check recipes, and prepare their data; no run's folder is made and nothing starts.
 
     Args:
         report: told, line by line, what takes long.
@@ -46,20 +47,9 @@ def prepare(recipe: Recipe, report: Callable[[str], None]) -> Ready:
     """
     host = this_host()
     ranks = joined(os.environ)
-    recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
-    check(recipe)
-    _fits(recipe, host, ranks)
-    account = account_of(recipe.model).account(recipe.model)
-    if recipe.checkpoint.load_from is not None:
-        checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
-        check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
-    source.prepare(recipe.data, report=report)
-    # Some rules need the corpus itself: its length, its tokenizer's vocabulary.
-    check(recipe)
-    identity = identify(
-        recipe, data=source.fingerprint(recipe.data), hardware=str(recipe.cluster.device), repeat=recipe.repeat
-    )
-    return Ready(recipe=recipe, identity=identity, host=host, ranks=ranks)
+    # What is told at once comes before any data is prepared.
+    resolved = [_resolved(recipe, host, ranks) for recipe in recipes]
+    return [_with_data(recipe, host, ranks, report) for recipe in resolved]
 
 
 def execute(ready: Ready, console: Console) -> Outcome:
@@ -82,7 +72,7 @@ def continue_run(run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None
         return done
     if ranks is not None and ranks.rank > 0:
         # Rank 0 keeps the record; the others only train.
-        failures = local.start_one(run.path, ranks)
+        failures = local.start_one(run.path, ranks, config=to_mapping(recipe))
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         own = latest(run.checkpoints)
@@ -90,12 +80,49 @@ def continue_run(run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None
             check_shapes(own, account_of(recipe.model).account(recipe.model).parameters, "run")
         devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
         provenance = collect(devices=devices, launcher=ranks.started_by if ranks else recipe.launch.kind)
+        _keep_tokenizer(run, recipe)
         attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
         if ranks is not None:
             failures = local.start_one(run.path, ranks)
         else:
             failures = implementation(recipe.launch).start(run.path, world=recipe.layout.world, logs=run.logs)
-        return _recorded(run, attempt, failures, console)
+        return _recorded(run, attempt, failures, console, terminal={0} if ranks is None else set(range(ranks.world)))
+
+
+def _keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
+    """Copy the tokenizer into the run, so that its checkpoints mean something wherever the folder goes."""
+    tokenizer = source.tokenizer(recipe.data)
+    if tokenizer is None:
+        return
+    run.tokenizer.mkdir(exist_ok=True)
+    for name in (tokenizer.file.name, "tokenizer_config.json"):
+        kept = tokenizer.file.with_name(name)
+        if kept.is_file():
+            shutil.copy(kept, run.tokenizer)
+
+
+def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None) -> Recipe:
+    """The recipe with nothing left open, after every check that needs no data."""
+    recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
+    check(recipe)
+    _fits(recipe, host, ranks)
+    check_runs(recipe.runs)
+    if recipe.checkpoint.load_from is not None:
+        checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
+        account = account_of(recipe.model).account(recipe.model)
+        check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
+        check_step(checkpoint, recipe.training.steps)
+    return recipe
+
+
+def _with_data(recipe: Recipe, host: Host, ranks: Ranks | None, report: Callable[[str], None]) -> Ready:
+    source.prepare(recipe.data, report=report)
+    # Some rules need the corpus itself: its length, its tokenizer's vocabulary.
+    check(recipe)
+    identity = identify(
+        recipe, data=source.fingerprint(recipe.data), hardware=str(recipe.cluster.device), repeat=recipe.repeat
+    )
+    return Ready(recipe=recipe, identity=identity, host=host, ranks=ranks)
 
 
 def _fits(recipe: Recipe, host: Host, ranks: Ranks | None) -> None:
@@ -108,19 +135,26 @@ def _fits(recipe: Recipe, host: Host, ranks: Ranks | None) -> None:
         raise ConfigError("world", here, f"this host has {host.count} GPUs", f"try world={host.count}")
 
 
-def _recorded(run: RunFolder, attempt: int, failures: list[local.Failure], console: Console) -> Outcome:
-    """The attempt's outcome; written here if no rank lived to write it."""
+def _recorded(
+    run: RunFolder, attempt: int, failures: list[local.Failure], console: Console, *, terminal: Collection[int]
+) -> Outcome:
+    """The attempt's outcome; written here if no rank lived to write it.
+
+    Args:
+        terminal: ranks whose own words are on the terminal already.
+    """
     outcome = run.result(attempt)
     if outcome is not None:
         return outcome
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for failure in failures:
         notes.setdefault(failure.rank, from_exit(failure.exit_code, rank=failure.rank, attempt=attempt))
-    status = run.status()
+    # A status may be a second old, and there may be more steps than rows.
+    status, rows = run.status(), [row["step"] for row in run.metrics("train") if row["attempt"] == attempt]
     outcome = first_cause(notes.values()) if notes else from_exit(0, attempt=attempt)
-    outcome = replace(outcome, step=status.step if status else 0, steps=status.steps if status else None)
+    outcome = replace(outcome, step=max([status.step if status else 0, *rows]), steps=status.steps if status else None)
     run.write_result(outcome)
-    if outcome.traceback:
+    if outcome.traceback and outcome.rank not in terminal:
         console.note(outcome.traceback.rstrip())
     console.end(
         f"{outcome.kind.value}: {outcome.kind.meaning}",

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
-from titanlab.errors import ConfigError, TitanlabError
+from titanlab.errors import ConfigError
 
 T = TypeVar("T", bound=type)
 
@@ -67,10 +67,9 @@ def discover() -> dict[str, dict[str | None, Option]]:
                 continue
             kinds = found.setdefault(marked.group, {})
             if marked.kind in kinds:
-                raise TitanlabError(
-                    f"option {marked.group}={marked.kind} is offered twice: by {kinds[marked.kind].schema.__module__} "
-                    f"and by {module.__name__}; uninstall one of the two packages"
-                )
+                others = kinds[marked.kind].schema.__module__
+                rule = f"is offered twice: by {others} and by {module.__name__}"
+                raise ConfigError(marked.group, marked.kind, rule, "uninstall one of the two packages")
             kinds[marked.kind] = marked
     return found
 
@@ -105,10 +104,10 @@ def conf_packages() -> list[str]:
 
 @functools.cache
 def _schema_modules() -> tuple[ModuleType, ...]:
-    return tuple(importlib.import_module(name) for name in _schema_module_names())
+    return (*map(importlib.import_module, _own_schema_modules()), *_others_schema_modules())
 
 
-def _schema_module_names() -> Iterator[str]:
+def _own_schema_modules() -> Iterator[str]:
     package = importlib.import_module("titanlab")
     for info in pkgutil.iter_modules(package.__path__, "titanlab."):
         if info.ispkg:
@@ -117,5 +116,14 @@ def _schema_module_names() -> Iterator[str]:
         else:
             inner = [info.name]
         yield from (name for name in inner if name.rpartition(".")[2].endswith("schema"))
+
+
+def _others_schema_modules() -> Iterator[ModuleType]:
     for entry in importlib.metadata.entry_points(group="titanlab.options"):
-        yield entry.value
+        try:
+            yield importlib.import_module(entry.value)
+        # Whatever it is, it is not ours, and a person is told where it comes from.
+        except Exception as error:
+            package = entry.dist.name if entry.dist is not None else "a package"
+            rule = f"cannot be imported ({type(error).__name__}: {error})"
+            raise ConfigError("titanlab.options", entry.value, rule, f"mend or uninstall {package}") from error

@@ -63,8 +63,8 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
             port=_number(environ, "MASTER_PORT", None if world > 1 else 0),
             started_by="torchrun",
         )
-    elif "SLURM_STEP_ID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))) > 1:
-        world = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
+    elif "SLURM_STEP_ID" in environ and _slurm_world(environ) > 1:
+        world = _slurm_world(environ)
         ranks = Ranks(
             rank=_number(environ, "SLURM_PROCID"),
             world=world,
@@ -81,6 +81,8 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
         raise ConfigError(
             "RANK", ranks.rank, f"must lie in [0, {ranks.world})", "start the processes with torchrun or srun"
         )
+    if not 0 <= ranks.port < 65_536:
+        raise ConfigError("MASTER_PORT", ranks.port, "is no port", "try MASTER_PORT=29500")
     return ranks
 
 
@@ -89,13 +91,17 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if text is None:
         if default is None:
             raise ConfigError(
-                name, None, "is not set, while RANK and WORLD_SIZE are", "start with torchrun, or unset RANK"
+                name, None, "is not set, while others of its set are", "start with torchrun or srun, or unset RANK"
             )
         return default
     try:
         return int(text)
     except ValueError:
         raise ConfigError(name, text, "must be a whole number", "start with torchrun or srun, or unset it") from None
+
+
+def _slurm_world(environ: Mapping[str, str]) -> int:
+    return _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
 
 
 def _slurm_local_world(environ: Mapping[str, str]) -> int:

@@ -16,11 +16,12 @@ from titanlab.cluster.schema import Cluster
 from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.layout import Layout, resolve_layout
-from titanlab.options import discover, schema_of
+from titanlab.options import discover, implementation, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.training_schema import Training
 
-SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+SEEDS = 2**63
 
 
 @dataclass(kw_only=True)
@@ -83,20 +84,33 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     groups = discover()
     nodes: dict[str, Any] = {}
     for key, value in mapping.items():
-        if key in groups and isinstance(value, Mapping):
+        if key in groups:
+            if not isinstance(value, Mapping):
+                raise ConfigError(key, value, "must be a mapping", "compare it with `titanlab train --cfg job`")
             kind = value.get("kind") if None not in groups[key] else None
             nodes[key] = OmegaConf.structured(schema_of(key, kind))
     try:
         base = OmegaConf.structured(Recipe)
-        merged = OmegaConf.merge(base, OmegaConf.create(nodes), OmegaConf.create(dict(mapping)))
+        merged = OmegaConf.merge(base, OmegaConf.create(nodes), OmegaConf.create(_literal(dict(mapping))))
         recipe = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = error.full_key or "config"
+        # Of a key that no schema has, OmegaConf does not tell the value.
+        value = error.value if error.value is not None else mapping.get(key)
         raise ConfigError(
-            key, error.value, str(error.msg).splitlines()[0], "compare it with `titanlab train --cfg job`"
+            key, value, str(error.msg).splitlines()[0], "compare it with `titanlab train --cfg job`"
         ) from error
     assert isinstance(recipe, Recipe)
     return recipe
+
+
+def _literal(value: Any) -> Any:
+    """The same plain values, in which OmegaConf takes no text for an interpolation: all have been resolved."""
+    if isinstance(value, Mapping):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_literal(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def to_mapping(recipe: Recipe) -> dict[str, Any]:
@@ -114,7 +128,7 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
     """
     if world is not None and recipe.world not in (None, world):
         raise ConfigError("world", recipe.world, f"{world} processes were started", f"try world={world}, or null")
-    layout = resolve_layout(recipe.parallelism.degrees(), world if world is not None else recipe.world)
+    layout = _layout(recipe, world)
     cluster = recipe.cluster
     if cluster.accelerator == "auto":
         cluster = dataclasses.replace(cluster, accelerator=accelerator)
@@ -126,6 +140,19 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
         parallelism=dataclasses.replace(recipe.parallelism, replicate=layout.replicate, shard=layout.shard),
         cluster=cluster,
     )
+
+
+def _layout(recipe: Recipe, world: int | None) -> Layout:
+    if recipe.world is not None and recipe.world < 1:
+        raise ConfigError("world", recipe.world, "must be at least 1", "try 1, or null for the product of the degrees")
+    try:
+        return resolve_layout(recipe.parallelism.degrees(), world if world is not None else recipe.world)
+    except ConfigError as error:
+        if world is None or error.key != "world":
+            raise
+        # Another world is not to be had by an override: it has been started.
+        cure = "start as many processes as the degrees make, or let one degree be -1"
+        raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error
 
 
 def check(recipe: Recipe) -> None:
@@ -144,6 +171,10 @@ def check(recipe: Recipe) -> None:
         vocab_size=recipe.model.vocab_size,
         validation_sequences=recipe.training.validation_sequences if recipe.training.validate_every else 0,
     )
+    # What a tracker lacks is told now, not when the model has been made.
+    rules = getattr(implementation(recipe.tracker), "check", None)
+    if rules is not None:
+        rules(recipe.tracker)
 
 
 def _names(recipe: Recipe) -> None:
@@ -151,12 +182,15 @@ def _names(recipe: Recipe) -> None:
         value = getattr(recipe, key)
         if not SAFE_NAME.fullmatch(value):
             raise ConfigError(
-                key, value, "becomes a folder's name: letters, digits, '.', '_' and '-' only", "try " + _safe(value)
+                key,
+                value,
+                "becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'",
+                "try " + _safe(value),
             )
     if recipe.repeat < 0:
         raise ConfigError("repeat", recipe.repeat, "counts repetitions from 0", "try 0")
-    if recipe.seed < 0:
-        raise ConfigError("seed", recipe.seed, "must not be negative", "try 0")
+    if not 0 <= recipe.seed < SEEDS:
+        raise ConfigError("seed", recipe.seed, "must lie in [0, 2⁶³)", "try 0")
 
 
 def _batch(recipe: Recipe) -> None:
@@ -192,7 +226,10 @@ def _schedule(recipe: Recipe) -> None:
 def _offload(recipe: Recipe) -> None:
     if recipe.parallelism.cpu_offload and recipe.layout.shard == 1:
         raise ConfigError(
-            "parallelism.cpu_offload", True, "moves sharded parameters, and nothing is sharded", "try parallelism=fsdp"
+            "parallelism.cpu_offload",
+            True,
+            "moves sharded parameters, and nothing is sharded",
+            "try parallelism.shard=2",
         )
 
 
@@ -207,7 +244,7 @@ def _attention(recipe: Recipe) -> None:
 
 
 def _safe(value: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._") or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:100] or "run"
 
 
 def _nearest_multiple(value: int, unit: int) -> int:

@@ -32,6 +32,7 @@ from titanlab.run_status import STATES, Status
 SCHEMA = 1
 FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
+_OF_YOURS = "give a folder of yours: try runs=~/runs"
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
 
 
@@ -67,6 +68,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Saved states, one folder each."""
         return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer's file, where the data has one."""
+        return self.path / "tokenizer"
 
     @property
     def traces(self) -> Path:
@@ -207,6 +213,24 @@ class RunFolder:
             os.close(descriptor)
 
 
+def check_runs(runs: Path | str) -> None:
+    """Hold the folder of all runs to be one that can be written, without making it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    folder = Path(runs).expanduser()
+    if not str(runs).strip():
+        raise ConfigError("runs", runs, "names no folder", "try runs")
+    # What is there already decides: a folder that may be written, or something else in its place.
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    rule = None if there.is_dir() else f"cannot be written ({there} is no folder)"
+    if rule is None and not os.access(there, os.W_OK | os.X_OK):
+        rule = f"cannot be written (no permission in {there})"
+    if rule is not None:
+        raise ConfigError("runs", runs, rule, _OF_YOURS)
+
+
 def create_run(
     runs: Path | str, *, sweep: str = "single", name: str, identity: Identity, config: Mapping[str, Any]
 ) -> RunFolder:
@@ -238,7 +262,7 @@ def create_run(
     except OSError as error:
         if not (final / "config.yaml").exists():
             rule = f"cannot be written ({error.strerror or type(error).__name__})"
-            raise ConfigError("runs", runs, rule, "give a folder of yours: runs=~/runs") from None
+            raise ConfigError("runs", runs, rule, _OF_YOURS) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     run = open_run(final)

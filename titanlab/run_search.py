@@ -60,7 +60,7 @@ def _some(runs: Iterable[RunFolder]) -> str:
 
 def _advice(text: str, known: list[RunFolder]) -> str:
     if not known:
-        return "train one first (titanlab train), or say where runs are (runs=FOLDER)"
+        return "train one first (titanlab train), or say where runs are (--runs FOLDER)"
     names = {run.path.name: run for run in known}
     near = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
     latest = sorted(known, key=lambda run: run.path.stat().st_mtime, reverse=True)[:3]

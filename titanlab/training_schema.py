@@ -44,7 +44,8 @@ class Training:
         for name in ("steps", "seq_len", "global_batch", "validation_sequences", "log_every", "gc_every"):
             value = getattr(self, name)
             if value < 1:
-                raise ConfigError(f"training.{name}", value, "must be at least 1", "try 1 or more")
+                usual = type(self).__dataclass_fields__[name].default
+                raise ConfigError(f"training.{name}", value, "must be at least 1", f"try {usual}")
         for name in ("validate_every", "unmeasured_steps"):
             value = getattr(self, name)
             if value < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, NoReturn
 
 from titanlab.errors import ConfigError
@@ -21,4 +22,8 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake."""
+        wrong = re.fullmatch(r"argument (\S+): invalid (int|float) value: '(.*)'", message, re.DOTALL)
+        if wrong is not None:
+            kind = "a whole number" if wrong[2] == "int" else "a number"
+            raise ConfigError(wrong[1], wrong[3], f"must be {kind}", f"see `{self.prog} --help`")
         raise ConfigError("arguments", self._given, message, f"see `{self.prog} --help`")

@@ -2,46 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import sys
 from collections.abc import Sequence
 
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
 from titanlab.errors import ConfigError
+from titanlab.run_search import list_runs
 
+# The program is asked as it was typed, so that it need not be on PATH. An equals sign must not begin a
+# new word, or `model=` could not be completed. What is whole ends with a space, a group or a key does not.
 _BASH = """\
 _titanlab() {
     local current="${COMP_WORDS[COMP_CWORD]}"
-    COMPREPLY=($(compgen -o nospace -W "$(COMP_LINE="$COMP_LINE" titanlab completion query 2>/dev/null)" -- "$current"))
+    local line="${COMP_LINE:0:COMP_POINT}"
+    COMPREPLY=($(compgen -W "$(COMP_LINE="$line" "${COMP_WORDS[0]}" completion query 2>/dev/null)" -- "$current"))
+    if [[ ${#COMPREPLY[@]} -eq 1 ]]; then
+        if [[ -d "${COMPREPLY[0]#*=}" ]]; then COMPREPLY[0]+="/"
+        elif [[ "${COMPREPLY[0]}" != *[=./] ]]; then COMPREPLY[0]+=" "
+        fi
+    fi
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _titanlab titanlab
 """
+_FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package", "--resolve")
+_OF_RUNS = ("resume", "generate")
 
 
 def main(arguments: Sequence[str]) -> int:
     """`bash` prints the script; `query` answers it from COMP_LINE."""
-    what = arguments[0] if arguments else "bash"
+    what = " ".join(arguments) or "bash"
     if what == "bash":
-        print(_BASH)
+        print(_BASH, end="")
     elif what == "query":
-        _query(os.environ.get("COMP_LINE", "titanlab "))
+        print(*_words(os.environ.get("COMP_LINE", "titanlab ")))
     else:
         raise ConfigError(
-            "completion", what, "is no shell that is known here", "try bash (zsh: run bashcompinit first)"
+            "completion", what, "is no shell that is known here", "try bash (in zsh, run bashcompinit first)"
         )
     return 0
 
 
-def _query(line: str) -> None:
+def _words(line: str) -> Sequence[str]:
     words = line.split()
-    typing_verb = len(words) < 2 or (len(words) == 2 and not line.endswith(" "))
-    if typing_verb:
-        print(" ".join(VERBS))
-    elif words[1] == "train":
-        # Hydra's own completion, as if `train` were a program of its own.
-        rest = line.partition(" train")[2]
-        os.environ["COMP_LINE"] = "titanlab" + (rest or " ")
-        sys.stdout.flush()
-        compose(["-sc", "query=bash"], start=lambda recipes: None)
+    if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
+        return list(VERBS)
+    if words[1] in _OF_RUNS:
+        return [run.path.name for run in list_runs("runs")]
+    if words[1] != "train":
+        return []
+    if line.rpartition(" ")[2].startswith("-"):
+        return _FLAGS
+    # Hydra's own completion, as if `titanlab train` were one program's name.
+    os.environ["COMP_LINE"] = "titanlab" + (line.partition(" train")[2] or " ")
+    found = io.StringIO()
+    with contextlib.redirect_stdout(found):
+        compose(["-sc", "query=bash"])
+    # Schemas are there for YAMLs to build on.
+    return [word for word in found.getvalue().split() if not word.endswith("schema")]

@@ -3,58 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 import titanlab
-from titanlab.cli.translate import composition_errors
+from titanlab.cli.flags import read_flags
+from titanlab.cli.translate import ARGUMENTS, composition_errors, unknown_key
+from titanlab.errors import ConfigError
 from titanlab.options import conf_packages, discover
 from titanlab.recipe import Recipe
 
-Points = Callable[[list[Recipe]], None]
+# What conf/config.yaml says of Hydra, for configs of other names: it makes no folder and no log.
+_LEAVES_NOTHING = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
-def compose(arguments: Sequence[str], start: Points) -> None:
-    """Hand the recipes that the arguments describe to `start`: one, or all points of a multirun.
+def compose(arguments: Sequence[str]) -> list[Recipe]:
+    """The recipes that the arguments describe: one, or all points of a multirun in their order.
 
-    `--cfg`, `--info`, `--help`, completion and so on are answered by Hydra itself, and nothing starts.
+    None where Hydra itself answers: `--cfg`, `--info`, `--help`, completion and so on.
 
     Raises:
-        ConfigError: the arguments describe no recipe.
+        ConfigError: the arguments describe no recipe, or one of the points is none.
     """
     register()
+    given = read_flags(arguments)
+    found: list[Recipe | ConfigError] = []
 
-    def task(config: DictConfig) -> None:
-        start([to_recipe(config)])
+    def collect(config: DictConfig) -> None:
+        # Nothing runs inside Hydra: every point is composed before one starts, and errors are told once, by us.
+        try:
+            with composition_errors(given.overrides):
+                found.append(to_recipe(config))
+        except ConfigError as error:
+            found.append(error)
 
-    task.__dict__["titanlab_start"] = start
-    with _arguments(arguments), _environment(HYDRA_FULL_ERROR="1"), composition_errors(arguments):
-        hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(task)()
+    with contextlib.ExitStack() as stack:
+        first: Sequence[str] = ()
+        if given.starts:
+            # Hydra keeps a multirun.yaml in the folder of a sweep, and ours has no such folder.
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="titanlab-"))
+            first = [f"hydra.sweep.dir='{scratch}'", *(_LEAVES_NOTHING if given.values["--config-name"] else ())]
+        stack.enter_context(_arguments([*first, *given.overrides, *given.flags]))
+        stack.enter_context(_environment(HYDRA_FULL_ERROR="1"))
+        stack.enter_context(composition_errors(given.overrides, given.values))
+        with _quiet(), _without_schemas(shown=given.helps):
+            hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(collect)()
+            for each in found:
+                if isinstance(each, ConfigError):
+                    raise each
+    if given.starts and not found:
+        raise ConfigError(ARGUMENTS, " ".join(given.overrides), "a launcher of Hydra's took the points", "leave it out")
+    return [each for each in found if isinstance(each, Recipe)]
 
 
 def register() -> None:
-    """Make schemas, our launcher and the folders of other packages known to Hydra."""
+    """Make schemas and the folders of other packages known to Hydra."""
     store = ConfigStore.instance()
     store.store(name="recipe_schema", node=Recipe)
     for group, kinds in discover().items():
         for found in kinds.values():
             store.store(group=group, name=found.schema_name, node=found.schema)
-    store.store(group="hydra/launcher", name="titanlab", node={"_target_": f"{__name__}.{PointsLauncher.__name__}"})
-    plugins = Plugins.instance()
-    for plugin in (PointsLauncher, PackagesOnSearchPath):
-        plugins.register(plugin)
+    Plugins.instance().register(PackagesOnSearchPath)
 
 
 def conf_folder() -> Path:
@@ -65,35 +89,21 @@ def conf_folder() -> Path:
 
 
 def to_recipe(config: DictConfig) -> Recipe:
-    """A composed config as dataclasses; no DictConfig goes further than this."""
-    recipe = OmegaConf.to_object(config)
-    assert isinstance(recipe, Recipe)
+    """The config of Hydra's current job as dataclasses; no DictConfig goes further than this.
+
+    Raises:
+        ConfigError: a value breaks its schema's rule, a key that was added belongs to no schema, or a group's
+            value was made without one.
+    """
+    job = HydraConfig.get()
+    if OmegaConf.get_type(config) is not Recipe:
+        name = job.job.config_name
+        raise ConfigError("--config-name", name, "composes no recipe", "begin its defaults with recipe_schema")
+    _hold_schemas(config, job.runtime.choices)
+    recipe: Recipe = OmegaConf.to_object(config)  # type: ignore[assignment]
+    _hold_kinds(recipe)
+    _hold_keys(recipe, "")
     return recipe
-
-
-class PointsLauncher(Launcher):
-    """Composes all points of a multirun before any of them starts."""
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what `launch` needs."""
-        self.hydra_context = hydra_context
-        self.task_function = task_function
-        self.config = config
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Start the points; what becomes of each is in its own folder, so Hydra learns nothing more."""
-        recipes = []
-        for overrides in job_overrides:
-            config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-            with open_dict(config):
-                del config["hydra"]
-            with composition_errors(overrides):
-                recipes.append(to_recipe(config))
-        self.task_function.__dict__["titanlab_start"](recipes)
-        return [
-            JobReturn(overrides=list(overrides), _return_value=None, status=JobStatus.COMPLETED)
-            for overrides in job_overrides
-        ]
 
 
 class PackagesOnSearchPath(SearchPathPlugin):
@@ -103,6 +113,66 @@ class PackagesOnSearchPath(SearchPathPlugin):
         """Append them behind our own."""
         for package in conf_packages():
             search_path.append(provider=package, path=f"pkg://{package}")
+
+
+def _hold_schemas(config: DictConfig, choices: Mapping[str, str]) -> None:
+    """The rule that every group's value is of one of its schemas: others have no code."""
+    for group, kinds in discover().items():
+        if group not in config or OmegaConf.is_missing(config, group):
+            continue
+        if OmegaConf.get_type(config, group) not in [each.schema for each in kinds.values()]:
+            names = " or ".join(f"[{each.schema_name}, _self_]" for each in kinds.values())
+            rule = "is made without a schema of this group"
+            raise ConfigError(group, choices.get(group), rule, f"begin its YAML with defaults: {names}")
+
+
+def _hold_kinds(recipe: Recipe) -> None:
+    """The rule that a group's `kind` is that of its schema: it is there for those who read a frozen recipe."""
+    for group, kinds in discover().items():
+        value = getattr(recipe, group, None)
+        expected = next((each.kind for each in kinds.values() if each.schema is type(value)), None)
+        given = getattr(value, "kind", expected)
+        if given != expected:
+            rule = f"says which schema the group has, and it has that of {expected}"
+            raise ConfigError(f"{group}.kind", given, rule, f"leave it out, and choose with {group}=…")
+
+
+def _hold_keys(node: Any, prefix: str) -> None:
+    """The rule that a key belongs to a schema: `+key=value` adds others, which nothing would read."""
+    fields = {field.name for field in dataclasses.fields(node)}
+    for name, value in vars(node).items():
+        if name not in fields:
+            raise unknown_key(prefix + name, value)
+        if dataclasses.is_dataclass(value):
+            _hold_keys(value, f"{prefix}{name}.")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what Hydra writes to standard error; where it ends the process, tell the last line of it."""
+    held = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(held):
+            yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            lines = held.getvalue().strip().splitlines() or ["Hydra gave up"]
+            raise ConfigError(ARGUMENTS, " ".join(sys.argv[1:]), lines[-1], "see `titanlab train --help`") from end
+    sys.stderr.write(held.getvalue())
+
+
+@contextlib.contextmanager
+def _without_schemas(*, shown: bool) -> Iterator[None]:
+    """Leave schemas out of the help's lists of options: they are there for YAMLs to build on."""
+    if not shown:
+        yield
+        return
+    written = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(written):
+            yield
+    finally:
+        sys.stdout.write(re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", written.getvalue()))
 
 
 @contextlib.contextmanager

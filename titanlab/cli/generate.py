@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
+from titanlab.checkpoint.folders import find
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
+from titanlab.host import this_host
 from titanlab.run_search import find_run
 
 
@@ -18,16 +20,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=200, help="tokens at most (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=50, help="among this many likeliest; 0: all (default 50)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        if getattr(given, name) < least:
+        # The other way round nan would pass.
+        if not getattr(given, name) >= least:
             raise ConfigError(
                 f"--{name.replace('_', '-')}", getattr(given, name), f"must be at least {least}", f"try {least}"
             )
+    _hold_device(given.device)
     run = find_run(given.run, given.runs)
+    find(str(run.path), "run")
     # Not at the top: a mistake in the arguments is told without waiting for torch.
     pieces = importlib.import_module("titanlab.generate").generate(
         run.path,
@@ -44,3 +49,10 @@ def main(arguments: Sequence[str]) -> int:
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _hold_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ConfigError("--device", device, "is no device", "try cpu or cuda")
+    if device == "cuda" and this_host().accelerator != "cuda":
+        raise ConfigError("--device", device, "this host shows no GPU", "try cpu")

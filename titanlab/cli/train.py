@@ -7,19 +7,13 @@ from collections.abc import Sequence
 from titanlab.cli.compose import compose
 from titanlab.console import Console
 from titanlab.execute import execute, prepare
-from titanlab.recipe import Recipe
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of the first run that did not end well, or 0."""
-    codes: list[int] = []
-    console = Console()
-
-    def start(recipes: list[Recipe]) -> None:
+    recipes = compose(arguments)
+    with Console() as console:
         # All are checked before the first one starts.
-        ready = [prepare(recipe, console.note) for recipe in recipes]
-        codes.extend(execute(run, console).kind.exit_code for run in ready)
-
-    with console:
-        compose(arguments, start)
+        ready = prepare(recipes, console.note)
+        codes = [execute(run, console).kind.exit_code for run in ready]
     return next((code for code in codes if code), 0)

@@ -5,109 +5,206 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    ConfigTypeError,
     InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
+    UnsupportedInterpolationType,
     ValidationError,
 )
 
+from titanlab.cli.keys import advice, find_key
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.recipe import Recipe
+
+ARGUMENTS = "arguments"
+"""The key of a mistake that belongs to no key."""
+_COMPARE = "compare with `titanlab train --cfg job`"
+_HELP = "see `titanlab train --help`"
+_SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
+_QUOTED = re.compile(r"'([^']*)'")
 
 
 @contextlib.contextmanager
-def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
-    """Turn what goes wrong while the arguments are composed into a ConfigError."""
+def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None] | None = None) -> Iterator[None]:
+    """Turn what goes wrong while a recipe is composed into a ConfigError.
+
+    Args:
+        overrides: the `key=value` arguments.
+        flags: values of the flags that say where configs are, by flag.
+    """
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _translate(error, _overrides(arguments)) from error
+    # Hydra also raises plain ValueErrors for what a person typed; files bring errors of their own.
+    except (HydraException, OmegaConfBaseException, ValueError, OSError, yaml.YAMLError) as error:
+        if isinstance(error, OSError) and error.filename is None and not isinstance(error, HydraException):
+            # Of no file: a pipe that nobody reads any more, say.
+            raise
+        raise _translated(error, overrides, flags or {}) from error
 
 
-def _overrides(arguments: Sequence[str]) -> dict[str, str]:
-    """Value by key of every `key=value` argument, without the signs `+`, `++` and `~`."""
-    pairs = (argument.partition("=") for argument in arguments if not argument.startswith("-"))
-    return {key.lstrip("+~").split("@")[0]: value for key, _, value in pairs}
-
-
-def _translate(error: Exception, overrides: dict[str, str]) -> ConfigError:
+def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, str | None]) -> ConfigError:
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
-        return ConfigError(
-            key, value, "cannot be read as an override", "write key=value, and quote what a shell would split"
-        )
+        key, equals, value = error.override.partition("=")
+        if not equals and not key.startswith("~"):
+            return ConfigError(ARGUMENTS, key, "is no override", "write key=value; " + _HELP)
+        return ConfigError(key, value, "cannot be read as an override", f"quote it: {_quoted(key, value)}")
+    if isinstance(error, SearchPathException):
+        return ConfigError("--config-dir", flags.get("--config-dir") or "", "is no folder", "give a folder of groups")
     if isinstance(error, MissingConfigException):
-        return _missing_option(error)
+        return _missing_config(error, flags)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if isinstance(cause, ValidationError | ConfigKeyError | ConfigAttributeError):
-        key = _full_key(cause, overrides)
-        value = overrides.get(key, cause.value)
-        if isinstance(cause, ValidationError):
-            return ConfigError(key, value, _first_line(cause), f"give {_type_of(cause)}")
-        return ConfigError(key, value, "is no key of this recipe", _like(key))
-    if isinstance(cause, MissingMandatoryValue):
-        key = cause.full_key or "config"
-        return ConfigError(key, "???", "has no value", f"give {key}=…")
-    if isinstance(cause, InterpolationResolutionError):
-        key = cause.full_key or "config"
-        return ConfigError(key, overrides.get(key, "${…}"), _first_line(cause), "mend the interpolation")
-    if isinstance(error, ConfigCompositionException):
-        for key, value in overrides.items():
-            if f"'{key}'" in str(error):
-                return ConfigError(key, value, "is no key or group of this recipe", _like(key))
-    key, value = next(iter(overrides.items()), ("config", ""))
-    return ConfigError(key, value, _first_line(error), "compare with `titanlab train --cfg job`")
+    if isinstance(cause, OmegaConfBaseException):
+        return value_error(cause, overrides)
+    if isinstance(error, OSError):
+        return ConfigError("file", error.filename, f"cannot be used ({error.strerror})", "name another")
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        place = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
+        return ConfigError("file", place, f"is no YAML ({error.problem})", "mend that line")
+    return _of_composition(str(error), overrides)
 
 
-def _missing_option(error: MissingConfigException) -> ConfigError:
-    group, _, name = (error.missing_cfg_file or "config").rpartition("/")
-    options = [option for option in (error.options or []) if not option.endswith("schema")]
-    near = difflib.get_close_matches(name, options, n=1)
+def _quoted(key: str, value: str) -> str:
+    """The override with quotes for Hydra inside and, around them, for the shell."""
+    text = value.strip("\"'").replace("'", "")
+    return f"\"{key}='{text}'\""
+
+
+def _missing_config(error: MissingConfigException, flags: Mapping[str, str | None]) -> ConfigError:
+    name = error.missing_cfg_file
+    if name is None:
+        path = flags.get("--config-path") or ""
+        return ConfigError("--config-path", path, "is no folder of configs", "leave it out, or use --config-dir")
+    if name == "config":
+        path = flags.get("--config-path") or ""
+        return ConfigError("--config-path", path, "has no config.yaml", "leave it out, or use --config-dir")
+    if name == flags.get("--config-name"):
+        return ConfigError("--config-name", name, "there is no such config", "leave it out, or give --config-dir too")
+    group, _, option = name.rpartition("/")
+    if error.options is None and (named := re.match(r"In '([^']+)'", str(error))) is not None:
+        return ConfigError(group, option, f"there is no such config, which {named[1]} names", f"mend {named[1]}.yaml")
+    options = [each for each in (error.options or []) if not each.endswith("schema")]
+    near = difflib.get_close_matches(option, options, n=1)
     cure = f"try {near[0]}; " if near else ""
     return ConfigError(
-        group or "config", name, "is no option of this group", f"{cure}known: {', '.join(options) or 'none'}"
+        group or "config", option, "is no option of this group", f"{cure}known: {', '.join(options) or 'none'}"
     )
 
 
-def _full_key(cause: OmegaConfBaseException, overrides: dict[str, str]) -> str:
-    key = cause.full_key or str(cause.key or "config")
-    if key in overrides:
-        return key
-    # While one group is merged alone, its keys come without the group's name.
-    return next((given for given in overrides if given.endswith("." + key)), key)
+def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
+    """The error for a value or a key that does not fit, given what a person typed."""
+    given = _values(overrides)
+    key = _full_key(cause, given)
+    value = given.get(key, cause.value)
+    if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType):
+        return ConfigError(key, given.get(key, "${…}"), _told(cause), "name a key as `--cfg job` does: ${model.dim}")
+    if isinstance(cause, ValidationError):
+        # In a sweep the override has all values, and one of them is wrong.
+        return _wrong_type(key, cause.value if _SWEEP.match(str(value)) else value, cause)
+    if isinstance(cause, MissingMandatoryValue):
+        return ConfigError(key, "???", "has no value", f"give {key}=…")
+    if isinstance(cause, ConfigTypeError) and "deletion" in str(cause.msg):
+        return ConfigError(key, "", "cannot be taken out", f"give it a value: {key}=…")
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(key, value)
+    return ConfigError(key, value, _told(cause), _COMPARE)
 
 
-def _type_of(cause: OmegaConfBaseException) -> str:
-    for word, kind in (
-        ("Integer", "a whole number"),
-        ("Float", "a number"),
-        ("Bool", "true or false"),
-        ("list", "a list: [a,b]"),
+def unknown_key(key: str, value: object) -> ConfigError:
+    """The error for a key that the recipe does not have."""
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        return ConfigError(key, value, "is no key of Hydra's", "see `titanlab train --cfg hydra`")
+    return ConfigError(key, value, "is no key of this recipe", advice(key))
+
+
+def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> ConfigError:
+    known = find_key(key, cause.object_type)
+    if known is None:
+        return ConfigError(key, value, _told(cause), _COMPARE)
+    if dataclasses.is_dataclass(known.declared):
+        first = dataclasses.fields(known.declared)[0].name
+        return ConfigError(key, value, "has keys of its own", f"give them one by one: {key}.{first}=…")
+    cure = f"try {known.default}" if known.default is not None else f"give {known.wanted}"
+    return ConfigError(key, value, f"must be {known.wanted}", cure)
+
+
+def _of_composition(message: str, overrides: Sequence[str]) -> ConfigError:
+    culprit = _culprit(message, overrides)
+    key, _, value = culprit.partition("=")
+    bare = key.lstrip("+~")
+    if message.startswith(("Ambiguous value", "Sweep parameters")):
+        in_brackets = f"; a list is [{value}]" if message.startswith("Ambiguous") else ""
+        return ConfigError(bare, value, "is several values", f"add -m to run them all{in_brackets}")
+    if "is not a subclass of" in message:
+        return ConfigError(bare, value, "is two options of different schemas", "name one of them")
+    if message.startswith("Sweeping over Hydra"):
+        return ConfigError(bare, value, "is Hydra's own, which is one for all points", "give one value")
+    if message.startswith(("Multiple values", "Could not append")):
+        return ConfigError(key, value, "is in the recipe already", f"try {bare}={value}")
+    if message.startswith("Config group override must be a string"):
+        return _no_option_name(overrides)
+    if (named := re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.*)", message)) is not None:
+        group, _, option = named[1].rpartition("/")
+        return ConfigError(group or "config", option, f"cannot be composed ({named[2]})", f"mend {named[1]}.yaml")
+    if message.startswith("Could not delete"):
+        return ConfigError(key, value, "takes out what is not there", advice(bare))
+    if message.startswith("Could not override"):
+        return ConfigError(key, value, "is no key or group of this recipe", advice(bare.partition("@")[0]))
+    if bare:
+        return ConfigError(bare, value, _told(message), _COMPARE)
+    return ConfigError(ARGUMENTS, " ".join(overrides), _told(message), _HELP)
+
+
+def _no_option_name(overrides: Sequence[str]) -> ConfigError:
+    """A group was given a value that is no name; Hydra does not say which."""
+    groups = discover()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key, value = override.key_or_group, override.value()
+        if (key in groups or not key) and not isinstance(value, str | list):
+            return ConfigError(key or ARGUMENTS, value, "is no option of a group", "`titanlab train --help` lists them")
+    return ConfigError(ARGUMENTS, " ".join(overrides), "an option of a group is named by text", _HELP)
+
+
+def _culprit(message: str, overrides: Sequence[str]) -> str:
+    """The override that a message is about: it quotes the override, its key, or names its group; empty if none."""
+    quoted = _QUOTED.findall(message)
+    for fits in (
+        lambda text, key: text in quoted or f"+{text}" in quoted,
+        lambda text, key: key in quoted,
+        lambda text, key: re.search(rf"\b{re.escape(key)}\b", message) is not None,
     ):
-        if word.lower() in str(cause.msg).lower():
-            return kind
-    return "a value of the key's type"
+        for override in overrides:
+            key = override.partition("=")[0].lstrip("+~")
+            if key and fits(override, key):
+                return override
+    return ""
 
 
-def _like(key: str) -> str:
-    near = difflib.get_close_matches(key, _known_keys(), n=1, cutoff=0.6)
-    return f"did you mean {near[0]}?" if near else "see `titanlab train --cfg job` for all keys"
+def _values(overrides: Sequence[str]) -> dict[str, str]:
+    """Value by key, without the signs `+`, `++` and `~`."""
+    pairs = (override.partition("=") for override in overrides)
+    return {key.lstrip("+~").split("@")[0]: value for key, _, value in pairs}
 
 
-def _known_keys() -> list[str]:
-    keys = [field.name for field in dataclasses.fields(Recipe)]
-    for group, kinds in discover().items():
-        for found in kinds.values():
-            keys += [f"{group}.{field.name}" for field in dataclasses.fields(found.schema)]
-    return [*keys, "optimizer.schedule.warmup_steps", "optimizer.schedule.decay", "optimizer.schedule.decay_fraction"]
+def _full_key(cause: OmegaConfBaseException, given: Mapping[str, str]) -> str:
+    """The key as it was given: of `trainig.steps=3` OmegaConf names `trainig`, of a group merged alone `steps`."""
+    # An item of a list is numbered: optimizer.betas[0].
+    key = (cause.full_key or str(cause.key or "config")).partition("[")[0]
+    if key in given:
+        return key
+    return next((each for each in given if each.endswith("." + key) or each.startswith(key + ".")), key)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+def _told(error: BaseException | str) -> str:
+    """The first line of what a library said, without its full stop."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(". :") if text else type(error).__name__

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
 from titanlab import __version__
 from titanlab.console import error_line
-from titanlab.errors import TitanlabError
+from titanlab.errors import ConfigError, TitanlabError
 
 # verb → (module, what it does). Modules are imported when called: some need torch, most do not.
 VERBS = {
@@ -34,14 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"titanlab {__version__}")
         return 0
     verb, rest = given[0], given[1:]
-    if verb not in VERBS:
-        error_line(f"titanlab {verb}: is no verb; try {', '.join(VERBS)}")
-        return 2
     try:
+        if verb not in VERBS:
+            near = difflib.get_close_matches(verb, VERBS, n=1)
+            cure = "".join(f"try {each}; " for each in near) + f"known: {', '.join(VERBS)}"
+            raise ConfigError("verb", verb, "there is no such verb", cure)
         code: int = importlib.import_module(VERBS[verb][0]).main(rest)
     except TitanlabError as error:
         error_line(str(error))
         return error.exit_code
+    except SystemExit as end:
+        # Of argparse, after `--help`.
+        return int(end.code or 0)
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
@@ -32,5 +33,5 @@ class Cluster:
             raise ConfigError(
                 "cluster.accelerator", self.accelerator, "is no accelerator", f"try {', '.join(ACCELERATORS)}"
             )
-        if self.peak_tflops is not None and self.peak_tflops <= 0:
-            raise ConfigError("cluster.peak_tflops", self.peak_tflops, "must be positive", "try 989, or null")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise ConfigError("cluster.peak_tflops", self.peak_tflops, "must be a positive number", "try 989, or null")

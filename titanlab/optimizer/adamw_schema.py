@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
@@ -30,7 +31,7 @@ class AdamW(Scheduled):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError("optimizer.betas", self.betas, "must be two numbers in [0, 1)", "try [0.9,0.95]")
-        if self.eps <= 0:
-            raise ConfigError("optimizer.eps", self.eps, "must be positive", "try 1e-8")
-        if self.weight_decay < 0:
-            raise ConfigError("optimizer.weight_decay", self.weight_decay, "must not be negative", "try 0.1")
+        if not 0 < self.eps < math.inf:
+            raise ConfigError("optimizer.eps", self.eps, "must be positive and finite", "try 1e-8")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError("optimizer.weight_decay", self.weight_decay, "must be finite and not negative", "try 0.1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
@@ -44,5 +45,5 @@ class Scheduled:
     schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ConfigError("optimizer.lr", self.lr, "must be positive", "try 3e-4")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError("optimizer.lr", self.lr, "must be positive and finite", "try 3e-4")

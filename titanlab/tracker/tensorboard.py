@@ -68,14 +68,23 @@ class TensorBoardTracker:
         self._warn(f"tensorboard stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
 
 
-def build(config: TensorBoard, *, warn: Warn) -> TensorBoardTracker:
-    """The tracker that `config` describes.
+def check(config: TensorBoard) -> None:
+    """Hold this environment to have what the tracker needs.
 
     Raises:
         ConfigError: tensorboard is not installed.
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
-            "tracker", "tensorboard", "the package is not installed", "pip install tensorboard, or tracker=jsonl"
+            "tracker", "tensorboard", "the package is not installed", "pip install tensorboard, or try tracker=jsonl"
         )
+
+
+def build(config: TensorBoard, *, warn: Warn) -> TensorBoardTracker:
+    """The tracker that `config` describes.
+
+    Raises:
+        ConfigError: tensorboard is not installed.
+    """
+    check(config)
     return TensorBoardTracker(config, warn)

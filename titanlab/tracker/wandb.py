@@ -210,14 +210,23 @@ def has_key(environ: Mapping[str, str]) -> bool:
     return False
 
 
+def check(config: Wandb) -> None:
+    """Hold this environment to have what the tracker needs.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
+    if config.mode != "off" and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("tracker", "wandb", "the package is not installed", "pip install wandb, or try tracker=jsonl")
+
+
 def build(config: Wandb, *, warn: Warn) -> WandbTracker:
     """The tracker that `config` describes.
 
     Raises:
         ConfigError: wandb is not installed.
     """
-    if config.mode != "off" and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("tracker", "wandb", "the package is not installed", "pip install wandb, or tracker=jsonl")
+    check(config)
     return WandbTracker(config, warn)
 
 

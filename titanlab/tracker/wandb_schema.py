@@ -44,12 +44,15 @@ class Wandb:
             value = getattr(self, name)
             if value is not None and not _NAME.fullmatch(value):
                 raise ConfigError(
-                    f"tracker.{name}", value, r"must be 1 to 128 characters without / \ # ? % :", f"try {name}=titanlab"
+                    f"tracker.{name}",
+                    value,
+                    r"must be 1 to 128 characters without / \ # ? % :",
+                    f"try tracker.{name}=titanlab",
                 )
         for tag in self.tags:
             if not 1 <= len(tag) <= 64:
                 raise ConfigError("tracker.tags", tag, "a tag has 1 to 64 characters", "shorten it")
-        if self.finish_seconds < 0:
+        if not self.finish_seconds >= 0:
             raise ConfigError("tracker.finish_seconds", self.finish_seconds, "must not be negative", "try 10")
         if self.queue_rows < 1:
             raise ConfigError("tracker.queue_rows", self.queue_rows, "must be at least 1", "try 10000")

@@ -1,0 +1,95 @@
+"""The command line as a person types it, in this process, with everything watched that it would start."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from titanlab.cli import main
+from titanlab.host import Host
+from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.recipe import Recipe
+
+LINE = re.compile(r"error: (?P<key>[^=\s]+)=(?P<value>.*?): (?P<rule>.+?); (?P<cure>.+)\n")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a call came to."""
+
+    code: int
+    out: str
+    err: str
+    started: list[Recipe]
+
+    @property
+    def refusal(self) -> re.Match[str]:
+        """The one line with which bad input is refused, nothing having started."""
+        found = LINE.fullmatch(self.err)
+        assert found, f"not one line of key, value, rule and cure: {self.err!r}"
+        assert (self.code, self.started) == (2, [])
+        # What was done on the way (reading, preparing) is told on standard output.
+        assert "error" not in self.out
+        return found
+
+
+CommandLine = Callable[..., Said]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _quick_collection() -> Iterator[None]:
+    """Composing makes garbage by the ten thousand; what was there before is not looked through each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """`command("train seed=1", RANK="0")`: the verb's real code on a host without a GPU, up to the start of ranks."""
+    started: list[Recipe] = []
+
+    def execute(ready, console):
+        started.append(ready.recipe)
+        return Outcome(kind=OutcomeKind.DONE)
+
+    def continue_run(run, recipe, host, ranks, console):
+        started.append(recipe)
+        return Outcome(kind=OutcomeKind.DONE)
+
+    monkeypatch.setattr("titanlab.cli.train.execute", execute)
+    monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
+    # Hydra composes once more to see whether a YAML asks for a multirun; none does here, and it takes half of the time.
+    monkeypatch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda self, config_name, overrides: None)
+    for module in ("titanlab.execute", "titanlab.cli.generate"):
+        monkeypatch.setattr(f"{module}.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
+
+    def call(line: str | list[str], **environ: str) -> Said:
+        started.clear()
+        capsys.readouterr()
+        before = sorted(os.listdir(here))
+        with monkeypatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            code = main(shlex.split(line) if isinstance(line, str) else line)
+        assert sorted(os.listdir(here)) == before, "something was written"
+        return Said(code, *capsys.readouterr(), list(started))
+
+    return call

@@ -1,0 +1,354 @@
+"""From arguments to recipes: defaults, Hydra's own flags, multiruns, folders and packages of others, completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra._internal.utils import get_args_parser
+
+from titanlab import __version__
+from titanlab.checkpoint.schema import Checkpoint
+from titanlab.cli import main
+from titanlab.cli.compose import compose, conf_folder
+from titanlab.cli.flags import read_flags
+from titanlab.cli.verbs import VERBS
+from titanlab.data.stdlib_schema import Stdlib
+from titanlab.errors import ConfigError
+from titanlab.launch.local_schema import Local
+from titanlab.model.llama_schema import Llama
+from titanlab.optimizer.adamw_schema import AdamW
+from titanlab.options import discover
+from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.parallelism.schema import Parallelism
+from titanlab.precision.fp32_schema import Fp32
+from titanlab.recipe import from_mapping, to_mapping
+from titanlab.tracker.jsonl_schema import Jsonl
+
+ROOT = Path(__file__).parents[2]
+
+
+def the_recipe(*arguments):
+    (recipe,) = compose(arguments)
+    return recipe
+
+
+def as_process(*command, **environ):
+    done = subprocess.run(
+        command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_defaults_are_a_recipe():
+    recipe = the_recipe()
+    kinds = (Llama, Parallelism, Fp32, AdamW, Stdlib, Checkpoint, Jsonl, Local)
+    groups = ("model", "parallelism", "precision", "optimizer", "data", "checkpoint", "tracker", "launch")
+    assert tuple(type(getattr(recipe, group)) for group in groups) == kinds
+    assert (recipe.name, recipe.sweep, recipe.runs, recipe.seed, recipe.world) == ("run", "single", "runs", 0, None)
+    assert (recipe.model.dim, recipe.training.steps, recipe.optimizer.schedule.decay) == (64, 1000, "cosine")
+
+
+def test_options_and_values_are_taken_in_their_order():
+    arguments = (
+        "precision=bf16 model=llama3_8b model.layers=2 optimizer.schedule.floor=0 training.steps=7 training.steps=8"
+    )
+    recipe = the_recipe(*arguments.split())
+    assert (recipe.precision.kind, recipe.model.dim, recipe.model.layers) == ("bf16", 4096, 2)
+    assert (recipe.optimizer.schedule.floor, recipe.training.steps) == (0.0, 8)
+
+
+def test_a_recipe_of_the_group_sets_many_keys_and_arguments_come_after_it():
+    recipe = the_recipe("+recipe=quickstart", "training.steps=50")
+    assert (recipe.name, recipe.world, recipe.parallelism.shard, recipe.training.steps) == ("quickstart", 2, -1, 50)
+    assert recipe.model == the_recipe("model=llama_2m").model
+
+
+def test_flags_may_stand_anywhere():
+    assert [recipe.seed for recipe in compose(["model=debug", "-m", "seed=0,1", "training=default"])] == [0, 1]
+    given = read_flags(["a=1", "--cfg", "job", "b=2", "--config-dir", "conf"])
+    assert (given.overrides, given.flags) == (["a=1", "b=2"], ["--cfg", "job", "--config-dir", "conf"])
+    assert (given.starts, given.values["--config-dir"]) == (False, "conf")
+
+
+def test_a_home_folder_needs_no_shell(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert the_recipe("runs=~/runs").runs == "/home/ada/runs"
+    assert the_recipe("runs=~").runs == "/home/ada"
+
+
+def test_nothing_of_the_call_stays_behind(monkeypatch, here):
+    argv, environ = list(sys.argv), dict(os.environ)
+    compose(["-m", "seed=0,1"])
+    with pytest.raises(ConfigError):
+        compose(["seed=x"])
+    assert (sys.argv, dict(os.environ)) == (argv, environ)
+    assert list(here.iterdir()) == []
+
+
+# Hydra's own answers
+
+
+@pytest.mark.parametrize("arguments", ["", "+recipe=quickstart", "model=llama3_2_1b data=synthetic tracker=wandb"])
+def test_cfg_job_is_what_would_run(capsys, command, arguments):
+    said = command(f"train {arguments} --cfg job --resolve")
+    assert (said.code, said.err, said.started) == (0, "", [])
+    recipe = the_recipe(*arguments.split())
+    assert yaml.safe_load(said.out) == to_mapping(recipe)
+    assert from_mapping(yaml.safe_load(said.out)) == recipe
+
+
+def test_cfg_job_without_resolve_shows_what_refers_to_what(command):
+    said = command("train data=synthetic --cfg job --package data")
+    assert said.out == "# @package data\nkind: synthetic\nvocab_size: ${model.vocab_size}\n"
+
+
+def test_info_says_where_values_come_from():
+    # In a process of its own: Hydra leaves a log handler behind.
+    said = as_process(sys.executable, "-m", "titanlab", "train", "model=llama3_8b", "--info", "defaults")
+    assert re.search(r"\| model/llama3_8b +\| model +\|", said)
+    said = as_process(sys.executable, "-m", "titanlab", "train", "--info", "searchpath")
+    assert f"file://{conf_folder()}" in said
+
+
+def test_the_help_lists_every_option_and_its_examples_run(command):
+    said = command("train --help")
+    assert (said.code, said.err, said.started) == (0, "", [])
+    groups = dict(re.findall(r"^(\w+): (.+)$", said.out, re.MULTILINE))
+    folders = {path.name: sorted(each.stem for each in path.glob("*.yaml")) for path in conf_folder().iterdir()}
+    del folders["config.yaml"]
+    assert {group: groups[group].split(", ") for group in folders} == folders
+    examples = re.findall(r"^  titanlab (train \S.*?)  ", said.out, re.MULTILINE)
+    assert len(examples) >= 4
+    for example in examples:
+        assert len(compose(example.split()[1:])) == (2 if "-m" in example else 1)
+    flags = re.findall(r"^  (-.+?)  ", said.out, re.MULTILINE)
+    for flag in flags:
+        words = flag.replace("WHAT", "all").replace("[", "").replace("]", "").split(", ")[-1].split()
+        assert read_flags(words).flags == words
+    assert {flag.split()[0] for flag in flags} >= {"--cfg", "--info", "-m,", "--config-dir", "--hydra-help"}
+
+
+def test_the_other_helps(command):
+    said = command("--help")
+    assert said.code == 0
+    assert all(f"\n  {verb} " in said.out for verb in VERBS)
+    assert command("") == command("help") == said
+    assert command("--version").out == f"titanlab {__version__}\n"
+    for verb in ("resume", "generate", "tokenize", "download-tokenizer"):
+        said = command(f"{verb} --help")
+        assert (said.code, said.err) == (0, "")
+        assert said.out.startswith(f"usage: titanlab {verb} ")
+    assert command("train --hydra-help").out.startswith("Hydra (")
+    assert command("train --version").out.startswith("Hydra ")
+
+
+# Multiruns
+
+
+def test_all_points_of_a_multirun_start_in_their_order(command):
+    said = command("train -m data=synthetic training.seq_len=64,128 'seed=range(0,3)' 'optimizer.betas=[0.9,0.99]'")
+    assert said.code == 0
+    points = [(recipe.training.seq_len, recipe.seed) for recipe in said.started]
+    assert points == [(64, 0), (64, 1), (64, 2), (128, 0), (128, 1), (128, 2)]
+    assert {recipe.data.vocab_size for recipe in said.started} == {2048}
+
+
+def test_a_multirun_over_options_and_names_that_tell_its_points():
+    recipes = compose(["-m", "model=debug,llama_5m", "parallelism=ddp,fsdp", "world=2", "name=p${hydra:job.num}"])
+    assert [recipe.name for recipe in recipes] == ["p0", "p1", "p2", "p3"]
+    assert [recipe.model.dim for recipe in recipes] == [64, 64, 256, 256]
+    assert [recipe.parallelism.shard for recipe in recipes] == [1, -1, 1, -1]
+
+
+def test_the_first_run_that_ends_badly_gives_the_exit_code(command, monkeypatch):
+    ends = iter([OutcomeKind.DONE, OutcomeKind.NAN, OutcomeKind.OOM])
+    monkeypatch.setattr("titanlab.cli.train.execute", lambda ready, console: Outcome(kind=next(ends)))
+    assert command("train -m data=synthetic seed=0,1,2").code == OutcomeKind.NAN.exit_code
+    assert next(ends, None) is None
+
+
+# Options of others
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    return folder
+
+
+def test_a_folder_of_ones_own(tmp_path, capsys):
+    folder = write(
+        tmp_path / "mine",
+        {
+            "model/tiny.yaml": "defaults: [debug, _self_]\nlayers: 1",
+            "recipe/both.yaml": "# @package _global_\ndefaults:\n  - override /model: tiny\nname: both\ntraining: {seq_len: 64}",
+            "sweeps/seeds.yaml": "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper: {params: {seed: '3,4,5'}}",
+        },
+    )
+    recipe = the_recipe("--config-dir", str(folder), "+recipe=both")
+    assert (recipe.name, recipe.model.layers, recipe.model.dim, recipe.training.seq_len) == ("both", 1, 64, 64)
+    assert [recipe.seed for recipe in compose([f"--config-dir={folder}", "+sweeps=seeds", "model=tiny"])] == [3, 4, 5]
+    assert main(["train", "--config-dir", str(folder), "--help"]) == 0
+    assert ", tiny\n" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder on `sys.path` into which another package was installed: an optimizer of its own, with its YAML."""
+    schema = """\
+from dataclasses import dataclass
+from titanlab.errors import ConfigError
+from titanlab.optimizer.schedule_schema import Scheduled
+from titanlab.options import option
+
+@option("optimizer", "cautious")
+@dataclass(kw_only=True)
+class Cautious(Scheduled):
+    kind: str = "cautious"
+    caution: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.caution <= 1:
+            raise ConfigError("optimizer.caution", self.caution, "must lie between 0 and 1", "try 0.5")"""
+    return write(
+        tmp_path_factory.mktemp("site"),
+        {
+            "others/__init__.py": "",
+            "others/cautious_schema.py": schema,
+            "others/cautious.py": "def build(config, parameters): return ('built', config.caution)",
+            "others/conf/__init__.py": "",
+            "others/conf/optimizer/cautious.yaml": "defaults: [cautious_schema, _self_]\nlr: 1.0e-2",
+            "others-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: others\nVersion: 1.0",
+            "others-1.0.dist-info/entry_points.txt": "[titanlab.options]\ncautious = others.cautious_schema\n\n"
+            "[titanlab.conf]\ncautious = others.conf",
+        },
+    )
+
+
+def test_an_installed_package_brings_an_option(site):
+    code = """
+import sys
+from titanlab.cli.compose import compose
+from titanlab.cli.keys import advice
+from titanlab.identity import identify
+from titanlab.options import implementation
+from titanlab.recipe import from_mapping, to_mapping
+(recipe,) = compose(["optimizer=cautious", "optimizer.caution=0.25"])
+assert from_mapping(to_mapping(recipe)) == recipe
+assert advice("optimizer.caution").endswith("try optimizer=cautious")
+print(recipe.optimizer, implementation(recipe.optimizer).build(recipe.optimizer, []), "torch" in sys.modules)
+"""
+    said = as_process(sys.executable, "-c", code, PYTHONPATH=str(site))
+    assert said.startswith("Cautious(lr=0.01, schedule=Schedule(")
+    assert said.endswith("kind='cautious', caution=0.25) ('built', 0.25) False\n")
+
+
+def test_its_rules_and_names_are_ours(site):
+    def titanlab(line, **environ):
+        return subprocess.run(
+            [sys.executable, "-m", "titanlab", *line.split()],
+            env={**os.environ, "PYTHONPATH": str(site), **environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    said = titanlab("train optimizer=cautious optimizer.caution=2")
+    assert (said.returncode, said.stderr) == (2, "error: optimizer.caution=2.0: must lie between 0 and 1; try 0.5\n")
+    said = titanlab("completion query", COMP_LINE="titanlab train optimizer=")
+    assert said.stdout.split() == ["optimizer=adamw", "optimizer=cautious"]
+
+
+def test_without_the_package_the_frozen_recipe_is_told_from_ours(site):
+    mapping = to_mapping(the_recipe())
+    mapping["optimizer"] = {"kind": "cautious", "caution": 0.5}
+    with pytest.raises(
+        ConfigError, match="optimizer.kind=cautious: no installed package offers this option; known: adamw"
+    ):
+        from_mapping(mapping)
+
+
+# Completion
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("titanlab ", list(VERBS)),
+        ("titanlab tr", list(VERBS)),
+        ("titanlab train precision=", ["precision=bf16", "precision=fp32"]),
+        ("titanlab train launch=", ["launch=local"]),
+        ("titanlab train +recipe=", ["+recipe=quickstart"]),
+        ("titanlab train model=llama_5m training.lo", ["training.log_every="]),
+        ("titanlab train data=files data.f", ["data.files="]),
+        ("titanlab train optimizer.schedule.d", ["optimizer.schedule.decay=", "optimizer.schedule.decay_fraction="]),
+        ("/some/where/titanlab train parall", ["parallelism.", "parallelism="]),
+        ("titanlab resume ", ["toy-0123abcd"]),
+        ("titanlab generate to", ["toy-0123abcd"]),
+        ("titanlab tokenize ", []),
+    ],
+)
+def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, line, words):
+    write(here, {"runs/single/toy-0123abcd/config.yaml": "name: toy"})
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["completion", "query"]) == 0
+    assert capsys.readouterr().out.split() == words
+
+
+def test_completion_of_flags_names_flags(monkeypatch, capsys):
+    monkeypatch.setenv("COMP_LINE", "titanlab train --c")
+    assert main(["completion", "query"]) == 0
+    flags = capsys.readouterr().out.split()
+    assert "--cfg" in flags
+    assert set(flags) <= {name for action in get_args_parser()._actions for name in action.option_strings}
+
+
+def test_bash_completes(here, tmp_path):
+    program = tmp_path / "bin" / "titanlab"
+    write(program.parent, {"titanlab": f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m titanlab "$@"'})
+    program.chmod(0o755)
+    script = """
+        eval "$(titanlab completion bash)"
+        complete_line() {
+            COMP_LINE="$1" COMP_POINT=${#1} COMPREPLY=()
+            read -ra COMP_WORDS <<< "$1"
+            [[ "$1" == *" " ]] && COMP_WORDS+=("")
+            COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+            $(complete -p titanlab | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+            printf '<%s>' "${COMPREPLY[@]}"; echo
+        }
+        complete_line "titanlab tok"
+        complete_line "titanlab train precision=b"
+        complete_line "titanlab train training.step"
+        complete_line "titanlab train model=llama_"
+        [[ "$COMP_WORDBREAKS" != *=* ]] && echo whole
+    """
+    said = as_process("bash", "--norc", "-c", script, PATH=f"{program.parent}:{os.environ['PATH']}")
+    assert said.splitlines() == [
+        "<tokenize >",
+        "<precision=bf16 >",
+        "<training.steps=>",
+        "<model=llama_2m><model=llama_5m>",
+        "whole",
+    ]
+
+
+def test_every_yaml_is_an_option_that_composes():
+    """And belongs to a group that some schema describes, but for recipes."""
+    groups = {path.name for path in conf_folder().iterdir() if path.is_dir()}
+    assert groups - {"recipe"} == set(discover())
+    for path in sorted(conf_folder().glob("*/*.yaml")):
+        first = path.read_text().splitlines()[0]
+        assert re.fullmatch(r"defaults: \[(\w+_)?schema, _self_\]|# @package _global_", first), path
+        assert "_target_" not in path.read_text(), path

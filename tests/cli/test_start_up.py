@@ -1,0 +1,67 @@
+"""What the command line imports: nothing that takes long, until there is something to do with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.test_floors import HEAVY
+
+# What is typed and its exit code, in an order in which each adds little to what was imported before it.
+CALLS = [
+    ("--version", 0),
+    ("completion bash", 0),
+    ("generate nope", 2),
+    ("resume nope", 2),
+    ("tokenize nothing out", 2),
+    ("train --nope", 2),
+    ("train training.stepz=3", 2),
+    ("train training.steps=abc", 2),
+    ("train model.heads=3", 2),
+    ("train parallelism=fsdp world=3", 2),
+    ("train -m data=synthetic seed=0,-1", 2),
+    ("train data=hf data.path=json", 2),
+    ("train tracker=wandb tracker.mode=on", 2),
+    ("train --cfg job --resolve +recipe=quickstart", 0),
+    ("train --info searchpath", 0),
+    ("train --help", 0),
+    ("completion query", 0),
+]
+# Prints, for every call, its exit code and the heavy modules that there are after it.
+REPORT = """
+import json, os, sys
+from titanlab.cli import main
+calls, heavy = json.load(sys.stdin)
+out, sys.stdout = sys.stdout, open(os.devnull, "w")
+sys.stderr = sys.stdout
+found = []
+for call in calls:
+    code = main(call.split())
+    found.append([call, code, sorted(set(heavy) & set(sys.modules))])
+json.dump(found, out)
+"""
+
+
+def modules_after(code: str, **given) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, **given
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_nothing_heavy_is_imported_by_help_and_errors(tmp_path):
+    calls = json.dumps([[call for call, _ in CALLS], sorted(HEAVY)])
+    environ = {**os.environ, "COMP_LINE": "titanlab train model="}
+    found = json.loads(modules_after(REPORT, input=calls, env=environ, cwd=tmp_path))
+    assert found == [[call, code, []] for call, code in CALLS]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_help_needs_no_hydra(tmp_path):
+    code = "import sys; from titanlab.cli import main; main(['--help']); print('loaded', *sys.modules)"
+    loaded = modules_after(code, cwd=tmp_path).rpartition("loaded")[2].split()
+    assert "titanlab.cli.verbs" in loaded
+    assert {"hydra", "omegaconf", "yaml", "rich", "numpy", *HEAVY} & set(loaded) == set()
