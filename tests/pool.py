@@ -220,6 +220,7 @@ def _serve(connection: Connection, parent: int, stacks: str, filters: Sequence[s
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         import torch.distributed  # noqa: F401 (the reason why workers stay)
 
+        gc.freeze()
         connection.send_bytes(b"ready")
         while True:
             try:
@@ -239,6 +240,8 @@ def _serve(connection: Connection, parent: int, stacks: str, filters: Sequence[s
                         _leave_groups()
                         connection.recv_bytes()
                 gc.collect()
+                # What stays is modules, for the most part: no collection needs to look at them again.
+                gc.freeze()
                 connection.send_bytes(b"ready")
 
 

@@ -40,7 +40,7 @@ FLOORS: dict[int, list[str]] = {
     # Story.
     6: ["train recorder facts generate parity execute"],
     # Doors.
-    7: ["cli", "worker"],
+    7: ["cli __main__", "worker"],
 }
 DECLARATIONS = 2
 DECLARES = ("schema", "account")  # last word of such a module's name

@@ -140,6 +140,8 @@ def _trainer(sharded: Sharded, recipe: Recipe) -> Callable[[StepBatch], Sums]:
 def _evaluator(sharded: Sharded, recipe: Recipe) -> Callable[[StepBatch], Sums]:
     @torch.no_grad()
     def evaluate(batch: StepBatch) -> Sums:
-        return Sums(loss_sum(sharded.forward(batch.tokens), batch.labels), batch.valid)
+        sums = Sums(loss_sum(sharded.forward(batch.tokens), batch.labels), batch.valid)
+        sharded.release()
+        return sums
 
     return evaluate

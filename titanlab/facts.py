@@ -95,7 +95,8 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
     """Commands that make sense after this end."""
     folder = _shown(run.path)
     if outcome.kind is OutcomeKind.DONE:
-        return [f'titanlab generate {folder} --prompt "def "', f"less {folder}/metrics.jsonl"]
+        sample = [f'titanlab generate {folder} --prompt "def "'] if run.tokenizer.is_dir() else []
+        return [*sample, f"less {folder}/metrics.jsonl"]
     if outcome.kind.may_continue:
         return [f"titanlab resume {folder}"]
     return [f"less {folder}/logs/rank-0.log"]

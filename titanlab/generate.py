@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import yaml
 from torch import nn
 
 from titanlab.checkpoint.folders import find
 from titanlab.checkpoint.store import load_model
-from titanlab.data import source
+from titanlab.data import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import LanguageModel
 from titanlab.options import implementation
 from titanlab.ranks import ALONE
 from titanlab.recipe import Recipe, from_mapping
+from titanlab.run_folder import RunFolder
 from titanlab.world import open_world
 
 
@@ -42,32 +42,31 @@ def generate(
         ConfigError: no checkpoint, or data without a tokenizer.
     """
     checkpoint = find(str(run), "run")
-    recipe = from_mapping(yaml.safe_load((run / "config.yaml").read_text()))
-    # On another machine than the run's, or after its cache was cleared, there is something to do here.
-    source.prepare(recipe.data, report=lambda line: None)
-    tokenizer = source.tokenizer(recipe.data)
-    if tokenizer is None:
+    recipe = from_mapping(RunFolder(run).config())
+    folder = RunFolder(run).tokenizer
+    if not folder.is_dir():
         raise ConfigError("run", run, "was trained on data without a tokenizer", "train on data=stdlib or data=files")
+    tokenizer = tokenizers.load(folder, "run")
     with open_world(ALONE, accelerator=device, seed=seed, deterministic=False) as world:
         model = _load(recipe, checkpoint, world.device)
     ids = tokenizer.encode(prompt)
-    if tokenizer.bos_id is not None:
-        ids = [tokenizer.bos_id, *ids]
-    elif not ids:
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    if not (begin or ids):
         raise ConfigError("--prompt", prompt, "is empty, and this tokenizer has no beginning of text", "give a prompt")
     generator = torch.Generator(world.device).manual_seed(seed)
-    start = len(ids)
-    shown = ""
+    # With the prompt: alone, a first word would lose the space before it.
+    shown = len(tokenizer.decode(ids))
     for _ in range(tokens):
-        token = _next(model, ids[-recipe.training.seq_len :], temperature, top_k, generator, tokenizer.vocab_size)
+        context = [*begin, *ids][-recipe.training.seq_len :]
+        token = _next(model, context, temperature, top_k, generator, tokenizer.vocab_size)
         if token == tokenizer.eos_id:
             break
         ids.append(token)
         # Bytes of one character may come in several tokens: only whole characters are shown.
-        text = tokenizer.decode(ids[start:])
+        text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
+            yield text[shown:]
+            shown = len(text)
 
 
 def _load(recipe: Recipe, checkpoint: Path, device: torch.device) -> LanguageModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -28,10 +29,7 @@ class Host:
 
 def this_host() -> Host:
     """The accelerator that a process started here would use; respects CUDA_VISIBLE_DEVICES."""
-    names = _gpu_names()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = names[: len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])]
+    names = _visible(_gpu_names(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if names:
         return Host(accelerator="cuda", device=names[0], count=len(names))
     return Host(accelerator="cpu", device="cpu", count=cores())
@@ -42,6 +40,16 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _visible(names: list[str], wanted: str | None) -> list[str]:
+    """The devices that CUDA shows: those before the first that is not there; identifiers are taken in order."""
+    if wanted is None:
+        return names
+    parts = [part.strip() for part in wanted.split(",") if part.strip()]
+    places = [int(part) if part.lstrip("-").isdecimal() else place for place, part in enumerate(parts)]
+    there = list(itertools.takewhile(lambda place: 0 <= place < len(names), places))
+    return [names[place] for place in there]
 
 
 def _gpu_names() -> list[str]:

@@ -58,9 +58,8 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
     known = math.prod(degree for degree in degrees.values() if degree != -1)
     if not open_axes:
         if world is not None and known != world:
-            raise ConfigError(
-                "world", world, f"the degrees {_product(degrees)} make {known} processes", f"try world={known}"
-            )
+            rule = f"the degrees {_product(degrees)} make {known} processes"
+            raise ConfigError("world", world, rule, f"try world={known}, or a degree of -1 for the rest")
         return Layout(**degrees)
     axis = open_axes[0]
     key = f"parallelism.{axis}"
@@ -70,7 +69,7 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
             key,
             -1,
             f"only one degree may be -1, and parallelism.{other} is too",
-            f"set parallelism.{other} to a number",
+            f"try parallelism.{other}=1",
         )
     if world is None:
         raise ConfigError(key, -1, "says 'the rest' of a world whose size is not given", f"try world=2, or {key}=2")

@@ -7,6 +7,7 @@ rounding of sums in another order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ from titanlab.recipe import Recipe
 from titanlab.run_folder import RunFolder
 from titanlab.totals import Totals
 from titanlab.train import Observer, train
+
+# In the place of a reference that is zero, beside which nothing has a relative difference.
+_TINY = 1e-30
 
 
 @dataclass(kw_only=True)
@@ -104,7 +108,7 @@ def compare(reference: Trace, candidate: Trace) -> Difference:
 def _relative(reference: list[float], candidate: list[float], what: str) -> float:
     if len(reference) != len(candidate) or not reference:
         raise ValueError(f"{what} of {len(reference)} steps against {len(candidate)}")
-    return max(abs(a - b) / abs(a) for a, b in zip(reference, candidate, strict=True))
+    return max(_counted(abs(a - b) / max(abs(a), _TINY)) for a, b in zip(reference, candidate, strict=True))
 
 
 def _farthest(
@@ -112,12 +116,20 @@ def _farthest(
 ) -> tuple[float, str]:
     if reference.keys() != candidate.keys() or not reference:
         raise ValueError(f"{what} differ in names: {sorted(reference.keys() ^ candidate.keys())[:4]}")
-    return max((_distance(reference[name], candidate[name]), name) for name in reference)
+    for name, tensor in reference.items():
+        if tensor.shape != candidate[name].shape:
+            raise ValueError(f"{what} differ in shape: {name} is {tensor.shape} and {candidate[name].shape}")
+    return max((_counted(_distance(reference[name], candidate[name])), name) for name in reference)
 
 
 def _distance(reference: torch.Tensor, candidate: torch.Tensor) -> float:
     norm = torch.linalg.vector_norm(reference.double())
-    return float(torch.linalg.vector_norm(reference.double() - candidate.double()) / norm.clamp(min=1e-30))
+    return float(torch.linalg.vector_norm(reference.double() - candidate.double()) / norm.clamp(min=_TINY))
+
+
+def _counted(difference: float) -> float:
+    """NaN, which is neither smaller nor larger than anything, as the largest difference there is."""
+    return math.inf if math.isnan(difference) else difference
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ONE_WISH_SECONDS = 1.0
 
 
 class StopRequest:
@@ -20,19 +22,25 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Let SIGINT and SIGTERM set a flag instead of ending the process; a second one of them ends it.
+    """Let SIGINT and SIGTERM set a flag instead of ending the process; another one, a second later, ends it.
+
+    One wish may arrive several times at once: from a terminal and from a launcher, or from the kernel, which
+    tells of a dead parent once for each of its threads.
 
     Outside the main thread signals cannot be caught, and the flag stays down.
     """
     request = StopRequest()
+    first = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if request.signal:
+        nonlocal first
+        if not request.signal:
+            request.signal, first = number, time.monotonic()
+        elif time.monotonic() - first > ONE_WISH_SECONDS:
             raise KeyboardInterrupt
-        request.signal = number
 
     before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
     try:

@@ -58,13 +58,14 @@ class Reduction:
             loss_sum: this rank's loss, summed over its valid labels.
             nominal_tokens: labels of a step in which all are valid.
         """
-        device = squared_norm.device
+        device = loss_sum.device
         # One place a signal, so that a sum over ranks tells which were received.
         flags = [float(stop == number) for number in STOPS]
         known = torch.tensor([float(tokens), *flags], dtype=torch.float64)
         if device.type == "cuda":
             known = known.pin_memory().to(device, non_blocking=True)
-        measured = torch.stack([squared_norm, loss_sum.double()])
+        # Gradients that are offloaded have their norm on the host.
+        measured = torch.stack([squared_norm.to(device), loss_sum.double()])
         sums = world.sum(torch.cat([measured, known]))
         self._correction = nominal_tokens / sums[2]
         self._norm = sums[0].sqrt() * self._correction

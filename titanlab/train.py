@@ -31,7 +31,7 @@ from titanlab.ranks import Ranks
 from titanlab.recipe import Recipe
 from titanlab.recorder import open_recorder
 from titanlab.run_folder import RunFolder
-from titanlab.stop import stop_request
+from titanlab.stop import StopRequest, stop_request
 from titanlab.totals import Reduction, Totals
 from titanlab.world import World, open_world
 
@@ -54,10 +54,21 @@ class Observer:
         """The last step is over."""
 
 
-def train(recipe: Recipe, run: RunFolder, ranks: Ranks, *, observer: Observer | None = None) -> Outcome:
+def train(
+    recipe: Recipe,
+    run: RunFolder,
+    ranks: Ranks,
+    *,
+    stop: StopRequest | None = None,
+    observer: Observer | None = None,
+) -> Outcome:
     """Train a resolved recipe as one of its ranks, from where the run's folder stands to the end.
 
     All ranks call it together. Rank 0 writes metrics, status and result into the folder.
+
+    Args:
+        stop: the caller's, who may have been asked to stop before torch was imported; None: one of its own.
+        observer: looks on.
 
     Returns:
         how it ended, the same on every rank.
@@ -67,7 +78,7 @@ def train(recipe: Recipe, run: RunFolder, ranks: Ranks, *, observer: Observer | 
     """
     observer = observer or Observer()
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(stop_request())
+        stop = stop or stack.enter_context(stop_request())
         world = stack.enter_context(
             open_world(
                 ranks,
@@ -204,8 +215,9 @@ def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> fl
 
 def _judge(outcome: Outcome, step: int, totals: Totals) -> Outcome:
     """The outcome after one more step: unchanged, or the end."""
-    if outcome.kind is not OutcomeKind.DONE:
+    if outcome.kind is OutcomeKind.NAN:
         return outcome
+    # Also where a stop was on its way: the state is lost, and must not be saved.
     if not totals.finite:
         return replace(
             outcome,
@@ -213,7 +225,7 @@ def _judge(outcome: Outcome, step: int, totals: Totals) -> Outcome:
             step=step,
             cause=f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}",
         )
-    if totals.stop:
+    if totals.stop and outcome.kind is OutcomeKind.DONE:
         kind, cause = _STOPPED[signal.Signals(totals.stop)]
         return replace(outcome, kind=kind, step=step, cause=cause)
     return outcome
@@ -244,7 +256,8 @@ def _validate(recipe: Recipe, assembled: Assembled, world: World) -> float:
 @contextlib.contextmanager
 def _collected_between_steps() -> Iterator[None]:
     """No garbage collection inside steps: a pause of one rank is a pause of all."""
-    gc.collect()
+    # Of what is young: to look at all that torch has made takes a sixth of a second, and finds nothing.
+    gc.collect(1)
     gc.disable()
     try:
         yield

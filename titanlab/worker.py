@@ -1,13 +1,14 @@
-"""What every rank runs: `python -m titanlab.worker FOLDER`.
+"""What every rank runs: `python -m titanlab.worker FOLDER [-]`.
 
-It sets the environment that torch reads when it is imported, then imports torch, reads the run's frozen
-config.yaml and trains. It knows no Hydra.
+It reads the frozen config.yaml of the run's latest attempt (with `-`, the same as JSON from its input), sets
+the environment that torch reads when it is imported, then imports torch and trains. It knows no Hydra.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import os
 import signal
 import sys
@@ -15,31 +16,47 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlab.data import source
 from titanlab.host import cores
 from titanlab.outcome import exit_code, from_exception
 from titanlab.ranks import ALONE, Ranks, joined
 from titanlab.recipe import Recipe, from_mapping
-from titanlab.run_folder import open_run
+from titanlab.run_folder import RunFolder, open_run
+from titanlab.stop import stop_request
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the run in a folder as the rank that the environment names. Returns the process's exit code."""
-    (folder,) = sys.argv[1:] if arguments is None else arguments
+    folder, *rest = sys.argv[1:] if arguments is None else arguments
     _end_with_parent()
+    _write_to_own_log()
     ranks = joined(os.environ) or ALONE
     run = open_run(Path(folder))
-    attempt = max(run.attempts(), default=1)
-    recipe = from_mapping(run.config(attempt))
-    os.environ.update(environment(recipe, ranks))
-    try:
-        # Not at the top: importing torch reads the variables that were set just now.
-        outcome = importlib.import_module("titanlab.train").train(recipe, run, ranks)
-    except BaseException as error:
-        # Whoever started the ranks tells from these notes whose failure made the others fail.
-        run.write_failure(from_exception(error, rank=ranks.rank, attempt=attempt))
-        traceback.print_exc()
-        return exit_code(error)
+    # From now on a signal waits: for the first step's end, or for the note of a failure.
+    with stop_request() as stop:
+        try:
+            recipe = from_mapping(json.load(sys.stdin) if rest == ["-"] else run.config(max(run.attempts())))
+            os.environ.update(environment(recipe, ranks))
+            if recipe.cluster.accelerator == "cpu":
+                _keep_freed_memory()
+            # At once where this host's cache has the data; several ranks of a host may call it together.
+            source.prepare(recipe.data, report=lambda line: None)
+            # Not at the top: importing torch reads the variables that were set just now.
+            outcome = importlib.import_module("titanlab.train").train(recipe, run, ranks, stop=stop)
+        except BaseException as error:
+            return _failed(error, run, ranks)
     return int(outcome.kind.exit_code)
+
+
+def _failed(error: BaseException, run: RunFolder, ranks: Ranks) -> int:
+    """Note the failure: whoever started the ranks tells from the notes whose made the others fail."""
+    note = from_exception(error, rank=ranks.rank, attempt=max(run.attempts(), default=0))
+    if note.attempt:
+        run.write_failure(note)
+    # A mistake or an echo is told in one line, by whoever reads the notes.
+    if note.traceback and not note.echo:
+        traceback.print_exception(error)
+    return exit_code(error)
 
 
 def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
@@ -59,6 +76,31 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
     if recipe.training.deterministic:
         wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory that tensors free, for the tensors of the next step.
+
+    By default every large tensor is mapped anew and its pages are zeroed by the kernel at first touch, step
+    after step (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD). Elsewhere than on glibc nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    trim_threshold, mmap_max, never, none = -1, -4, 2**31 - 1, 0
+    mallopt(trim_threshold, never)
+    mallopt(mmap_max, none)
+
+
+def _write_to_own_log() -> None:
+    """Send what this rank and its libraries print to the file that the launcher names, after what is there."""
+    log = os.environ.get("TITANLAB_LOG")
+    if log is None:
+        return
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
 
 
 def _end_with_parent() -> None:

@@ -54,8 +54,8 @@ def check_shapes(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], ke
         ConfigError: it cannot be read, or is another model's.
     """
     try:
-        saved = json.loads((checkpoint / POSITION).read_text())["parameters"]
-    except (OSError, ValueError, KeyError) as error:
+        saved = dict(json.loads((checkpoint / POSITION).read_text())["parameters"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             key, checkpoint, f"cannot be read ({type(error).__name__})", "give another checkpoint of the run"
         ) from error
@@ -69,6 +69,19 @@ def check_shapes(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], ke
         f"is of another model: {name} is {_shape(saved.get(name))} there and {_shape(mine.get(name))} here",
         "choose the model that it was trained as",
     )
+
+
+def check_step(checkpoint: Path, steps: int) -> None:
+    """Hold a checkpoint that a new run is to start from against the run's length.
+
+    Raises:
+        ConfigError: no step would be left.
+    """
+    step = json.loads((checkpoint / POSITION).read_text())["step"]
+    if step >= steps:
+        raise ConfigError(
+            "training.steps", steps, f"the checkpoint {checkpoint} is of step {step} already", f"try {2 * step}"
+        )
 
 
 def _shape(shape: list[int] | None) -> str:

@@ -11,16 +11,19 @@ rank has finished: a folder without the suffix is whole.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from titanlab.atomic_file import write_json
 from titanlab.checkpoint.folders import PART, POSITION, checkpoints, step_folder
 from titanlab.world import World
 
@@ -55,13 +58,15 @@ def save(
     final = step_folder(folder, position.step)
     part = final.with_name(final.name + PART)
     if world.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
+        # Of this step or another: what a process left that died while it saved.
+        for unfinished in folder.glob(f"step-*{PART}"):
+            shutil.rmtree(unfinished)
         part.mkdir(parents=True)
     world.share(None)
     dcp.save(_tensors(model, optimizer, world), checkpoint_id=part)
     if world.rank == 0:
         shapes = {name: list(p.shape) for name, p in model.named_parameters()}
-        (part / POSITION).write_text(json.dumps({**asdict(position), "parameters": shapes}, indent=1) + "\n")
+        write_json(part / POSITION, {**asdict(position), "parameters": shapes}, durable=True)
         if final.exists():
             # Left by an attempt that was resumed from before this step.
             shutil.rmtree(final)
@@ -74,12 +79,18 @@ def save(
 
 
 def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Position:
-    """Read a checkpoint into model, optimizer and generators, whatever layout wrote it."""
+    """Read a checkpoint into model, optimizer and generators, whatever layout wrote it.
+
+    Learning rate, weight decay and the like stay as the optimizer has them: they are the recipe's.
+    """
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     state = _tensors(model, optimizer, world)
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    if not any(name.startswith(f"generators.{world.rank}.") for name in saved):
-        # Saved by fewer ranks: this one keeps the generators that its seed gave it.
-        del state["generators"]
+    # Saved by fewer ranks, or on another device: what is not there stays as the seed made it.
+    mine = state.pop("generators")[str(world.rank)]
+    mine = {name: value for name, value in mine.items() if f"generators.{world.rank}.{name}" in saved}
+    if mine:
+        state["generators"] = {str(world.rank): mine}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
         model,
@@ -88,7 +99,9 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, wo
         optim_state_dict=state["optimizer"],
         options=StateDictOptions(strict=True),
     )
-    if "generators" in state:
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
+    if mine:
         _restore_generators(state["generators"][str(world.rank)])
     position = json.loads((folder / POSITION).read_text())
     del position["parameters"]
@@ -111,14 +124,23 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -
     }
 
 
-def _generators(world: World) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
+def _generators(world: World) -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - the one that third-party code draws from
+    }
     if world.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(world.device)
     return states
 
 
-def _restore_generators(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
+def _restore_generators(states: dict[str, Any]) -> None:
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])  # noqa: NPY002
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

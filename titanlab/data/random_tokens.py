@@ -83,4 +83,5 @@ class RandomRows:
 
 
 def _shifted(found: npt.NDArray[np.int64]) -> Batch:
-    return Batch(np.ascontiguousarray(found[:, :-1]), np.ascontiguousarray(found[:, 1:]))
+    # Copies, also of a single row: whoever marks a label must not change a token.
+    return Batch(found[:, :-1].copy(), found[:, 1:].copy())

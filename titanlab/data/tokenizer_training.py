@@ -33,9 +33,10 @@ def train(texts: Iterable[str], *, vocab_size: int, file: Path) -> None:
     """
     sentencepiece: Any = importlib.import_module("sentencepiece")
     model = io.BytesIO()
+    failures: list[Exception] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts),
+            sentence_iterator=_sentences(texts, failures),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -50,15 +51,22 @@ def train(texts: Iterable[str], *, vocab_size: int, file: Path) -> None:
             minloglevel=3,
         )
     except RuntimeError as error:
+        if failures:
+            # Of the texts themselves; SentencePiece has only its words left.
+            raise failures[0] from None
         raise _explained(str(error), vocab_size) from error
     file.write_bytes(model.getvalue())
 
 
-def _sentences(texts: Iterable[str]) -> Iterator[str]:
+def _sentences(texts: Iterable[str], failures: list[Exception]) -> Iterator[str]:
     # Longer than a line, so that line ends with their indentation become pieces; short enough to train fast.
-    for text in texts:
-        for start in range(0, len(text), _SENTENCE_CHARACTERS):
-            yield text[start : start + _SENTENCE_CHARACTERS]
+    try:
+        for text in texts:
+            for start in range(0, len(text), _SENTENCE_CHARACTERS):
+                yield text[start : start + _SENTENCE_CHARACTERS]
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 def _explained(message: str, vocab_size: int) -> ConfigError:

@@ -7,6 +7,7 @@ plain child process: it spares the parent the import of torch, which is half of 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -14,14 +15,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from titanlab.ranks import Ranks
 
 POLL_SECONDS = 0.1
+# For the other ranks, once one has failed.
+GRACE_SECONDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +66,23 @@ def start(folder: Path, *, world: int, logs: Path) -> list[Failure]:
     return start_one(folder, places[0]) if world == 1 else _start_many(folder, places, logs)
 
 
-def start_one(folder: Path, ranks: Ranks) -> list[Failure]:
-    """Run the worker as one given rank, whose peers somebody else starts or which has none."""
-    child = subprocess.Popen(_command(folder), env={**os.environ, **_environment(ranks)}, start_new_session=True)
-    with _signals_go_to(lambda number: child.send_signal(number)):
-        code = child.wait()
-    return [Failure(rank=ranks.rank, exit_code=code)] if code else []
+def start_one(folder: Path, ranks: Ranks, *, config: Mapping[str, Any] | None = None) -> list[Failure]:
+    """Run the worker as one given rank, whose peers somebody else starts or which has none.
+
+    Args:
+        config: the recipe as plain values, for a rank that may start before rank 0 has begun the attempt whose
+            config.yaml it would read.
+    """
+    with _signals_handed_on() as signals:
+        child = subprocess.Popen(
+            [*_command(folder), *(["-"] if config else [])],
+            env={**os.environ, **_environment(ranks)},
+            stdin=subprocess.PIPE if config else None,
+            start_new_session=True,
+        )
+        signals.go_to(child.send_signal)
+        child.communicate(json.dumps(config).encode() if config else None)
+    return [Failure(rank=ranks.rank, exit_code=child.returncode)] if child.returncode else []
 
 
 def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
@@ -79,36 +94,41 @@ def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
     ranks = range(len(places))
     executable, *arguments = _command(folder)
 
-    class RunLogs(LogsSpecs):
-        """Rank 0 on the terminal, the others each in a file of the run's folder."""
+    class OwnStreams(LogsSpecs):
+        """No redirection: the agent would open a log anew for each attempt, and twice, for output and errors."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            files = {rank: str(logs / f"rank-{rank}.log") if rank else "" for rank in ranks}
-            errors = {rank: str(logs / f"rank-{rank}.error.json") for rank in ranks}
             nothing = dict.fromkeys(ranks, "")
-            return LogsDest(files, dict(files), nothing, dict(nothing), errors, str(logs / "filtered.log"))
+            errors = {rank: str(logs / f"rank-{rank}.error.json") for rank in ranks}
+            return LogsDest(nothing, dict(nothing), dict(nothing), dict(nothing), errors)
 
         @property
         def root_log_dir(self) -> str:
             return str(logs)
 
-    context = start_processes(
-        name="rank",
-        entrypoint=executable,
-        args={rank: tuple(arguments) for rank in ranks},
-        envs={rank: _environment(places[rank]) for rank in ranks},
-        logs_specs=RunLogs(),
-    )
-
-    def hand_on(number: int) -> None:
-        for pid in context.pids().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    with _signals_go_to(hand_on):
-        while (result := context.wait(timeout=0)) is None:
-            time.sleep(POLL_SECONDS)
-    return [Failure(rank=rank, exit_code=failure.exitcode) for rank, failure in sorted(result.failures.items())]
+    own_log = {rank: {"TITANLAB_LOG": str(logs / f"rank-{rank}.log")} if rank else {} for rank in ranks}
+    with _signals_handed_on() as signals:
+        context = start_processes(
+            name="rank",
+            entrypoint=executable,
+            args={rank: tuple(arguments) for rank in ranks},
+            envs={rank: _environment(places[rank]) | own_log[rank] for rank in ranks},
+            logs_specs=OwnStreams(),
+        )
+        pids = context.pids()
+        # The agent has set handlers of its own meanwhile, which raise.
+        signals.go_to(lambda number: None)
+        # The agent alone would give the others 30 s after the first failure, and count them as failed too.
+        failed = _wait_for_failure(pids)
+        if failed:
+            context.close(timeout=GRACE_SECONDS)
+        result = context.wait()
+    failures = result.failures if result is not None else {}
+    return [
+        Failure(rank=rank, exit_code=failure.exitcode)
+        for rank, failure in sorted(failures.items())
+        if rank in failed or not failed
+    ]
 
 
 def _command(folder: Path) -> list[str]:
@@ -119,16 +139,62 @@ def _environment(ranks: Ranks) -> dict[str, str]:
     return ranks.environment() | {"TITANLAB_PARENT": str(os.getpid())}
 
 
+def _send(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _wait_for_failure(pids: Mapping[int, int]) -> set[int]:
+    """Wait until ranks have ended badly, which are returned, or all have ended well.
+
+    They stay to be waited for. Where that cannot be asked (macOS) it returns at once.
+    """
+    running, failed = dict(pids), set[int]()
+    while running and not failed and hasattr(os, "waitid"):
+        for rank, pid in list(running.items()):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                del running[rank]
+                if ended.si_status != 0:
+                    failed.add(rank)
+        time.sleep(POLL_SECONDS)
+    return failed
+
+
+class _Signals:
+    """SIGINT and SIGTERM on their way to the ranks; those that come before there are any wait."""
+
+    def __init__(self) -> None:
+        self._waiting: list[int] = []
+        self._send: Callable[[int], None] | None = None
+        self.catch()
+
+    def catch(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handler)
+
+    def go_to(self, send: Callable[[int], None]) -> None:
+        """Say who gets them."""
+        self._send = send
+        self.catch()
+        while self._waiting:
+            send(self._waiting.pop(0))
+
+    def _handler(self, number: int, frame: FrameType | None) -> None:
+        if self._send is None:
+            self._waiting.append(number)
+        else:
+            self._send(number)
+
+
 @contextlib.contextmanager
-def _signals_go_to(hand_on: Callable[[int], None]) -> Iterator[None]:
-    """Hand SIGINT and SIGTERM on instead of dying of them."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        hand_on(number)
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals_handed_on() -> Iterator[_Signals]:
+    """Hand SIGINT and SIGTERM on instead of dying of them; afterwards all handlers are what they were."""
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in names}
     try:
-        yield
+        yield _Signals()
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)

@@ -31,11 +31,13 @@ class Sharded:
     Attributes:
         forward: what to call: the model, or DDP's wrapper of it.
         microbatch: context of one microbatch's forward and backward.
+        release: lets go of what a forward has gathered that no backward follows.
         divides_by: what the reduction divides the sum of all ranks' gradients by.
     """
 
     forward: Callable[..., torch.Tensor]
     microbatch: Microbatch
+    release: Callable[[], None]
     divides_by: int
 
 
@@ -69,7 +71,12 @@ def fully_shard_model(
         root.set_requires_gradient_sync(last)
         yield
 
-    return Sharded(forward=model, microbatch=microbatch, divides_by=mesh.size())
+    def release() -> None:
+        for module in (root, *blocks):
+            assert isinstance(module, FSDPModule)
+            module.reshard()
+
+    return Sharded(forward=model, microbatch=microbatch, release=release, divides_by=mesh.size())
 
 
 def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
@@ -79,16 +86,18 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapper = DistributedDataParallel(
-        model, process_group=mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    wrapper = DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    # Buffers are the same everywhere. Set here because torch 2.13 warns of the argument, and 2.11 has no other.
+    wrapper.broadcast_buffers = False
 
     def microbatch(*, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else wrapper.no_sync()
 
-    return Sharded(forward=wrapper, microbatch=microbatch, divides_by=mesh.size())
+    return Sharded(forward=wrapper, microbatch=microbatch, release=lambda: None, divides_by=mesh.size())
 
 
 def keep_whole(model: nn.Module) -> Sharded:
     """One process: nothing to reduce."""
-    return Sharded(forward=model, microbatch=lambda *, last: contextlib.nullcontext(), divides_by=1)
+    return Sharded(
+        forward=model, microbatch=lambda *, last: contextlib.nullcontext(), release=lambda: None, divides_by=1
+    )

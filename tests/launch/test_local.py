@@ -1,0 +1,342 @@
+"""launch=local, for real: processes that are interrupted, raise, are killed, or hang; and ranks that torchrun starts.
+
+Every run here is the command that a person types, on data with planted faults.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlab.launch import local
+from titanlab.launch.local import Failure
+from titanlab.outcome import OutcomeKind
+from titanlab.run_folder import RunFolder
+from titanlab.run_search import list_runs
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = [
+    *["model.vocab_size=256", "training.seq_len=32", "training.global_batch=4", "training.log_every=1"],
+    *["optimizer.schedule.warmup_steps=1", "cluster.peak_tflops=1", "data=planted"],
+]
+TWO = ["parallelism=fsdp", "world=2"]
+# Which takes a second less to import.
+COPIES = ["parallelism=ddp", "world=2"]
+
+
+class Command:
+    """`titanlab train` in a folder of its own, with the tests' data installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        package = folder / "installed" / "planted-1.dist-info"
+        package.mkdir(parents=True)
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
+        (package / "entry_points.txt").write_text("[titanlab.options]\nplanted = tests.planted_schema\n")
+        (folder / "conf" / "data").mkdir(parents=True)
+        (folder / "conf" / "data" / "planted.yaml").write_text("defaults: [planted_schema, _self_]\n")
+        self.environment = {**os.environ, "PYTHONPATH": f"{package.parent}:{ROOT}"}
+
+    def start(self, *overrides, launcher=("-m", "titanlab")) -> subprocess.Popen[str]:
+        # A session of its own, as a terminal gives it: a Ctrl-C there reaches all of its process group.
+        return subprocess.Popen(
+            [sys.executable, *launcher, "train", "--config-dir", "conf", *SMALL, *overrides],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *overrides, **how) -> tuple[int, str, str]:
+        return finished(self.start(*overrides, **how))
+
+    @property
+    def only_run(self) -> RunFolder:
+        (run,) = list_runs(self.folder / "runs")
+        return run
+
+    def reached(self, step: int) -> RunFolder:
+        """The run, once it has done so many steps."""
+        until(lambda: [run for run in list_runs(self.folder / "runs") if len(run.metrics("train")) >= step])
+        return self.only_run
+
+
+def finished(process) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out, err
+
+
+def until(true, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def command(tmp_path):
+    return Command(tmp_path)
+
+
+def steps(run):
+    return [row["step"] for row in run.metrics("train")]
+
+
+def interrupted(command, *how):
+    """A run of 60 steps that a Ctrl-C has ended after three or more: how many it did."""
+    process = command.start("training.steps=60", "data.seconds=0.05", *how)
+    command.reached(3)
+    os.killpg(process.pid, signal.SIGINT)
+    code, out, err = finished(process)
+    run = command.only_run
+    assert (code, run.result().kind) == (130, OutcomeKind.CANCELLED)
+    done = run.result().step
+    assert 3 <= done < 60
+    assert steps(run) == list(range(1, done + 1))
+    assert run.checkpoints.joinpath(f"step-{done:08d}", ".metadata").exists()
+    assert err == ""
+    assert "cancelled" in out
+    assert "titanlab resume" in out
+    return done
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(command):
+    how = ["training.steps=60"]
+    done = interrupted(command)
+    run = command.only_run
+    code, out, err = command.run(*how)
+    assert (code, run.result().kind, err) == (0, OutcomeKind.DONE, "")
+    assert command.only_run.attempts() == [1, 2]
+    assert steps(run) == list(range(1, 61))
+    assert run.metrics("attempt")[1]["step"] == done
+
+    # And once more there is nothing to do.
+    code, out, err = command.run(*how)
+    assert (code, run.attempts(), err) == (0, [1, 2], "")
+    assert "is done" in out
+
+
+def test_ctrl_c_reaches_all_ranks(command):
+    interrupted(command, *TWO)
+
+
+def test_a_rank_that_raises_is_told_with_its_traceback(command):
+    begin = time.monotonic()
+    code, out, err = command.run(*COPIES, "training.steps=60", "data.fault=raise", "data.step=3", "data.rank=1")
+    assert time.monotonic() - begin < 30
+    run = command.only_run
+    result = run.result()
+    assert (code, result.kind, result.rank, result.exit_code, result.step) == (1, OutcomeKind.CRASH, 1, 1, 2)
+    assert result.cause == "LookupError: a planted fault"
+    assert "in next_batch" in result.traceback
+    assert (run.status().state, run.status().outcome) == ("ended", "crash")
+    # On the terminal the cause and nothing of rank 0, which only lost its peer.
+    assert (out + err).count("Traceback (most recent call last)") == 1
+    assert out.count("LookupError: a planted fault") == 2
+    assert "rank" in out
+    assert "Traceback" in (run.logs / "rank-1.log").read_text()
+    # How long rank 0 took to end after it, by the clocks of both notes.
+    notes = run.failures(1)
+    assert [note.echo for note in notes if note.rank == 0] in ([], [True])
+    assert abs(result.ended - run.status().updated) < 10
+
+
+def test_a_rank_that_is_killed_is_told(command):
+    code, out, err = command.run(*COPIES, "training.steps=60", "data.fault=kill", "data.step=3", "data.rank=1")
+    result = command.only_run.result()
+    assert (code, result.kind, result.rank, result.exit_code) == (70, OutcomeKind.OOM, 1, -9)
+    assert "SIGKILL" in result.cause
+    assert "Traceback" not in out + err
+
+
+def test_one_process_that_raises_says_so_once(command):
+    code, out, err = command.run("training.steps=6", "data.fault=raise", "data.step=4")
+    run = command.only_run
+    assert (code, run.result().kind, run.result().rank, run.result().step) == (1, OutcomeKind.CRASH, 0, 3)
+    assert (out + err).count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.full
+def test_a_run_that_was_killed_goes_on_when_mended(command):
+    how = [*TWO, "training.steps=6", "checkpoint.every=2"]
+    code, _, _ = command.run(*how, "data.fault=kill", "data.step=4")
+    run = command.only_run
+    assert (code, run.result().kind, run.result().rank) == (70, OutcomeKind.OOM, 0)
+    code, _, err = command.run(*how)
+    assert (code, err) == (0, "")
+    assert run.metrics("attempt")[1]["step"] == 2
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+def children(parent: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # pid (name) state parent …
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(folder.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process that its parent is gone")
+def test_a_launcher_that_is_killed_leaves_nobody_behind(command):
+    process = command.start(*TWO, "training.steps=2000", "data.seconds=0.05")
+    run = command.reached(2)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    until(lambda: not any(alive(pid) for pid in ranks), 10)
+    finished(process)
+    # What the ranks still could do for the run, they did.
+    assert run.result().kind is OutcomeKind.PREEMPTED
+    assert run.checkpoints.joinpath(f"step-{run.result().step:08d}", ".metadata").exists()
+
+
+def test_ranks_that_torchrun_starts_share_one_run_and_one_attempt(command):
+    """Also where rank 1 is ready long before rank 0 has begun the attempt."""
+    port = local._free_port()
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "-m", "titanlab"]
+    code, out, err = command.run("parallelism=fsdp", "training.steps=4", "data.late=2.5", launcher=launcher)
+    assert code == 0, err
+    run = command.only_run
+    assert run.attempts() == [1]
+    assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 4)
+    assert steps(run) == [1, 2, 3, 4]
+    assert run.env()["launcher"] == "torchrun"
+    assert run.config(1)["parallelism"]["shard"] == 2
+    assert run.failures(1) == []
+    assert out.count("titanlab · run") == 1
+
+
+@pytest.mark.full
+def test_torchrun_tells_of_a_rank_that_raises_and_goes_on(command):
+    def launch(*overrides):
+        port = str(local._free_port())
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "titanlab"]
+        return command.run("parallelism=fsdp", "training.steps=6", "checkpoint.every=2", *overrides, launcher=torchrun)
+
+    code, out, err = launch("data.fault=raise", "data.step=4", "data.rank=1")
+    assert code == 1
+    run = command.only_run
+    assert (run.result().kind, run.result().rank, run.attempts()) == (OutcomeKind.CRASH, 1, [1])
+    assert (out + err).count("LookupError: a planted fault") >= 1
+    # Rank 1 finds the first attempt before rank 0 has begun the second.
+    code, out, err = launch("data.late=2.5")
+    assert code == 0, err
+    assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1, 2])
+    assert run.metrics("attempt")[1]["step"] == 2
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_before_it_joins_does_not_keep_the_others_waiting(command):
+    """Rank 0 waits for it in native code, where no signal is heard."""
+    begin = time.monotonic()
+    code, _, _ = command.run(*TWO, "training.steps=6", "data.fault=raise", "data.step=0", "data.rank=1")
+    result = command.only_run.result()
+    assert (code, result.kind, result.rank) == (1, OutcomeKind.CRASH, 1)
+    assert time.monotonic() - begin < 30
+
+
+# The launcher alone, with a shell in the place of the worker
+
+
+@pytest.fixture
+def ranks_run(monkeypatch, tmp_path):
+    """Starts ranks that run a shell's script instead of the worker, and keeps what they print."""
+
+    def start(world, script):
+        monkeypatch.setattr(local, "_command", lambda folder: ["/bin/sh", "-c", script])
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        return local.start(tmp_path, world=world, logs=tmp_path / "logs")
+
+    return start
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ranks_that_end_well(ranks_run, tmp_path, world):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR"
+    values = " ".join(f"${name}" for name in names.split())
+    assert ranks_run(world, f'echo "{values}" > {tmp_path}/rank-$RANK; test $MASTER_PORT -gt 1023') == []
+    for rank in range(world):
+        assert (tmp_path / f"rank-{rank}").read_text() == f"{rank} {world} {rank} {world} 127.0.0.1\n"
+    # torch's agent sets handlers of its own.
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_single_rank_that_fails(ranks_run):
+    assert ranks_run(1, "exit 7") == [Failure(rank=0, exit_code=7)]
+    assert ranks_run(1, "kill -9 $$") == [Failure(rank=0, exit_code=-9)]
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", -9)])
+def test_the_first_failure_ends_the_others_and_alone_counts(ranks_run, monkeypatch, script, code):
+    monkeypatch.setattr(local, "GRACE_SECONDS", 1)
+    begin = time.monotonic()
+    failures = ranks_run(3, f'if [ $RANK = 1 ]; then {script}; fi; trap "" TERM; while true; do sleep 0.1; done')
+    assert failures == [Failure(rank=1, exit_code=code)]
+    assert time.monotonic() - begin < 8
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_handed_on(ranks_run, tmp_path, world, number):
+    def send():
+        until(lambda: len(list(tmp_path.glob("ready-*"))) == world)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    name = signal.Signals(number).name.removeprefix("SIG")
+    script = f"trap 'exit 0' {name}; touch {tmp_path}/ready-$RANK; while true; do sleep 0.05; done"
+    assert ranks_run(world, script) == []
+    sender.join()
+
+
+def test_a_signal_that_comes_before_the_ranks_are_there_waits():
+    got = []
+    with local._signals_handed_on() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert got == []
+        signals.go_to(got.append)
+        assert got == [signal.SIGINT]
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert got == [signal.SIGINT, signal.SIGTERM]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):
+    """To a rank that somebody else started, and that may be earlier than rank 0."""
+    from titanlab.ranks import Ranks
+
+    given = {"name": "x", "training": {"steps": 3}, "none": None}
+    script = f'test "$2" = - && cat > {tmp_path}/given'
+    monkeypatch.setattr(local, "_command", lambda folder: ["/bin/sh", "-c", script, "sh", str(folder)])
+    place = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="a", port=1, started_by="torchrun")
+    assert local.start_one(tmp_path, place, config=given) == []
+    assert json.loads((tmp_path / "given").read_text()) == given

@@ -1,0 +1,50 @@
+"""How gradients meet: once a step, however many microbatches it has; and what is held between steps."""
+
+import collections
+import os
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from tests import tiny
+from titanlab.assemble import StepBatch, assemble
+from titanlab.mesh import build_mesh
+from titanlab.ranks import joined
+from titanlab.world import open_world
+
+
+def collectives(made):
+    """How often each collective runs in one step, and whether parameters are in parts after it and after evaluating."""
+    with open_world(joined(os.environ), accelerator="cpu", seed=0, deterministic=False) as world:
+        assembled = assemble(made, world, build_mesh(made.layout, "cpu"))
+        tokens = torch.zeros(made.local_batch, made.training.seq_len, dtype=torch.int64)
+        batch = StepBatch(tokens, tokens, tokens.numel())
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            assembled.forward_backward(batch)
+        counts = collections.Counter(each.name for each in profiled.events() if each.name.startswith("gloo:"))
+        parts = [{type(parameter.data) for parameter in assembled.model.parameters()}]
+        assembled.evaluate(batch)
+        parts.append({type(parameter.data) for parameter in assembled.model.parameters()})
+    return counts, parts
+
+
+@pytest.mark.parametrize(
+    ("layout", "gathers", "reductions", "held"),
+    [
+        # Two blocks and the rest; the blocks once more for the backward.
+        ({"shard": 2}, 5, 3, DTensor),
+        ({"shard": 2, "reshard_after_forward": "never"}, 3, 3, DTensor),
+        ({"replicate": 2}, 0, 1, torch.Tensor),
+    ],
+    ids=["fsdp", "never", "ddp"],
+)
+def test_gradients_are_reduced_once_a_step(pool, tmp_path, layout, gathers, reductions, held):
+    for microbatch, count in ((6, 1), (2, 3)):
+        made = tiny.recipe(tmp_path, microbatch=microbatch, **layout)
+        for counts, parts in pool.run(2, collectives, made):
+            # gloo scatters what it has reduced by reducing all.
+            assert counts["gloo:all_reduce"] == reductions
+            assert counts["gloo:all_gather"] == gathers * count
+            assert parts == [{held}, {held}]

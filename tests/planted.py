@@ -1,0 +1,77 @@
+"""The tests' own data: what `planted_schema` describes, beside `titanlab.data.source`."""
+
+import os
+import signal
+import time
+
+from tests.planted_schema import Planted
+from titanlab.data import synthetic
+from titanlab.data.random_tokens import rank_samples
+from titanlab.data.stream import IGNORE
+from titanlab.data.synthetic_schema import Synthetic
+
+
+def plain(config: Planted) -> Synthetic:
+    return Synthetic(vocab_size=config.vocab_size)
+
+
+def fingerprint(config: Planted) -> str:
+    return f"planted-{config.vocab_size}-{config.gaps}"
+
+
+def prepare(config: Planted, *, report):
+    launcher = "TITANLAB_PARENT" not in os.environ
+    if launcher and os.environ.get("RANK") == "0":
+        time.sleep(config.late)
+    if not launcher and config.fault == "raise" and config.step == 0 and os.environ["RANK"] == str(config.rank):
+        raise LookupError("a planted fault")
+
+
+def tokenizer(config):
+    return None
+
+
+def vocab_size(config: Planted) -> int:
+    return config.vocab_size
+
+
+def open_train(config: Planted, **how):
+    return PlantedStream(config, **how)
+
+
+def open_validation(config: Planted, **how):
+    return synthetic.open_validation(plain(config), **how)
+
+
+class PlantedStream:
+    def __init__(self, config: Planted, *, seed, seq_len, global_batch, rank, ranks, state=None):
+        how = {"seed": seed, "seq_len": seq_len, "global_batch": global_batch, "rank": rank, "ranks": ranks}
+        self._inner = synthetic.open_train(plain(config), state=state, **how)
+        self._config, self._rank, self._ranks, self._global_batch = config, rank, ranks, global_batch
+
+    def next_batch(self):
+        begin = self._inner.state()["samples"]
+        batch = self._inner.next_batch()
+        if self._config.gaps:
+            mine = rank_samples(begin, global_batch=self._global_batch, rank=self._rank, ranks=self._ranks)
+            for labels, sample in zip(batch.labels, mine, strict=True):
+                labels[: len(labels) * (sample % 4) // 3] = IGNORE
+        time.sleep(self._config.seconds)
+        if (begin // self._global_batch + 1, self._rank) == (self._config.step, self._config.rank):
+            self._fail()
+        return batch
+
+    def _fail(self):
+        fault = self._config.fault
+        if fault == "raise":
+            raise LookupError("a planted fault")
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault:
+            os.kill(os.getpid(), signal.Signals[fault])
+
+    def state(self):
+        return self._inner.state()
+
+    def close(self):
+        self._inner.close()

@@ -1,0 +1,23 @@
+"""Config of the tests' own data: synthetic tokens with gaps in the labels and faults at a step of a rank."""
+
+from dataclasses import dataclass, field
+
+from titanlab.options import option
+
+
+@option("data", "planted")
+@dataclass(kw_only=True)
+class Planted:
+    kind: str = "planted"
+    vocab_size: int = 256
+    # Labels that do not count, unevenly: of sample g a share of (g % 4) / 3.
+    gaps: bool = False
+    # What happens when a rank asks for the batch of a step: raise, kill, SIGINT or SIGTERM.
+    # At step 0 it raises before it joins its peers.
+    fault: str = field(default="", metadata={"identity": False})
+    step: int = field(default=0, metadata={"identity": False})
+    rank: int = field(default=0, metadata={"identity": False})
+    # That every batch takes.
+    seconds: float = field(default=0.0, metadata={"identity": False})
+    # By which the launcher of rank 0 is later than those of other ranks.
+    late: float = field(default=0.0, metadata={"identity": False})

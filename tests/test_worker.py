@@ -1,0 +1,191 @@
+"""The process of one rank: what it sets before torch is imported, where it writes, what it says of a failure."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.planted_schema import Planted
+from titanlab import worker
+from titanlab.host import cores
+from titanlab.launch.local_schema import Local
+from titanlab.outcome import OutcomeKind
+from titanlab.ranks import ALONE, Ranks
+from titanlab.recipe import to_mapping
+
+ROOT = Path(__file__).parent.parent
+TWO = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="127.0.0.1", port=1234, started_by="local")
+ALLOCATOR = "expandable_segments:True"
+
+# Runs the worker up to the first import of torch, and tells what the environment is there.
+UP_TO_TORCH = """
+    import json, os, sys
+
+    class Watch:
+        def find_spec(self, name, path=None, target=None):
+            if name == "torch":
+                print(json.dumps(dict(os.environ)), flush=True)
+                os._exit(0)
+
+    sys.meta_path.insert(0, Watch())
+    from titanlab import worker
+    worker.main(sys.argv[1:])
+"""
+
+
+def python(script, *arguments, given=None, **environment):
+    clean = {
+        name: value for name, value in os.environ.items() if "THREADS" not in name and name != "TOKENIZERS_PARALLELISM"
+    }
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        input=given,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=clean | environment,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_environment_is_set_before_torch_is_imported(tmp_path):
+    made = tiny.recipe(tmp_path, deterministic=True)
+    made.launch.threads = 3
+    done = python(UP_TO_TORCH, tiny.begin(made).path, PYTORCH_ALLOC_CONF="mine")
+    assert done.returncode == 0, done.stderr
+    there = json.loads(done.stdout)
+    assert there["OMP_NUM_THREADS"] == "3"
+    assert there["PYTORCH_CUDA_ALLOC_CONF"] == ALLOCATOR
+    assert there["PYTORCH_ALLOC_CONF"] == "mine"
+    assert there["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert there["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert (there["RANK"], there["WORLD_SIZE"]) == ("0", "1")
+
+
+def test_a_recipe_that_is_handed_over_needs_no_attempt(tmp_path):
+    """Rank 0's launcher may not have begun it yet, and nobody else may."""
+    made = tiny.recipe(tmp_path, replicate=2)
+    run = tiny.begin(made)
+    run.attempt_folder(1).rename(tmp_path / "aside")
+    done = python(
+        UP_TO_TORCH, run.path, "-", given=json.dumps(to_mapping(made)), RANK="1", WORLD_SIZE="2", MASTER_PORT="1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["LOCAL_WORLD_SIZE"] == "2"
+    assert run.attempts() == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "there", "expected"),
+    [
+        (ALONE, None, {}, {"OMP_NUM_THREADS": str(cores())}),
+        (TWO, None, {}, {"OMP_NUM_THREADS": str(max(1, cores() // 2)), "RANK": "1", "MASTER_PORT": "1234"}),
+        (TWO, 5, {}, {"OMP_NUM_THREADS": "5"}),
+        (TWO, 5, {"OMP_NUM_THREADS": "7", "RANK": "1"}, {"OMP_NUM_THREADS": None, "RANK": None, "WORLD_SIZE": "2"}),
+    ],
+)
+def test_a_persons_own_settings_win(tmp_path, monkeypatch, ranks, threads, there, expected):
+    made = tiny.recipe(tmp_path)
+    made.launch = Local(threads=threads)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name, value in there.items():
+        monkeypatch.setenv(name, value)
+    found = worker.environment(made, ranks)
+    assert {name: found.get(name) for name in expected} == expected
+    assert "CUBLAS_WORKSPACE_CONFIG" not in found
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """Runs the worker in this process on data that cannot be prepared, so that torch is not needed."""
+    monkeypatch.setenv("TITANLAB_PARENT", str(os.getppid()))
+    for name in ("_end_with_parent", "_keep_freed_memory"):
+        monkeypatch.setattr(worker, name, lambda: None)
+    monkeypatch.setattr(worker, "from_mapping", lambda mapping: made)
+    made = tiny.recipe(tmp_path, data=Planted(fault="raise"))
+    before = dict(os.environ)
+    yield made, tiny.begin(made)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_a_failure_is_noted_and_told(failing, capfd):
+    _, run = failing
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "1"
+    assert worker.main([str(run.path)]) == 1
+    (note,) = run.failures(1)
+    assert (note.kind, note.rank, note.attempt, note.echo) == (OutcomeKind.CRASH, 0, 1, False)
+    assert note.cause == "LookupError: a planted fault"
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
+def test_the_note_goes_to_the_attempt_that_is_latest_then(failing, monkeypatch):
+    made, run = failing
+    monkeypatch.setattr("sys.stdin", io.StringIO("{}"))
+    monkeypatch.setattr(worker.source, "prepare", lambda data, report: tiny.begin(made, run) and fail())
+    assert worker.main([str(run.path), "-"]) == 1
+    assert [len(run.failures(attempt)) for attempt in run.attempts()] == [0, 1]
+
+
+def fail():
+    raise LookupError("a planted fault")
+
+
+def test_without_an_attempt_there_is_no_note(failing, tmp_path, capfd):
+    _, run = failing
+    run.attempt_folder(1).rename(tmp_path / "aside")
+    assert worker.main([str(run.path)]) == 1
+    assert run.attempts() == []
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (ConnectionResetError("Connection reset by peer"), 1)]
+)
+def test_an_echo_is_noted_and_not_told(failing, monkeypatch, capfd, error, code):
+    def stop(data, report):
+        raise error
+
+    _, run = failing
+    monkeypatch.setattr(worker.source, "prepare", stop)
+    assert worker.main([str(run.path)]) == code
+    assert [note.echo for note in run.failures(1)] == [True]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_signal_waits_for_the_note(failing, monkeypatch):
+    """The launcher ends the other ranks as soon as one is gone: each must still say why it ended."""
+
+    def asked_to_end(data, report):
+        os.kill(os.getpid(), signal.SIGTERM)
+        fail()
+
+    _, run = failing
+    monkeypatch.setattr(worker.source, "prepare", asked_to_end)
+    assert worker.main([str(run.path)]) == 1
+    assert [note.cause for note in run.failures(1)] == ["LookupError: a planted fault"]
+
+
+def test_a_log_of_its_own_is_added_to(tmp_path):
+    script = "import os; from titanlab import worker; worker._write_to_own_log(); print('out', flush=True); os.system('echo err >&2')"
+    log = tmp_path / "rank-1.log"
+    for _ in range(2):
+        done = python(script, TITANLAB_LOG=str(log))
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert log.read_text() == "out\nerr\n" * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process that its parent is gone")
+def test_a_rank_whose_launcher_is_gone_already_does_not_begin():
+    done = python("from titanlab import worker; worker._end_with_parent()", TITANLAB_PARENT="1")
+    assert done.returncode == 1
+    done = python("from titanlab import worker; worker._end_with_parent()", TITANLAB_PARENT=str(os.getpid()))
+    assert done.returncode == 0

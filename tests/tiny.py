@@ -1,0 +1,95 @@
+"""A recipe that trains in a tenth of a second, and what it takes to run it as ranks of the pool."""
+
+import json
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from titanlab import train as story
+from titanlab.checkpoint.schema import Checkpoint
+from titanlab.cluster.schema import Cluster
+from titanlab.data.synthetic_schema import Synthetic
+from titanlab.identity import identify
+from titanlab.launch.local_schema import Local
+from titanlab.model.llama_schema import Llama
+from titanlab.optimizer.adamw_schema import AdamW
+from titanlab.optimizer.schedule_schema import Schedule
+from titanlab.parallelism.schema import Parallelism
+from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.fp32_schema import Fp32
+from titanlab.ranks import ALONE, joined
+from titanlab.recipe import Recipe, check, resolve, to_mapping
+from titanlab.run_folder import RunFolder, create_run
+from titanlab.tracker.jsonl_schema import Jsonl
+from titanlab.training_schema import Training
+
+VOCABULARY = 256
+
+
+def recipe(runs, **given) -> Recipe:
+    """Debug-sized and resolved: `recipe(tmp_path, shard=2, steps=3, data=…)`; keys of the groups need no group's name."""
+    training = {"steps": 10, "seq_len": 32, "global_batch": 12, "log_every": 1, **_taken(given, Training)}
+    model = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": VOCABULARY}
+    optimizer = {"lr": 1e-3, "schedule": Schedule(warmup_steps=2), **_taken(given, AdamW)}
+    made = Recipe(
+        runs=str(runs),
+        training=Training(**training),
+        parallelism=Parallelism(**_taken(given, Parallelism)),
+        checkpoint=Checkpoint(**_taken(given, Checkpoint)),
+        model=Llama(**{**model, **_taken(given, Llama)}),
+        optimizer=AdamW(**optimizer),
+        precision=Bf16() if given.pop("bf16", False) else Fp32(),
+        data=given.pop("data", None) or Synthetic(vocab_size=VOCABULARY),
+        # A peak that is given need not be measured.
+        cluster=Cluster(accelerator="cpu", peak_tflops=1.0),
+        tracker=Jsonl(),
+        launch=Local(),
+        **_taken(given, Recipe),
+    )
+    assert not given, f"no group has {given}"
+    made = resolve(made, world=None, accelerator="cpu", device="cpu")
+    check(made)
+    return made
+
+
+def _taken(given, schema):
+    return {each.name: given.pop(each.name) for each in fields(schema) if each.name in given and each.name != "data"}
+
+
+def corpus(folder: Path) -> Path:
+    """The folder with 240 documents in it, in four JSONL files: 60 made-up words in a fixed order, from anywhere on."""
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghijklmnop"), size)) for size in rng.integers(2, 8, 60)] * 2
+    for number in range(4):
+        texts = [" ".join(words[start : start + 40]) for start in rng.integers(0, 60, 60)]
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def begin(made: Recipe, run: RunFolder | None = None) -> RunFolder:
+    """The folder of a run with its next attempt begun, as `execute` leaves it to the ranks."""
+    if run is None:
+        identity = identify(made, data="tiny", hardware="cpu", repeat=made.repeat)
+        run = create_run(made.runs, sweep=made.sweep, name=made.name, identity=identity, config=to_mapping(made))
+    run.begin_attempt(to_mapping(made), {})
+    return run
+
+
+def as_rank(made: Recipe, run: RunFolder, observer: story.Observer | None = None):
+    """Train as the rank that the pool has made this worker."""
+    return story.train(made, run, joined(os.environ) or ALONE, observer=observer)
+
+
+def changed(made: Recipe, **given) -> Recipe:
+    """The recipe with some keys of its training, layout or checkpoint changed, resolved again."""
+    made = replace(
+        made,
+        world=None,
+        training=replace(made.training, **_taken(given, Training)),
+        parallelism=replace(made.parallelism, **_taken(given, Parallelism)),
+        checkpoint=replace(made.checkpoint, **_taken(given, Checkpoint)),
+        **given,
+    )
+    return resolve(made, world=None, accelerator="cpu", device="cpu")
