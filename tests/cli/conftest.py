@@ -9,8 +9,10 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.hydra import Hydra
 
 from titanlab.cli import main
 from titanlab.host import Host
@@ -52,6 +54,17 @@ def _quick_collection() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def _composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra composes all twice, to see whether a YAML asks for a multirun; here only sweeps are looked through."""
+    get_mode = Hydra.get_mode
+
+    def quicker(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        return get_mode(self, config_name, overrides) if "sweeps=" in " ".join(overrides) else None
+
+    monkeypatch.setattr(Hydra, "get_mode", quicker)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory."""
@@ -76,8 +89,6 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     monkeypatch.setattr("titanlab.cli.train.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
-    # Hydra composes once more to see whether a YAML asks for a multirun; none does here, and it takes half of the time.
-    monkeypatch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda self, config_name, overrides: None)
     for module in ("titanlab.execute", "titanlab.cli.generate"):
         monkeypatch.setattr(f"{module}.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
 

@@ -37,6 +37,7 @@ UNKNOWN = [
     ("++training.foo=3", "training.foo=3: is no key", "keys of training"),
     ("model=debgu", "model=debgu: is no option of this group", "try debug; known: debug, llama2_13b,"),
     ("+recipe=nope", "recipe=nope: is no option of this group", "known: quickstart"),
+    ("training.steps.x=300", "training.steps.x=300: is no key of this recipe", "did you mean training.steps?"),
     ("+sweeps=nope", "sweeps=nope: is no key", "did you mean sweep?"),
     ("model/x=debug", "model/x=debug: is no key", "did you mean model?"),
     ("hydra/launcher=nope", "hydra/launcher=nope: is no option", "basic"),
@@ -62,6 +63,7 @@ TYPES = [
 ]
 GRAMMAR = [
     ("training.steps", "arguments=training.steps: is no override", "write key=value"),
+    ("'seed = 1'", "arguments=seed = 1: cannot be read as an override", "words with dots"),
     ("training.steps=[1", "training.steps=[1: cannot be read as an override", "quote it"),
     ("training.steps=100,200", "training.steps=100,200: is several values", "add -m"),
     ("seed=range(0,3)", "seed=range(0,3): is several values", "add -m"),
@@ -84,6 +86,7 @@ GRAMMAR = [
     ("--config-dir <nope>", "--config-dir=<nope>: is no folder", "folder of groups"),
     ("--config-path <nope>", "--config-path=<nope>: is no folder", "--config-dir"),
     ("-m 'training.steps=interval(1,3)'", "arguments=data=synthetic training.steps=interval(1,3): BasicSweeper", "--help"),
+    ("-m hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system: Invalid plugin", ""),
     ("-m hydra.job.name=a,b", "hydra.job.name=a,b: is Hydra's own", "one value"),
 ]  # fmt: skip
 RANGES = [
@@ -118,6 +121,7 @@ RANGES = [
     ("model.attention=fast", "model.attention=fast: no such attention kernel", "auto, flash, cudnn, efficient, math"),
 ]  # fmt: skip
 RULES = [
+    ("recipe=quickstart", "recipe=quickstart: is of a group that is not in every recipe", "try +recipe=quickstart"),
     ("model.heads=3", "model.heads=3: must divide dim=64 into heads of even width", "try 2 or 4"),
     ("model.kv_heads=3", "model.kv_heads=3: must divide 4 query heads", "try 2 or 4"),
     ("model.dim=65", "model.dim=65: must be even", "try 256"),
@@ -252,8 +256,8 @@ def cured(arguments: str, begins: str, cure: str) -> list[str] | None:
     if found is None or key.startswith(("-", "arguments", "data.data_files", "data.streams")):
         return None
     override = found["override"] or f"{found['key']}={value}"
-    override = override if re.match(r"\w[\w.]*=", override) else f"{key}={override}"
-    mended = {override.partition("=")[0], key if found["key"] else ""}
+    override = override if re.match(r"\+?\w[\w.]*=", override) else f"{key}={override}"
+    mended = {override.partition("=")[0].lstrip("+"), key if found["key"] else ""}
     # What is mended may be in a mapping: training={steps:x}.
     words = [word for word in synthetic(arguments) if not re.search(rf"={{{key.rpartition('.')[2]}:", word)]
     return [*(word for word in words if word.partition("=")[0].lstrip("+") not in mended), override]

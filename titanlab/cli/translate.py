@@ -31,6 +31,7 @@ ARGUMENTS = "arguments"
 _COMPARE = "compare with `titanlab train --cfg job`"
 _HELP = "see `titanlab train --help`"
 _SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
+_KEY = re.compile(r"[+~]*[\w./@:-]+")
 _QUOTED = re.compile(r"'([^']*)'")
 
 
@@ -44,8 +45,8 @@ def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None]
     """
     try:
         yield
-    # Hydra also raises plain ValueErrors for what a person typed; files bring errors of their own.
-    except (HydraException, OmegaConfBaseException, ValueError, OSError, yaml.YAMLError) as error:
+    # Hydra also raises plain errors for what a person typed; files bring errors of their own.
+    except (HydraException, OmegaConfBaseException, ValueError, RuntimeError, OSError, yaml.YAMLError) as error:
         if isinstance(error, OSError) and error.filename is None and not isinstance(error, HydraException):
             # Of no file: a pipe that nobody reads any more, say.
             raise
@@ -57,6 +58,9 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
         key, equals, value = error.override.partition("=")
         if not equals and not key.startswith("~"):
             return ConfigError(ARGUMENTS, key, "is no override", "write key=value; " + _HELP)
+        if not _KEY.fullmatch(key):
+            cure = "write key=value without spaces, the key as words with dots between them"
+            return ConfigError(ARGUMENTS, error.override, "cannot be read as an override", cure)
         return ConfigError(key, value, "cannot be read as an override", f"quote it: {_quoted(key, value)}")
     if isinstance(error, SearchPathException):
         return ConfigError("--config-dir", flags.get("--config-dir") or "", "is no folder", "give a folder of groups")
@@ -106,7 +110,7 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     key = _full_key(cause, given)
     value = given.get(key, cause.value)
     if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType):
-        return ConfigError(key, given.get(key, "${…}"), _told(cause), "name a key as `--cfg job` does: ${model.dim}")
+        return ConfigError(key, given.get(key, "${…}"), _told(cause), "name a key as in ${model.dim}, or a resolver")
     if isinstance(cause, ValidationError):
         # In a sweep the override has all values, and one of them is wrong.
         return _wrong_type(key, cause.value if _SWEEP.match(str(value)) else value, cause)
@@ -129,7 +133,9 @@ def unknown_key(key: str, value: object) -> ConfigError:
 def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> ConfigError:
     known = find_key(key, cause.object_type)
     if known is None:
-        return ConfigError(key, value, _told(cause), _COMPARE)
+        # A key of something that has none, as in training.steps.x=1, or one of Hydra's.
+        is_value = find_key(str(cause.full_key)) is not None
+        return unknown_key(key, value) if is_value else ConfigError(key, value, _told(cause), _COMPARE)
     if dataclasses.is_dataclass(known.declared):
         first = dataclasses.fields(known.declared)[0].name
         return ConfigError(key, value, "has keys of its own", f"give them one by one: {key}.{first}=…")
@@ -142,7 +148,7 @@ def _of_composition(message: str, overrides: Sequence[str]) -> ConfigError:
     key, _, value = culprit.partition("=")
     bare = key.lstrip("+~")
     if message.startswith(("Ambiguous value", "Sweep parameters")):
-        in_brackets = f"; a list is [{value}]" if message.startswith("Ambiguous") else ""
+        in_brackets = f"; a list is [{value}]" if message.startswith("Ambiguous") and "." in bare else ""
         return ConfigError(bare, value, "is several values", f"add -m to run them all{in_brackets}")
     if "is not a subclass of" in message:
         return ConfigError(bare, value, "is two options of different schemas", "name one of them")
@@ -157,6 +163,8 @@ def _of_composition(message: str, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(group or "config", option, f"cannot be composed ({named[2]})", f"mend {named[1]}.yaml")
     if message.startswith("Could not delete"):
         return ConfigError(key, value, "takes out what is not there", advice(bare))
+    if (added := re.search(r"append to your default list use (\+\w+=\S+)", message)) is not None:
+        return ConfigError(key, value, "is of a group that is not in every recipe", f"try {added[1]}")
     if message.startswith("Could not override"):
         return ConfigError(key, value, "is no key or group of this recipe", advice(bare.partition("@")[0]))
     if bare:
@@ -175,11 +183,11 @@ def _no_option_name(overrides: Sequence[str]) -> ConfigError:
 
 
 def _culprit(message: str, overrides: Sequence[str]) -> str:
-    """The override that a message is about: it quotes the override, its key, or names its group; empty if none."""
+    """The override that a message is about: it quotes it whole, its key or its value, or has its key; empty if none."""
     quoted = _QUOTED.findall(message)
     for fits in (
         lambda text, key: text in quoted or f"+{text}" in quoted,
-        lambda text, key: key in quoted,
+        lambda text, key: key in quoted or text.partition("=")[2] in quoted,
         lambda text, key: re.search(rf"\b{re.escape(key)}\b", message) is not None,
     ):
         for override in overrides:
