@@ -273,6 +273,8 @@ def ranks_run(monkeypatch, tmp_path):
     return start
 
 
+# Ten seconds in which signals are heard; then it has failed.
+WAIT = "for each in $(seq 200); do sleep 0.05; done; exit 9"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -297,7 +299,7 @@ def test_a_single_rank_that_fails(ranks_run):
 def test_the_first_failure_ends_the_others_and_alone_counts(ranks_run, monkeypatch, script, code):
     monkeypatch.setattr(local, "GRACE_SECONDS", 1)
     begin = time.monotonic()
-    failures = ranks_run(3, f'if [ $RANK = 1 ]; then {script}; fi; trap "" TERM; while true; do sleep 0.1; done')
+    failures = ranks_run(3, f'if [ $RANK = 1 ]; then {script}; fi; trap "" TERM; {WAIT}')
     assert failures == [Failure(rank=1, exit_code=code)]
     assert time.monotonic() - begin < 8
 
@@ -312,7 +314,7 @@ def test_signals_are_handed_on(ranks_run, tmp_path, world, number):
     sender = threading.Thread(target=send)
     sender.start()
     name = signal.Signals(number).name.removeprefix("SIG")
-    script = f"trap 'exit 0' {name}; touch {tmp_path}/ready-$RANK; while true; do sleep 0.05; done"
+    script = f"trap 'exit 0' {name}; touch {tmp_path}/ready-$RANK; {WAIT}"
     assert ranks_run(world, script) == []
     sender.join()
 

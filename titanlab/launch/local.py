@@ -117,7 +117,7 @@ def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
         )
         pids = context.pids()
         # The agent has set handlers of its own meanwhile, which raise.
-        signals.go_to(lambda number: None)
+        signals.go_to(lambda number: _send(pids.values(), number))
         # The agent alone would give the others 30 s after the first failure, and count them as failed too.
         failed = _wait_for_failure(pids)
         if failed:
