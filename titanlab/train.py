@@ -225,7 +225,8 @@ def _judge(outcome: Outcome, step: int, totals: Totals) -> Outcome:
             step=step,
             cause=f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}",
         )
-    if totals.stop and outcome.kind is OutcomeKind.DONE:
+    # After the last step there is nothing left to stop.
+    if totals.stop and outcome.kind is OutcomeKind.DONE and step != outcome.steps:
         kind, cause = _STOPPED[signal.Signals(totals.stop)]
         return replace(outcome, kind=kind, step=step, cause=cause)
     return outcome
