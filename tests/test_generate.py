@@ -129,6 +129,8 @@ def test_no_half_of_a_character_is_shown(says):
 def test_the_space_after_the_prompt_is_kept(says):
     assert "".join(says(b" y")) == " y"
     assert "".join(says(b"y", prompt="")) == "y"
+    # The prompt itself comes back without its first space.
+    assert "".join(says(b" y", prompt=" x")) == " y"
 
 
 def test_the_end_of_text_ends_it(says):
