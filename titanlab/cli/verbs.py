@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from titanlab import __version__
 from titanlab.console import error_line
 from titanlab.errors import ConfigError, TitanlabError
+from titanlab.outcome import OutcomeKind
 
 # verb → (module, what it does). Modules are imported when called: some need torch, most do not.
 VERBS = {
@@ -44,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TitanlabError as error:
         error_line(str(error))
         return error.exit_code
+    except KeyboardInterrupt:
+        # Before any rank was started: from then on Ctrl-C is theirs.
+        error_line("interrupted; nothing was started")
+        return OutcomeKind.CANCELLED.exit_code
     except SystemExit as end:
         # Of argparse, after `--help`.
         return int(end.code or 0)
