@@ -131,7 +131,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(command):
 
 
 def test_ctrl_c_reaches_all_ranks(command):
-    interrupted(command, *TWO)
+    assert interrupted(command, *TWO) >= 3
 
 
 def test_a_rank_that_raises_is_told_with_its_traceback(command):
