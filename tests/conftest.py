@@ -58,7 +58,7 @@ hypothesis.settings.load_profile("titanlab")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Workers for tests of several ranks: `pool.run(world, function, *arguments)`."""
     workers = Pool(
-        int(os.environ.get("TITANLAB_TEST_WORKERS", "4")), warning_filters=request.config.getini("filterwarnings")
+        int(os.environ.get("TITANLAB_TEST_WORKERS", "16")), warning_filters=request.config.getini("filterwarnings")
     )
     yield workers
     workers.close()

@@ -24,7 +24,9 @@ FLOORS: dict[int, list[str]] = {
     # Sums: no torch at all.
     1: [
         """account layout hardware flops meter outcome identity host ranks stop
-        run_folder run_status run_search metrics_file config_file git_state provenance failure_signs"""
+        run_folder run_status run_search metrics_file config_file git_state provenance failure_signs
+        traffic_table""",
+        "schedule.action schedule.placement schedule.order schedule.timeline schedule.split",
     ],
     # Declarations: what each part says about itself. Torch-free too; one group for each part, by DECLARES.
     2: [],
@@ -32,11 +34,11 @@ FLOORS: dict[int, list[str]] = {
     3: ["world", "mesh", "launch", "precision.dtypes"],
     # Parts.
     4: [
-        *["model", "precision", "parallelism", "optimizer", "data", "checkpoint", "tracker", "cluster"],
-        *["initialise", "totals", "peak"],
+        *["model", "precision", "parallelism", "optimizer", "data", "checkpoint", "tracker", "cluster", "schedule"],
+        *["compile", "initialise", "totals", "peak", "traffic"],
     ],
     # Assembly.
-    5: ["recipe assemble"],
+    5: ["recipe assemble stage stage_pieces layout_rules"],
     # Story.
     6: ["train recorder facts generate parity execute"],
     # Doors.
@@ -51,7 +53,7 @@ HEAVY = {
     *["pandas", "pyarrow", "matplotlib", "tensorboard", "submitit"],
 }
 # Above those floors: packages that never import torch, and that import the rest inside functions only.
-TORCH_FREE_PARTS = ("data",)
+TORCH_FREE_PARTS = ("data", "schedule")
 # What the command line imports before it has anything to train.
 LIGHT_DOORS = ("recipe", "cli.verbs", "cli.compose")
 

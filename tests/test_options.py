@@ -18,8 +18,8 @@ from titanlab.options import account_of, conf_packages, discover, implementation
 from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.bf16_schema import Bf16
 
-PRESETS = {"training", "parallelism", "checkpoint", "cluster"}
-ALTERNATIVES = {"model", "precision", "optimizer", "data", "tracker", "launch"}
+PRESETS = {"training", "parallelism", "checkpoint", "cluster", "compile"}
+ALTERNATIVES = {"model", "precision", "optimizer", "data", "tracker", "launch", "schedule"}
 
 
 @pytest.fixture

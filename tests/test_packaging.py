@@ -52,7 +52,8 @@ def test_every_library_that_the_package_imports_is_declared():
     distributions = packages_distributions()
     needed = {canonical(distributions[name][0]) for name in libraries}
     assert "torch" in needed
-    assert needed <= required(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["tensorboard"])
+    optional = PROJECT["optional-dependencies"]
+    assert needed <= required([*PROJECT["dependencies"], *optional["plots"], *optional["tensorboard"]])
 
 
 def test_the_tested_set_covers_what_is_declared_and_fits_every_platform():

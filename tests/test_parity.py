@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from tests import tiny
 from tests.planted_schema import Planted
-from titanlab import assemble, parity
+from titanlab import assemble, parity, stage
 from titanlab.data import source
 from titanlab.initialise import initialise
 from titanlab.model import llama, llama_account
@@ -189,18 +189,18 @@ class HalfOfRankOne(parity._Tracer):
 
 
 def traced_with_half_a_gradient(made, run):
-    tracer = HalfOfRankOne()
+    tracer = HalfOfRankOne(made.layout)
     tiny.as_rank(made, run, tracer)
     return tracer.trace
 
 
 def traced_with_a_wrong_scale(made, run):
-    right = assemble.fully_shard_model
+    right = stage.fully_shard_model
 
-    def wrong(*arguments):
-        return replace(right(*arguments), divides_by=1)
+    def wrong(*arguments, **named):
+        return replace(right(*arguments, **named), divides_by=1)
 
-    with patch.object(assemble, "fully_shard_model", wrong):
+    with patch.object(stage, "fully_shard_model", wrong):
         return traced(made, run)
 
 

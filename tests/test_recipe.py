@@ -34,9 +34,16 @@ GROUPS = (
     "tracker",
     "launch",
     "training",
+    "schedule",
+    "compile",
 )
 # What an option cannot do without, so that every one composes.
-NEEDED = {"files": ["data.files=corpus.txt"], "tokens": ["data.folder=tokens"], "hf": ["data.path=some/data"]}
+NEEDED = {
+    "files": ["data.files=corpus.txt"],
+    "tokens": ["data.folder=tokens"],
+    "hf": ["data.path=some/data"],
+    "csv": ["schedule.file=order.csv"],
+}
 
 
 def options(group: str) -> list[str]:
@@ -223,7 +230,22 @@ def test_labels_places_and_watching_are_no_part_of_the_identity():
 
 
 def test_every_model_passes_every_rule_on_some_world(of_every_option):
-    worlds = {"single": 1, "ddp": 2, "fsdp": 8, "hsdp": 4}
+    worlds = {
+        "single": 1,
+        "ddp": 2,
+        "fsdp": 8,
+        "hsdp": 4,
+        "tp": 2,
+        "pp": 2,
+        "cp": 4,
+        "fsdp_tp": 4,
+        "fsdp_pp": 4,
+        "fsdp_cp": 4,
+        "hsdp_tp": 8,
+        "fsdp_tp_pp": 8,
+        "fsdp_tp_cp": 8,
+        "fsdp_tp_pp_cp": 16,
+    }
     assert set(worlds) == set(options("parallelism"))
     synthetic = of_every_option["data=synthetic"].data
     precisions = [of_every_option[f"precision={name}"].precision for name in options("precision")]
@@ -239,6 +261,14 @@ def test_every_model_passes_every_rule_on_some_world(of_every_option):
         )
         for accelerator in ("cpu", "cuda"):
             made = resolved(recipe, accelerator=accelerator, device="NVIDIA H200")
+            if made.layout.pipeline > 1 and made.model.tied_embeddings:
+                with pytest.raises(ConfigError, match="first and last stage"):
+                    check(made)
+                continue
+            if made.model.kv_heads % made.layout.tensor:
+                with pytest.raises(ConfigError, match="key/value heads"):
+                    check(made)
+                continue
             check(made)
             assert made.layout.world == worlds[parallelism]
 

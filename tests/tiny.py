@@ -10,6 +10,7 @@ import numpy as np
 from titanlab import train as story
 from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cluster.schema import Cluster
+from titanlab.compile.schema import Compile
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.identity import identify
 from titanlab.launch.local_schema import Local
@@ -22,6 +23,7 @@ from titanlab.precision.fp32_schema import Fp32
 from titanlab.ranks import ALONE, joined
 from titanlab.recipe import Recipe, check, resolve, to_mapping
 from titanlab.run_folder import RunFolder, create_run
+from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl
 from titanlab.training_schema import Training
 
@@ -40,8 +42,10 @@ def recipe(runs, **given) -> Recipe:
         checkpoint=Checkpoint(**_taken(given, Checkpoint)),
         model=Llama(**{**model, **_taken(given, Llama)}),
         optimizer=AdamW(**optimizer),
+        compile=Compile(**_taken(given, Compile)),
         precision=Bf16() if given.pop("bf16", False) else Fp32(),
         data=given.pop("data", None) or Synthetic(vocab_size=VOCABULARY),
+        schedule=given.pop("pipeline_schedule", None) or OneFOneB(),
         # A peak that is given need not be measured.
         cluster=Cluster(accelerator="cpu", peak_tflops=1.0),
         tracker=Jsonl(),

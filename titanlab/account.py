@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup"]
@@ -61,6 +61,12 @@ class ModelAccount:
         kv_heads: key/value heads.
         dim: width of the residual stream.
         vocab_size: rows of the embedding.
+        pieces: top-level modules in the order of the forward pass, `layers.0` for a block: where a pipeline
+            may cut. Each takes what the one before it returns. Empty: the model cannot be cut.
+        attention: path in a block of the module that mixes positions, (q, k, v) → output, for q
+            [batch, heads, seq, head_dim]: what context parallelism replaces. Empty: there is none.
+        tensor_plan: how tensor parallelism treats a module: path → name of a style in
+            `titanlab.parallelism.tensor`; `layers.*` stands for every block. Empty: not at all.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -72,6 +78,9 @@ class ModelAccount:
     head_dim: int
     dim: int
     vocab_size: int
+    pieces: tuple[str, ...] = ()
+    attention: str = ""
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def parameter_count(self) -> int:

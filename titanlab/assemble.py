@@ -1,39 +1,32 @@
-"""Assembly: from a recipe to one function that trains a step, in one fixed order.
-
-meta → precision → shard → materialise → initial values. The parts do not know each other; here they
-meet, and nowhere else.
-"""
+"""Assembly: from a recipe to one function that trains a step. The parts meet here and in `stage`, and nowhere else."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from titanlab.initialise import initialise
-from titanlab.mesh import shard_view
-from titanlab.model.contract import LanguageModel
+from titanlab.data.source import Batch
+from titanlab.mesh import Mesh
 from titanlab.options import account_of, implementation
-from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
-from titanlab.precision.dtypes import Dtypes
-from titanlab.recipe import Recipe
+from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
+from titanlab.recipe import Recipe, pieces_by_stage
+from titanlab.stage import Stage, build_stage, dtypes_of, together
 from titanlab.world import World
 
-IGNORE = -100
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class StepBatch(NamedTuple):
     """One rank's share of a step, on its device.
 
-    tokens: [sequences, seq] int64
-    labels: [sequences, seq] int64; -100 does not count
-    valid: labels that count, as a number
+    tokens: [sequences, seq of this rank] int64
+    labels: [sequences, seq of this rank] int64; -100 does not count
+    valid: labels that count and for which this rank answers: of ranks that compute the same loss, one does
     """
 
     tokens: torch.Tensor
@@ -44,8 +37,8 @@ class StepBatch(NamedTuple):
 class Sums(NamedTuple):
     """What one rank adds to a step's totals.
 
-    loss_sum: float32 scalar, cross-entropy summed over the valid labels
-    tokens: number of valid labels
+    loss_sum: float32 scalar, cross-entropy summed over the valid labels for which the rank answers
+    tokens: number of those labels
     """
 
     loss_sum: torch.Tensor
@@ -57,68 +50,134 @@ class Assembled:
     """A model ready to train.
 
     Attributes:
-        model: the module whose parameters this rank holds, named as in the model's account.
+        model: a module that has all parameters of this rank, named as in the model's account.
+        place: this rank's part of its data-parallel rank's sequences, on its device.
         forward_backward: runs all microbatches of a step; leaves gradients of
             loss_sum / recipe.tokens_per_step, summed over data-parallel ranks.
-        evaluate: the same sums without gradients.
+        evaluate: the same sums without gradients, for up to `evaluation_rows` sequences.
     """
 
     model: nn.Module
+    place: Callable[[Batch], StepBatch]
     forward_backward: Callable[[StepBatch], Sums]
     evaluate: Callable[[StepBatch], Sums]
+    evaluation_rows: int
 
 
-def assemble(recipe: Recipe, world: World, mesh: DeviceMesh) -> Assembled:
+def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     """Build, spread, materialise and initialise the recipe's model."""
-    part = implementation(recipe.model)
-    precision = implementation(recipe.precision)
-    dtypes: Dtypes = precision.dtypes(recipe.precision)
-    with torch.device("meta"), default_dtype(dtypes.master):
-        model: LanguageModel = part.build(recipe.model, seq_len=recipe.training.seq_len)
-    model = precision.convert(recipe.precision, model)
-    if recipe.layout.shard > 1 or dtypes.mixed:
-        # FSDP2 also casts for compute, so that one process in bf16 computes what many do.
-        sharded = fully_shard_model(model, list(model.layers.values()), shard_view(mesh), recipe.parallelism, dtypes)
-        materialise(model, recipe, world)
-    else:
-        materialise(model, recipe, world)
-        sharded = replicate_model(model, mesh["replicate"]) if recipe.layout.replicate > 1 else keep_whole(model)
+    loss = _loss(recipe, mesh)
+    if recipe.layout.pipeline > 1:
+        return _pipelined(recipe, world, mesh, loss)
+    stage = build_stage(recipe, world, mesh)
+    answers = mesh.place("tensor") == 0
+    # A model that is given whole sequences knows by itself where each token is.
+    positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
     return Assembled(
-        model=model,
-        forward_backward=_trainer(sharded, recipe),
-        evaluate=_evaluator(sharded, recipe),
+        model=stage.model,
+        place=_placer(recipe, world, mesh, answers=answers),
+        forward_backward=_trainer(stage, recipe, loss, positions, answers=answers),
+        evaluate=_evaluator(stage, recipe, loss, positions, answers=answers),
+        evaluation_rows=recipe.microbatch,
     )
 
 
-def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:
-    """Give a model on meta its storage, this rank's part only, and its initial values."""
-    model.to_empty(device="cpu" if recipe.parallelism.cpu_offload else world.device)
-    model.init_buffers(world.device)
-    initialise(model, account_of(recipe.model).initial_values(recipe.model), recipe.seed)
+def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss) -> Assembled:
+    """One stage or several on this rank, and the schedule that runs them."""
+    from titanlab.parallelism.pipeline import Pipeline
+
+    schedule = implementation(recipe.schedule)
+    ranks, place = recipe.layout.pipeline, mesh.place("pipeline")
+    placement = schedule.placement(recipe.schedule, ranks=ranks)
+    pieces = pieces_by_stage(recipe)
+    built = {
+        number: build_stage(recipe, world, mesh, pieces=pieces[number])
+        for number, rank in enumerate(placement)
+        if rank == place
+    }
+    divides_by = next(iter(built.values())).sharded.divides_by
+    pipeline = Pipeline(
+        {number: stage.model for number, stage in built.items()},
+        actions=schedule.actions(recipe.schedule, ranks=ranks, microbatches=recipe.microbatches),
+        placement=placement,
+        group=mesh.axis("pipeline").get_group(),
+        device=world.device,
+        loss=loss,
+        scale=divides_by / recipe.tokens_per_step,
+        hidden_shape=_hidden_shape(recipe),
+        hidden_dtype=dtypes_of(recipe).compute,
+        microbatch=recipe.microbatch,
+    )
+    answers = mesh.place("tensor") == 0 and placement[-1] == place
+    positions = _positions(recipe, world, mesh)
+
+    def forward_backward(batch: StepBatch) -> Sums:
+        total = pipeline.forward_backward(batch.tokens, batch.labels, positions)
+        for stage in built.values():
+            stage.finish_gradients()
+        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+
+    @torch.no_grad()
+    def evaluate(batch: StepBatch) -> Sums:
+        total = pipeline.evaluate(batch.tokens, batch.labels, positions)
+        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+
+    return Assembled(
+        model=together({piece: stage.model for number, stage in built.items() for piece in pieces[number]}),
+        place=_placer(recipe, world, mesh, answers=answers),
+        forward_backward=forward_backward,
+        evaluate=evaluate,
+        evaluation_rows=recipe.local_batch,
+    )
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New floating-point tensors have this dtype inside the block."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def _hidden_shape(recipe: Recipe) -> tuple[int, int, int]:
+    """Of what goes from stage to stage for a microbatch."""
+    layout, width = recipe.layout, account_of(recipe.model).account(recipe.model).dim
+    seq_len = recipe.training.seq_len // layout.context
+    if layout.tensor > 1 and recipe.parallelism.sequence_parallel:
+        return (1, recipe.microbatch * seq_len // layout.tensor, width)
+    return (recipe.microbatch, seq_len, width)
 
 
-def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in float32, summed over labels that are not IGNORE.
-
-    logits: [batch, seq, vocab]; labels: [batch, seq]; returns a scalar.
-    """
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+def _loss(recipe: Recipe, mesh: Mesh) -> Loss:
+    if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
+        return SplitLoss(mesh.axis("tensor").get_group(), vocab_size=recipe.model.vocab_size)
+    return loss_sum
 
 
-def _trainer(sharded: Sharded, recipe: Recipe) -> Callable[[StepBatch], Sums]:
+def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
+    """The place of each of this rank's tokens in its sequence: [seq of this rank] int64."""
+    layout, seq_len = recipe.layout, recipe.training.seq_len
+    if layout.context == 1:
+        return torch.arange(seq_len, device=world.device)
+    from titanlab.parallelism.context import positions
+
+    return positions(seq_len, ranks=layout.context, rank=mesh.place("context")).to(world.device)
+
+
+def _placer(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Callable[[Batch], StepBatch]:
+    chosen = _positions(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
+
+    def place(batch: Batch) -> StepBatch:
+        tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+        if chosen is not None:
+            tokens, labels = tokens[:, chosen], labels[:, chosen]
+        valid = int((labels != IGNORE).sum()) if answers else 0
+        if world.device.type != "cpu":
+            tokens = tokens.pin_memory().to(world.device, non_blocking=True)
+            labels = labels.pin_memory().to(world.device, non_blocking=True)
+        return StepBatch(tokens, labels, valid)
+
+    return place
+
+
+def _trainer(
+    stage: Stage, recipe: Recipe, loss: Loss, positions: torch.Tensor | None, *, answers: bool
+) -> Callable[[StepBatch], Sums]:
     # A constant known to all ranks: dividing by it here keeps gradients small in low precision, and
     # the loop corrects them exactly where fewer labels were valid.
+    sharded = stage.sharded
     scale = sharded.divides_by / recipe.tokens_per_step
     size = recipe.microbatch
 
@@ -126,22 +185,31 @@ def _trainer(sharded: Sharded, recipe: Recipe) -> Callable[[StepBatch], Sums]:
         total: torch.Tensor | None = None
         count = batch.tokens.shape[0]
         for start in range(0, count, size):
+            rows = slice(start, start + size)
             with sharded.microbatch(last=start + size >= count):
-                loss = loss_sum(sharded.forward(batch.tokens[start : start + size]), batch.labels[start : start + size])
-                (loss * scale).backward()
-            loss = loss.detach()
-            total = loss if total is None else total + loss
+                found = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
+                (found * scale).backward()
+            found = found.detach()
+            total = found if total is None else total + found
         assert total is not None
-        return Sums(total, batch.valid)
+        stage.finish_gradients()
+        return Sums(total if answers else torch.zeros_like(total), batch.valid)
 
     return forward_backward
 
 
-def _evaluator(sharded: Sharded, recipe: Recipe) -> Callable[[StepBatch], Sums]:
+def _evaluator(
+    stage: Stage, recipe: Recipe, loss: Loss, positions: torch.Tensor | None, *, answers: bool
+) -> Callable[[StepBatch], Sums]:
     @torch.no_grad()
     def evaluate(batch: StepBatch) -> Sums:
-        sums = Sums(loss_sum(sharded.forward(batch.tokens), batch.labels), batch.valid)
-        sharded.release()
-        return sums
+        tokens, labels = batch.tokens, batch.labels
+        if recipe.layout.tensor > 1:
+            # The tokens of a full microbatch can be shared out over the ranks, those of less perhaps not.
+            missing = recipe.microbatch - tokens.shape[0]
+            tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
+        found = loss(stage.sharded.forward(tokens, positions), labels)
+        stage.sharded.release()
+        return Sums(found if answers else torch.zeros_like(found), batch.valid)
 
     return evaluate

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 
-AXES = ("replicate", "shard")
-SHORT = {"replicate": "dp_r", "shard": "dp_s"}
+# Outermost first: neighbours in rank order, which share the fastest links, differ in the last axis.
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+SHORT = {"replicate": "dp_r", "shard": "dp_s", "context": "cp", "tensor": "tp", "pipeline": "pp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +17,23 @@ class Layout:
     """The degrees of every axis; their product is the world size.
 
     Attributes:
+        pipeline: processes that each hold a part of the layers.
         replicate: copies of the whole (possibly sharded) model that train on different sequences.
         shard: processes over which parameters, gradients and optimizer state are sharded.
+        context: processes that each hold a part of every sequence.
+        tensor: processes that each hold a part of every layer.
     """
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    context: int = 1
+    tensor: int = 1
 
     @property
     def world(self) -> int:
         """Number of processes."""
-        return self.replicate * self.shard
+        return math.prod(self.degrees().values())
 
     @property
     def data(self) -> int:
@@ -34,9 +41,14 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def fsdp(self) -> int:
+        """Number of processes over which FSDP2 shards: those of a context share the work of a sequence, not memory."""
+        return self.shard * self.context
+
+    @property
     def label(self) -> str:
-        """Short form for tables: `dp_r2·dp_s4`, or `single`."""
-        parts = [f"{SHORT[axis]}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        """Short form for tables: `dp_r2·dp_s4·tp2`, or `single`."""
+        parts = [f"{short}{getattr(self, axis)}" for axis, short in SHORT.items() if getattr(self, axis) > 1]
         return "·".join(parts) or "single"
 
     def degrees(self) -> dict[str, int]:

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titanlab.layout import Layout
 from titanlab.ranks import Ranks
 from titanlab.recipe import Recipe
 from titanlab.run_folder import RunFolder
@@ -69,7 +71,8 @@ class Difference:
 
 
 class _Tracer(Observer):
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout | None = None) -> None:
+        self.layout = layout or Layout()
         self.trace = Trace()
 
     def after_step(self, step: int, totals: Totals) -> None:
@@ -78,15 +81,16 @@ class _Tracer(Observer):
 
     def with_gradients(self, step: int, model: nn.Module) -> None:
         if not self.trace.gradients:
-            self.trace.gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            self.trace.gradients = _everywhere(gradients, self.layout)
 
     def at_end(self, model: nn.Module) -> None:
-        self.trace.parameters = {name: _whole(p) for name, p in model.named_parameters()}
+        self.trace.parameters = _everywhere(dict(model.named_parameters()), self.layout)
 
 
 def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Trace:
     """Train as one rank among `ranks.world` that call this together; every rank returns the whole trace."""
-    tracer = _Tracer()
+    tracer = _Tracer(recipe.layout)
     train(recipe, run, ranks, observer=tracer)
     return tracer.trace
 
@@ -130,6 +134,17 @@ def _distance(reference: torch.Tensor, candidate: torch.Tensor) -> float:
 def _counted(difference: float) -> float:
     """NaN, which is neither smaller nor larger than anything, as the largest difference there is."""
     return math.inf if math.isnan(difference) else difference
+
+
+def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+    """The whole tensors of all stages, on every rank."""
+    whole = {name: _whole(tensor) for name, tensor in tensors.items()}
+    if layout.pipeline > 1:
+        parts: list[dict[str, torch.Tensor]] = [whole] * layout.world
+        dist.all_gather_object(parts, whole)
+        for part in parts:
+            whole.update(part)
+    return whole
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

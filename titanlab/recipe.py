@@ -11,13 +11,16 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from titanlab import layout_rules
 from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cluster.schema import Cluster
+from titanlab.compile.schema import Compile
 from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.layout import Layout, resolve_layout
-from titanlab.options import discover, implementation, schema_of
+from titanlab.options import account_of, discover, implementation, schema_of
 from titanlab.parallelism.schema import Parallelism
+from titanlab.stage_pieces import stage_pieces
 from titanlab.training_schema import Training
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -46,7 +49,9 @@ class Recipe:
     training: Training = MISSING
     model: Any = MISSING
     parallelism: Parallelism = MISSING
+    schedule: Any = MISSING
     precision: Any = MISSING
+    compile: Compile = MISSING
     optimizer: Any = MISSING
     data: Any = MISSING
     checkpoint: Checkpoint = MISSING
@@ -61,18 +66,39 @@ class Recipe:
 
     @property
     def local_batch(self) -> int:
-        """Sequences of one process in one step."""
+        """Sequences of one data-parallel process in one step."""
         return self.training.global_batch // self.layout.data
 
     @property
     def microbatch(self) -> int:
-        """Sequences of one forward pass."""
-        return self.training.microbatch or self.local_batch
+        """Sequences of one forward pass: what is given, or in a pipeline one, and else all."""
+        return self.training.microbatch or (1 if self.layout.pipeline > 1 else self.local_batch)
+
+    @property
+    def microbatches(self) -> int:
+        """Forward passes of one process in one step."""
+        return self.local_batch // self.microbatch
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all processes."""
         return self.training.global_batch * self.training.seq_len
+
+
+def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
+    """Pieces of the model in every stage of a resolved recipe's pipeline.
+
+    Raises:
+        ConfigError: the split that the recipe gives does not fit.
+    """
+    part, microbatch, seq_len = account_of(recipe.model), recipe.microbatch, recipe.training.seq_len
+    return stage_pieces(
+        part.account(recipe.model),
+        split=recipe.parallelism.split,
+        placement=implementation(recipe.schedule).placement(recipe.schedule, ranks=recipe.layout.pipeline),
+        block=part.block_operations(recipe.model, batch=microbatch, seq_len=seq_len),
+        edges=part.edge_operations(recipe.model, batch=microbatch, seq_len=seq_len),
+    )
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
@@ -137,7 +163,7 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
     return dataclasses.replace(
         recipe,
         world=layout.world,
-        parallelism=dataclasses.replace(recipe.parallelism, replicate=layout.replicate, shard=layout.shard),
+        parallelism=recipe.parallelism.with_degrees(layout.degrees()),
         cluster=cluster,
     )
 
@@ -161,7 +187,7 @@ def check(recipe: Recipe) -> None:
     Raises:
         ConfigError: the first rule that it breaks.
     """
-    for rule in (_names, _batch, _schedule, _offload, _attention):
+    for rule in (_names, _batch, _layout_fits, _rate, _offload, _attention):
         rule(recipe)
     source.check(
         recipe.data,
@@ -212,7 +238,23 @@ def _batch(recipe: Recipe) -> None:
         )
 
 
-def _schedule(recipe: Recipe) -> None:
+def _layout_fits(recipe: Recipe) -> None:
+    layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
+    account = account_of(recipe.model).account(recipe.model)
+    layout_rules.check_context(layout, account, seq_len=seq_len)
+    layout_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
+    layout_rules.check_async_tensor(
+        layout,
+        config,
+        accelerator=recipe.cluster.accelerator,
+        compiled=recipe.compile.blocks and recipe.compile.backend,
+    )
+    layout_rules.check_pipeline(layout, account, recipe.schedule, microbatches=recipe.microbatches)
+    if layout.pipeline > 1:
+        pieces_by_stage(recipe)
+
+
+def _rate(recipe: Recipe) -> None:
     warmup = recipe.optimizer.schedule.warmup_steps
     if warmup > recipe.training.steps:
         raise ConfigError(
@@ -224,7 +266,7 @@ def _schedule(recipe: Recipe) -> None:
 
 
 def _offload(recipe: Recipe) -> None:
-    if recipe.parallelism.cpu_offload and recipe.layout.shard == 1:
+    if recipe.parallelism.cpu_offload and recipe.layout.fsdp == 1:
         raise ConfigError(
             "parallelism.cpu_offload",
             True,

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from titanlab.assemble import Assembled, StepBatch, assemble
+from titanlab.assemble import Assembled, assemble
 from titanlab.checkpoint import store
 from titanlab.checkpoint.folders import find, latest
 from titanlab.checkpoint.store import Position
 from titanlab.data import source
-from titanlab.mesh import build_mesh
+from titanlab.mesh import Mesh, build_mesh
 from titanlab.optimizer.schedule import rate_factor
 from titanlab.options import implementation
 from titanlab.outcome import Outcome, OutcomeKind
@@ -93,14 +93,14 @@ def train(
         model = assembled.model
         parameters = dict(model.named_parameters())
         optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
-        gradients = Gradients(parameters.values(), world.size)
+        gradients = Gradients(parameters.values(), world.size // recipe.layout.pipeline)
         position = _resume(recipe, run, model, optimizer, world)
         stream = source.open_train(
             recipe.data,
             seed=recipe.seed,
             seq_len=recipe.training.seq_len,
             global_batch=recipe.training.global_batch,
-            rank=world.rank,
+            rank=mesh.data_rank,
             ranks=recipe.layout.data,
             state=position.data or None,
         )
@@ -110,8 +110,9 @@ def train(
 
         def save(at: Position) -> None:
             with recorder.saving():
-                states = world.gather(stream.state())
-                whole = replace(at, data=source.merge_states(states))
+                # Ranks that share their sequences stand at the same place.
+                states = dict(world.gather((mesh.data_rank, stream.state())))
+                whole = replace(at, data=source.merge_states([states[rank] for rank in sorted(states)]))
                 store.save(
                     run.checkpoints, whole, model=model, optimizer=optimizer, world=world, keep=recipe.checkpoint.keep
                 )
@@ -135,7 +136,7 @@ def train(
         recorder.start()
         for step in range(position.step + 1, recipe.training.steps + 1):
             with recorder.loading():
-                batch = _to_device(stream.next_batch(), world.device)
+                batch = assembled.place(stream.next_batch())
             sums = assembled.forward_backward(batch)
             reduction = Reduction(
                 world,
@@ -166,7 +167,7 @@ def train(
                 break
             if validates:
                 with recorder.validating(step) as report:
-                    report(_validate(recipe, assembled, world))
+                    report(_validate(recipe, assembled, world, mesh))
             if saves:
                 save(position)
                 saved_step = step
@@ -197,15 +198,6 @@ def _resume(
     return Position()
 
 
-def _to_device(batch: source.Batch, device: torch.device) -> StepBatch:
-    valid = int((batch.labels != source.IGNORE).sum())
-    tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
-    if device.type != "cpu":
-        tokens = tokens.pin_memory().to(device, non_blocking=True)
-        labels = labels.pin_memory().to(device, non_blocking=True)
-    return StepBatch(tokens, labels, valid)
-
-
 def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> float:
     rate: float = recipe.optimizer.lr * rate_factor(recipe.optimizer.schedule, step=step, steps=recipe.training.steps)
     for group in optimizer.param_groups:
@@ -232,7 +224,7 @@ def _judge(outcome: Outcome, step: int, totals: Totals) -> Outcome:
     return outcome
 
 
-def _validate(recipe: Recipe, assembled: Assembled, world: World) -> float:
+def _validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) -> float:
     """Mean cross-entropy over the held-out sequences; every rank has the same number of batches."""
     assembled.model.eval()
     rows = iter(
@@ -240,14 +232,14 @@ def _validate(recipe: Recipe, assembled: Assembled, world: World) -> float:
             recipe.data,
             seq_len=recipe.training.seq_len,
             sequences=recipe.training.validation_sequences,
-            rank=world.rank,
+            rank=mesh.data_rank,
             ranks=recipe.layout.data,
         )
     )
     sums = torch.zeros(2, dtype=torch.float64)
-    while microbatch := list(itertools.islice(rows, recipe.microbatch)):
-        tokens, labels = (np.stack(column) for column in zip(*microbatch, strict=True))
-        part = assembled.evaluate(_to_device(source.Batch(tokens, labels), world.device))
+    while batch := list(itertools.islice(rows, assembled.evaluation_rows)):
+        tokens, labels = (np.stack(column) for column in zip(*batch, strict=True))
+        part = assembled.evaluate(assembled.place(source.Batch(tokens, labels)))
         sums += torch.tensor([float(part.loss_sum), float(part.tokens)], dtype=torch.float64)
     world.sum(sums)
     assembled.model.train()

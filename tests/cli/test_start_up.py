@@ -16,6 +16,8 @@ CALLS = [
     ("generate nope", 2),
     ("resume nope", 2),
     ("tokenize nothing out", 2),
+    ("schedule all", 0),
+    ("schedule csv --file nope.csv", 2),
     ("train --nope", 2),
     ("train training.stepz=3", 2),
     ("train training.steps=abc", 2),

@@ -33,10 +33,11 @@ def collectives(made):
 @pytest.mark.parametrize(
     ("layout", "gathers", "reductions", "held"),
     [
-        # Two blocks and the rest; the blocks once more for the backward.
-        ({"shard": 2}, 5, 3, DTensor),
-        ({"shard": 2, "reshard_after_forward": "never"}, 3, 3, DTensor),
-        ({"replicate": 2}, 0, 1, torch.Tensor),
+        # The first block is gathered for each forward and each backward; the last one and the rest, which the
+        # backward needs at once, stay whole for all microbatches.
+        ({"shard": 2}, lambda microbatches: 2 * microbatches + 2, 3, DTensor),
+        ({"shard": 2, "reshard_after_forward": "never"}, lambda microbatches: 3, 3, DTensor),
+        ({"replicate": 2}, lambda microbatches: 0, 1, torch.Tensor),
     ],
     ids=["fsdp", "never", "ddp"],
 )
@@ -44,7 +45,7 @@ def test_gradients_are_reduced_once_a_step(pool, tmp_path, layout, gathers, redu
     for microbatch, count in ((6, 1), (2, 3)):
         made = tiny.recipe(tmp_path, microbatch=microbatch, **layout)
         for counts, parts in pool.run(2, collectives, made):
-            # gloo scatters what it has reduced by reducing all.
-            assert counts["gloo:all_reduce"] == reductions
-            assert counts["gloo:all_gather"] == gathers * count
+            # gloo would scatter what it has reduced by reducing all: parts are exchanged instead.
+            assert counts["gloo:all_reduce"] + counts["gloo:all_to_all"] == reductions
+            assert counts["gloo:all_gather"] == gathers(count)
             assert parts == [{held}, {held}]

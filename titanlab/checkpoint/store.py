@@ -10,6 +10,7 @@ rank has finished: a folder without the suffix is whole.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -64,8 +65,11 @@ def save(
         part.mkdir(parents=True)
     world.share(None)
     dcp.save(_tensors(model, optimizer, world), checkpoint_id=part)
+    # Each stage of a pipeline knows its own.
+    shapes = dict(
+        itertools.chain.from_iterable(world.gather([(n, list(p.shape)) for n, p in model.named_parameters()]))
+    )
     if world.rank == 0:
-        shapes = {name: list(p.shape) for name, p in model.named_parameters()}
         write_json(part / POSITION, {**asdict(position), "parameters": shapes}, durable=True)
         if final.exists():
             # Left by an attempt that was resumed from before this step.
@@ -97,7 +101,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, wo
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=True),
+        options=StateDictOptions(strict=True, flatten_optimizer_state_dict=True),
     )
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
@@ -116,7 +120,9 @@ def load_model(folder: Path, model: nn.Module) -> None:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    # Flat: every key names a parameter, so that stages of a pipeline save and find what is theirs.
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=flat)
     return {
         "model": model_state,
         "optimizer": optimizer_state,

@@ -17,6 +17,7 @@ VERBS = {
     "train": ("titanlab.cli.train", "run a recipe: titanlab train +recipe=quickstart training.steps=50"),
     "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
+    "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),
     "tokenize": ("titanlab.cli.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),
     "download-tokenizer": ("titanlab.cli.download_tokenizer", "fetch a model's tokenizer from the Hugging Face hub"),
     "completion": (

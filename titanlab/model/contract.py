@@ -7,7 +7,10 @@ from torch import nn
 
 
 class LanguageModel(nn.Module):
-    """Tokens [batch, seq] → logits [batch, seq, vocab].
+    """`forward(tokens, positions)`: ids [batch, seq], their places in the sequence [seq] → logits [batch, seq, vocab].
+
+    Without positions these are 0, 1, …. With some of its account's `pieces` set to None or taken from `layers`
+    the model is a stage of a pipeline, whose input and output are hidden states [batch, seq, dim].
 
     Attributes:
         layers: the blocks, by index: what is sharded one by one.

@@ -9,6 +9,23 @@ from titanlab.model.llama_schema import Llama
 
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "output.weight"
+# Megatron's cut (arXiv 1909.08053, section 3): columns, then rows, so that a pair of products meets once.
+TENSOR_PLAN = {
+    "tok_embeddings": "embedding",
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gathered",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.feed_forward": "gathered",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "norm",
+    "output": "head",
+}
 
 
 def account(config: Llama) -> ModelAccount:
@@ -29,6 +46,9 @@ def account(config: Llama) -> ModelAccount:
         head_dim=config.head_dim,
         dim=config.dim,
         vocab_size=config.vocab_size,
+        pieces=("tok_embeddings", *(f"layers.{layer}" for layer in range(config.layers)), "norm", "output"),
+        attention="attention.inner",
+        tensor_plan=TENSOR_PLAN,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -18,10 +19,11 @@ class Gradients:
     one reduction over the world gives the norm whatever the layout.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], world: int) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], holders: int) -> None:
+        """`holders`: ranks that hold a part or all of each of these parameters: those of one pipeline stage."""
         self._by_copies: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
-            self._by_copies.setdefault(world // _parts(parameter), []).append(parameter)
+            self._by_copies.setdefault(holders // _parts(parameter), []).append(parameter)
 
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm (float64 scalar); the shares sum to the whole."""
@@ -38,6 +40,15 @@ class Gradients:
             gradients = _local(parameters)
             if gradients:
                 torch._foreach_mul_(gradients, factor.to(gradients[0]))
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of some parameters over a group, all in one reduction, in place."""
+    gradients = _local(parameters)
+    if gradients:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_([g.flatten() for g in gradients], flat.split([g.numel() for g in gradients]))
 
 
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -62,6 +73,6 @@ def _parts(parameter: nn.Parameter) -> int:
     return parts
 
 
-def _local(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+def _local(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]

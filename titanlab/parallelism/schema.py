@@ -1,42 +1,69 @@
-"""Config of parallelism: the degrees, and how sharding behaves."""
+"""Config of parallelism: the degrees, and how each axis behaves."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from titanlab.errors import ConfigError
+from titanlab.layout import AXES
 from titanlab.options import option
 
-RESHARD = ("always", "never")
+CHOICES = {
+    "reshard_after_forward": ("auto", "always", "never"),
+    "context_method": ("ring", "all_gather"),
+}
 
 
 @option("parallelism")
 @dataclass(kw_only=True)
 class Parallelism:
-    """The degrees of a layout. At most one may be -1: what the world size leaves.
+    """The degrees of a layout, and choices within its axes. At most one degree may be -1: what the world size leaves.
 
     Attributes:
-        replicate: copies of the model. With shard=1 this is DDP, with shard>1 HSDP.
+        pipeline: stages of layers, one after another; see the group `schedule`.
+        replicate: copies of the model. Alone this is DDP, with shard > 1 HSDP.
         shard: processes over which FSDP2 shards parameters, gradients and optimizer state.
-        reshard_after_forward: `always` frees a block's parameters after its forward pass and gathers
-            them again for the backward; `never` keeps them: more memory, less communication.
+        context: processes that share every sequence. FSDP2 shards over them too.
+        tensor: processes that share every layer.
+        sequence_parallel: with tensor > 1, norms and residuals are split along the sequence as well
+            (arXiv 2205.05198): less memory for the same bytes sent.
+        loss_parallel: with tensor > 1, the loss is taken of logits that stay split over the vocabulary.
+        async_tensor: with tensor > 1, products and their collectives run interleaved, in pieces (AsyncTP).
+        context_method: `ring` passes keys and values around while it computes; `all_gather` collects them first.
+        split: null balances the stages by cost. Otherwise the number of blocks of every stage, `[3,5]`, or the
+            first piece of every stage but the first, `[layers.3]`.
+        reshard_after_forward: `always` frees a block's parameters after its forward pass and gathers them again
+            for the backward; `never` keeps them: more memory, less communication. `auto` is `always`, but
+            `never` in a pipeline, where each microbatch would gather them anew.
         cpu_offload: sharded parameters, gradients and optimizer state live in host memory.
     """
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
-    reshard_after_forward: str = "always"
+    context: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    async_tensor: bool = False
+    context_method: str = "ring"
+    split: list[Any] | None = None
+    reshard_after_forward: str = "auto"
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.reshard_after_forward not in RESHARD:
-            raise ConfigError(
-                "parallelism.reshard_after_forward",
-                self.reshard_after_forward,
-                "is no policy",
-                f"try {' or '.join(RESHARD)}",
-            )
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                known = ", ".join(choices)
+                raise ConfigError(f"parallelism.{name}", value, "no such choice", f"choose one of {known}")
 
     def degrees(self) -> dict[str, int]:
         """Degree by axis, as given."""
-        return {"replicate": self.replicate, "shard": self.shard}
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def with_degrees(self, degrees: dict[str, int]) -> Parallelism:
+        """The same choices with other degrees."""
+        return dataclasses.replace(self, **degrees)  # type: ignore[arg-type]

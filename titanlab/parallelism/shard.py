@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from titanlab.parallelism.schema import Parallelism
+from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.precision.dtypes import Dtypes
 
 
@@ -42,12 +45,20 @@ class Sharded:
 
 
 def fully_shard_model(
-    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, config: Parallelism, dtypes: Dtypes
+    model: nn.Module,
+    blocks: list[nn.Module],
+    mesh: DeviceMesh,
+    dtypes: Dtypes,
+    *,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
 ) -> Sharded:
     """FSDP2: each block a unit, and the rest of the model another. A 2-D mesh makes it HSDP.
 
     Args:
         mesh: `[shard]` or `[replicate, shard]`.
+        reshard_after_forward: blocks let go of what they have gathered until the backward; but not the last one, nor
+            the rest of the model, which are needed again as soon as that starts.
     """
     # Imported here: 0.3 s that a single process in fp32 does not need.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -56,27 +67,69 @@ def fully_shard_model(
         param_dtype=dtypes.compute if dtypes.mixed else None,
         reduce_dtype=dtypes.reduce if dtypes.mixed else None,
     )
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
-    reshard = config.reshard_after_forward == "always"
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        shard_placement_fn=functools.partial(_sharded_dim, parts=mesh.size(mesh.ndim - 1)),
+    )
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    # The root's own parameters are needed again as soon as the backward starts.
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        shard(block, reshard_after_forward=reshard_after_forward and block is not blocks[-1])
+    shard(model, reshard_after_forward=False)
     root = model
     assert isinstance(root, FSDPModule)
+
+    units = [module for module in (*blocks, root) if isinstance(module, FSDPModule)]
+    kept = [*units[-2:]] if reshard_after_forward else units
+    if mesh.device_type == "cpu":
+        for unit in units:
+            # The protocol's class has no public name.
+            unit.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
 
     @contextlib.contextmanager
     def microbatch(*, last: bool) -> Iterator[None]:
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last)
+        # What a backward leaves whole the next microbatch need not gather.
+        for unit in kept:
+            unit.set_reshard_after_backward(last, recurse=False)
         yield
 
     def release() -> None:
-        for module in (root, *blocks):
-            assert isinstance(module, FSDPModule)
-            module.reshard()
+        for unit in units:
+            unit.reshard()
 
     return Sharded(forward=model, microbatch=microbatch, release=release, divides_by=mesh.size())
+
+
+class _ReduceScatter:
+    """What FSDP2 reduces and scatters gradients with where gloo's own would reduce everything on every rank."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,  # noqa: FBT001, FBT002 (torch's)
+    ) -> None:
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
+        reduce_scatter(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+
+def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
+    """The dim to shard: the first, or the second where tensor parallelism has cut the first into odd parts."""
+    if not isinstance(parameter, DTensor) or Shard(0) not in parameter.placements:
+        return None
+    rows = parameter.device_mesh.size() * parts
+    return Shard(1) if parameter.shape[0] % rows else None
 
 
 def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:

@@ -1,0 +1,166 @@
+"""`titanlab schedule`: what it prints and writes, and its refusals."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.schedule.conftest import KINDS, Schedule
+from titanlab.cli import main
+from titanlab.schedule.action_file import read_actions
+from titanlab.schedule.grid import rows
+from titanlab.schedule.timeline import simulate
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture
+def schedule(tmp_path, monkeypatch, capsys):
+    """`schedule("zbv --ranks 2")`: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def call(line: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["schedule", *line.split()])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def test_a_timeline_in_a_pipe_is_plain(schedule):
+    assert schedule("1f1b --ranks 2 --microbatches 3") == (
+        0,
+        """\
+1f1b: 2 ranks, 3 microbatches, 1 stage a rank
+
+rank 0 F0F1....B0--F2B1--..B2--
+rank 1 ..F0B0--F1B1--F2B2--....
+
+F forward, B backward
+
+step            12 (a rank's layers take F 1, B 2, I 1, W 1)
+bubble          25.0 % of all ranks' time
+peak in flight  2 1 microbatches, by rank
+""",
+        "",
+    )
+
+
+def test_small_letters_are_later_stages(schedule):
+    _, out, _ = schedule("zbv --ranks 2 --microbatches 3")
+    assert "rank 0 F0F1F2f0i0w0f1i1w1I0W0f2i2w2I1W1I2W2..\nrank 1 ..F0f0F1f1i0w0" in out
+    assert "small letters: not the rank's first stage" in out
+
+
+def test_durations_are_of_a_ranks_layers(schedule):
+    _, out, _ = schedule("gpipe --ranks 2 --microbatches 4 --forward 2 --backward 3 --transfer 0.5")
+    assert "step            26 (a rank's layers take F 2, B 3, I 1.5, W 1.5, transfer 0.5)" in out
+    # Twice the stages, each half as long: the work is the same, the idle time half.
+    _, out, _ = schedule("looped_bfs --ranks 2 --microbatches 4 --forward 2 --backward 4")
+    assert "step            27 " in out
+    assert "bubble          11.1 %" in out
+
+
+def test_cures_are_in_the_words_of_the_verb(schedule):
+    _, _, err = schedule("dualpipe_v --microbatches 3")
+    assert err.endswith("try titanlab schedule zbv, or other --microbatches\n")
+
+
+def test_all_are_compared(schedule):
+    code, out, _ = schedule("all --ranks 4 --microbatches 8 --stages-per-rank 3")
+    table = out.splitlines()
+    assert (code, table[0]) == (0, "4 ranks, 8 microbatches")
+    assert {line.split()[0] for line in table[4:]} == set(KINDS)
+    assert table[-2:] == [
+        "1f1b                                 1    33  27.3 %  4 3 2 1",
+        "gpipe                                1    33  27.3 %  8 8 8 8",
+    ]
+    assert next(line for line in table if line.startswith("looped_bfs")).split()[1] == "3"
+    _, out, _ = schedule("all --ranks 16 --microbatches 8")
+    assert "dualpipe_v: needs at least 32 microbatches" in out.splitlines()[-1]
+    assert "8 8 8 8 8 8 … 1" in out
+
+
+def test_a_csv_that_was_written_is_read(schedule, tmp_path):
+    code, out, _ = schedule("dualpipe_v --ranks 3 --microbatches 7 --csv my.csv")
+    assert (code, out.splitlines()[-1]) == (0, "csv: my.csv")
+    assert read_actions(tmp_path / "my.csv") == Schedule("dualpipe_v").actions(3, 7)
+    code, again, _ = schedule("csv --file my.csv")
+    assert code == 0
+    assert again.splitlines()[1:] == out.splitlines()[1:-1]
+    assert again.startswith("csv: 3 ranks, 7 microbatches, 2 stages a rank")
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture(schedule, tmp_path, ending):
+    path = tmp_path / f"timeline.{ending}"
+    assert schedule(f"zbv --ranks 2 --microbatches 3 --plot {path}")[0] == 0
+    first = path.read_bytes()
+    assert first.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+    assert schedule(f"zbv --ranks 2 --microbatches 3 --plot {path}")[0] == 0
+    assert path.read_bytes() == first
+
+
+def test_without_matplotlib(schedule, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = schedule("1f1b --plot x.png")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: --plot=x.png: needs matplotlib, which is not installed; pip install matplotlib, or leave --plot out\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("", "arguments=: the following arguments are required: kind"),
+        ("1f1", "schedule=1f1: there is no such schedule; try 1f1b; known: 1f1b, csv, "),
+        ("zbv --stages-per-rank 3", "--stages-per-rank=3: stages go through the ranks there and back, two a rank; try 2"),
+        ("looped_bfs --stages-per-rank 0", "--stages-per-rank=0: must be at least 1; try 2"),
+        ("gpipe --stages-per-rank 2", "--stages-per-rank=2: gpipe has one stage a rank; leave it out, or try titanlab sch"),
+        ("zbv --ranks 0", "--ranks=0: must be at least 1; try 4"),
+        ("zbv --ranks two", "--ranks=two: must be a whole number"),
+        ("dualpipe_v --microbatches 3", "schedule=dualpipe_v: needs at least 8 microbatches, one for each"),
+        ("1f1b --forward 0", "--forward=0.0: must be finite and positive; try 1"),
+        ("1f1b --transfer -1", "--transfer=-1.0: must be finite and not negative"),
+        ("1f1b --weight nan", "--weight=nan: must be finite and positive"),
+        ("1f1b --ranks 10000 --microbatches 1000", "--microbatches=1000: ranks × stages × microbatches is 20000000"),
+        ("csv", "--file=: names no file; write one with `titanlab schedule 1f1b --csv my.csv`: --file=my.csv"),
+        ("csv --file no.csv", "--file="),
+        ("1f1b --file no.csv", "--file=no.csv: is for the schedule csv"),
+        ("all --csv x.csv", "--csv=x.csv: holds one schedule"),
+        ("1f1b --csv no/x.csv", "--csv=no/x.csv: there is no such folder"),
+        ("1f1b --plot x.bmp", "--plot=x.bmp: is drawn as PNG, SVG or PDF; try x.svg"),
+        ("1f1b --plot no/x.png", "--plot=no/x.png: there is no such folder"),
+        ("1f1b --ranks 64 --microbatches 512 --plot x.png", "--plot=x.png: would have 65536 cells"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(schedule, tmp_path, line, complaint):
+    code, out, err = schedule(line)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {complaint}")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("coloured", [True, False])
+@pytest.mark.parametrize("width", [12, 40, 80, 200])
+@pytest.mark.parametrize(("kind", "ranks", "microbatches"), [("1f1b", 4, 8), ("zbv", 12, 40), ("gpipe", 1, 1)])
+def test_a_timeline_fits_its_width(kind, ranks, microbatches, width, coloured):
+    schedule = Schedule(kind)
+    timeline = simulate(schedule.actions(ranks, microbatches), schedule.placement(ranks))
+    lines = rows(timeline, width=width, coloured=coloured)
+    grid = [ESCAPE.sub("", line) for line in lines if line.startswith("rank")]
+    assert all(len(line) <= max(width, 20) for line in grid)
+    assert len(grid) % ranks == 0
+    assert coloured == any(ESCAPE.search(line) for line in lines)
+
+
+def test_where_it_is_narrow_colours_say_the_kind():
+    schedule = Schedule("1f1b")
+    timeline = simulate(schedule.actions(2, 12), schedule.placement(2))
+    narrow = rows(timeline, width=50, coloured=True)
+    assert ESCAPE.sub("", narrow[0]) == "rank 0 01  B02B13B24B35B46B57B68B79B80B9110 11"

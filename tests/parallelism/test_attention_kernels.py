@@ -1,0 +1,78 @@
+"""The table of kernels: those of CUDA by their operators' own signatures, since they need no GPU for shapes."""
+
+import pytest
+import torch
+
+from titanlab.parallelism import attention_kernels
+from titanlab.parallelism.attention_kernels import Cpu, Cudnn, Efficient, Flash, choose, repeated, summed
+
+
+def tensors(dtype, device="meta", *, rows=40, keys=24, kv_heads=2, head_dim=32):
+    """Transposed views, as a model gives them."""
+    q, k, v = (
+        torch.randn(3, size, heads, head_dim, dtype=dtype, device=device).transpose(1, 2)
+        for size, heads in ((rows, 4), (keys, kv_heads), (keys, kv_heads))
+    )
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [(Flash(), torch.bfloat16), (Cudnn(), torch.bfloat16), (Efficient(), torch.float32), (Efficient(), torch.bfloat16)],
+    ids=["flash", "cudnn", "efficient-fp32", "efficient-bf16"],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_operators_take_and_give_what_the_table_says(kernel, dtype, causal):
+    # 40 rows are no multiple of the 32 that one kernel pads to.
+    q, k, v = tensors(dtype, keys=40 if causal else 24)
+    out, lse = kernel.forward(q, k, v, causal=causal)
+    assert (out.shape, out.dtype) == (q.shape, dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    # Denominators come back as a slice of those of the whole, in another layout.
+    lse = torch.empty(3, 80, 4, device="meta")[:, 40:].transpose(1, 2)
+    gradients = kernel.backward(out, q, k, v, out, lse, causal=causal)
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, dtype) for x in (q, k, v)]
+
+
+def test_repeated_heads_and_their_gradients_are_those_of_shared_ones():
+    q, k, v = tensors(torch.float32, "cpu")
+    cpu, grad = Cpu(), torch.randn_like(q)
+    out, lse = cpu.forward(q, k, v, causal=False)
+    dq, dk, dv = cpu.backward(grad, q, k, v, out, lse, causal=False)
+    many = [repeated(x, 4) for x in (k, v)]
+    found, found_lse = cpu.forward(q, *many, causal=False)
+    torch.testing.assert_close((found, found_lse), (out, lse))
+    wide_q, *wide = cpu.backward(grad, q, *many, out, lse, causal=False)
+    torch.testing.assert_close((wide_q, *(summed(x, 2) for x in wide)), (dq, dk, dv))
+
+
+def test_denominators_of_cpus_may_lie_anyhow():
+    q, k, v = tensors(torch.float32, "cpu")
+    cpu, grad = Cpu(), torch.randn_like(q)
+    out, lse = cpu.forward(q, k, v, causal=False)
+    expected = cpu.backward(grad, q, k, v, out, lse.contiguous(), causal=False)
+    apart = torch.zeros(3, 80, 8)[:, ::2, ::2].transpose(1, 2).copy_(lse)
+    torch.testing.assert_close(cpu.backward(grad, q, k, v, out, apart, causal=False), expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "able", "chosen"),
+    [
+        ("auto", {"flash", "cudnn", "efficient"}, "flash"),
+        ("auto", {"efficient"}, "efficient"),
+        ("flash", {"efficient"}, "efficient"),
+        ("cudnn", {"flash", "cudnn", "efficient"}, "cudnn"),
+        ("cudnn", {"flash", "efficient"}, "flash"),
+        ("efficient", {"flash", "cudnn", "efficient"}, "efficient"),
+        ("efficient", {"flash"}, "flash"),
+    ],
+)
+def test_the_kernel_asked_for_or_the_next_that_can(monkeypatch, asked, able, chosen):
+    for name in ("flash", "cudnn", "efficient"):
+        monkeypatch.setitem(attention_kernels._CAN_USE, name, lambda parameters, name=name: name in able)
+    assert choose(asked, *tensors(torch.bfloat16)) is attention_kernels._KERNELS[chosen]
+
+
+def test_no_kernel_at_all_is_told():
+    with pytest.raises(RuntimeError, match="no attention kernel of meta takes torch.float64 with a head_dim of 31"):
+        choose("auto", *tensors(torch.float64, head_dim=31))

@@ -1,0 +1,324 @@
+"""Attention over several ranks is one process's attention: outputs, gradients, and nothing sent that is not used."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist
+
+from titanlab.model import llama
+from titanlab.model.llama_schema import Llama
+from titanlab.parallelism import attention_kernels, head_tail, ring
+from titanlab.parallelism.context import EXCHANGES, ContextAttention, attention, positions, spread_attention
+from titanlab.parallelism.schema import CHOICES
+
+SEQ = 48
+HEADS = 4
+FP32_ERROR = 2e-6
+METHODS = ("ring", "all_gather")
+
+
+def opened():
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    return dist.group.WORLD
+
+
+def inputs(batch, kv_heads, head_dim, dtype=torch.float32, seed=0):
+    """q, k, v and the output's gradient, [batch, seq, heads, head_dim]: of values that dtype has."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (HEADS, kv_heads, kv_heads, HEADS)
+    return [torch.randn(batch, SEQ, count, head_dim, generator=generator).to(dtype) for count in heads]
+
+
+def attend(function, q, k, v, grad):
+    """The output and the gradients of q, k and v."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = function(*(x.transpose(1, 2) for x in leaves)).transpose(1, 2)
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def whole(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def own(x, places=None):
+    """What this rank holds of [batch, seq, …]."""
+    return x[:, positions(x.shape[1], ranks=dist.get_world_size(), rank=dist.get_rank()) if places is None else places]
+
+
+def largest_error(module, given, places=None):
+    """Against one process, of output, dq, dk, dv: the largest difference, where values exceed 1 as a share of those."""
+    expected = attend(whole, *given)
+    found = attend(module, *(own(x, places) for x in given))
+    pairs = [(a, own(b, places)) for a, b in zip(found, expected, strict=True)]
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
+
+
+def fp32_errors():
+    group, errors = opened(), {}
+    for method, kv_heads, batch, head_dim in itertools.product(METHODS, (4, 2), (1, 3), (16, 32, 64)):
+        given = inputs(batch, kv_heads, head_dim)
+        errors[method, kv_heads, batch, head_dim] = largest_error(ContextAttention(method, group), given)
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_outputs_and_gradients_are_those_of_one_process(pool, ranks):
+    for errors in pool.run(ranks, fp32_errors):
+        assert max(errors.values()) <= FP32_ERROR, errors
+
+
+def bf16_errors():
+    """Per tensor: ‖Δ‖/‖ref‖ against fp32 on the same values, of the ranks' result and of one process in bf16."""
+    group, errors = opened(), {}
+    for method, kv_heads, batch in itertools.product(METHODS, (4, 2), (1, 3)):
+        given = inputs(batch, kv_heads, 32, torch.bfloat16)
+        exact = attend(whole, *(x.float() for x in given))
+        single = attend(whole, *given)
+        found = attend(ContextAttention(method, group), *map(own, given))
+        for name, *tensors in zip(("out", "dq", "dk", "dv"), found, map(own, single), map(own, exact), strict=True):
+            ours, theirs, reference = (x.double() for x in tensors)
+            assert tensors[0].dtype == torch.bfloat16
+            norm = reference.norm()
+            errors[method, kv_heads, batch, name] = (
+                ((ours - reference).norm() / norm).item(),
+                ((theirs - reference).norm() / norm).item(),
+            )
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bf16_is_as_exact_as_one_process_in_bf16(pool, ranks):
+    # Kernels round each part to 8 bits of mantissa, and sums are rounded once more: independent errors of about the
+    # size of those that one process makes (2⁻⁹ each), so √2 times as much, and never twice.
+    for errors in pool.run(ranks, bf16_errors):
+        for case, (ours, single) in errors.items():
+            assert ours <= max(1.6 * single, 2**-8), (case, ours, single)
+
+
+def other_layouts():
+    """Strides that are not a projection's; gradients of stride 0; no gradients at all."""
+    group, errors = opened(), {}
+    q, k, v, _ = inputs(2, 2, 16)
+    one = torch.ones(()).expand_as(q)
+    fused = torch.cat((q, k, v), dim=2)
+    slices = fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]
+    for method in METHODS:
+        module = ContextAttention(method, group)
+        errors[method, "fused"] = largest_error(module, (*slices, one))
+        heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+        errors[method, "heads first"] = largest_error(module, (*heads_first, one))
+        with torch.no_grad():
+            out = module(*(own(x).transpose(1, 2) for x in (q, k, v)))
+        assert out.transpose(1, 2).is_contiguous()
+        expected = own(whole(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)).transpose(1, 2)
+        errors[method, "no gradients"] = (out - expected).abs().max().item()
+    return errors
+
+
+def test_any_strides_do(pool):
+    for errors in pool.run(2, other_layouts):
+        assert max(errors.values()) <= FP32_ERROR, errors
+
+
+def chunks_in_order():
+    """Rank r with chunks 2r and 2r+1: what one gets without the balance."""
+    size = SEQ // dist.get_world_size()
+    return torch.arange(size) + size * dist.get_rank()
+
+
+def halves_swapped():
+    return positions(SEQ, ranks=dist.get_world_size(), rank=dist.get_rank()).roll(SEQ // dist.get_world_size() // 2)
+
+
+def planted(monkeypatch, name):
+    if name == "later blocks as if they were earlier":
+        monkeypatch.setattr(ring, "Block", lambda k, v, later: head_tail.Block(k, v, False))
+    elif name == "the wrong half":
+        monkeypatch.setattr(ring, "first_halves", lambda pair: tuple(x[:, x.shape[1] // 2 :] for x in pair))
+    elif name == "a part replaces what was there":
+        monkeypatch.setattr(head_tail, "_merge", lambda out, lse, part, part_lse: out.copy_(part))
+    elif name == "gradients of others are dropped":
+        monkeypatch.setattr(ring.Ring, "collect", lambda self, into: None)
+
+
+def faulty(name, places):
+    group = opened()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        planted(monkeypatch, name)
+        return largest_error(ContextAttention("ring", group), inputs(2, 2, 16), places() if places else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("no balance", chunks_in_order),
+        ("halves swapped", halves_swapped),
+        ("later blocks as if they were earlier", None),
+        ("the wrong half", None),
+        ("a part replaces what was there", None),
+        ("gradients of others are dropped", None),
+    ],
+)
+def test_a_planted_fault_is_found(pool, name, places):
+    assert max(pool.run(2, faulty, name, places)) > 1000 * FP32_ERROR
+
+
+def traffic():
+    """Elements of K/V and gradients sent by this rank, of a block of K and V; and what happened first."""
+    group, sent, order = opened(), [], []
+    given = list(map(own, inputs(2, 2, 16)))
+    block = 2 * given[1].numel()
+
+    class Told(ring.Transfer):
+        def __init__(self, going, *rest):
+            sent.append(sum(x.numel() for x in going) / block)
+            order.append("send")
+            super().__init__(going, *rest)
+
+        def received(self):
+            order.append("wait")
+            return super().received()
+
+    class Kernel(attention_kernels.Cpu):
+        def forward(self, *tensors, causal):
+            order.append("compute")
+            return super().forward(*tensors, causal=causal)
+
+        def backward(self, *tensors, causal):
+            order.append("compute")
+            return super().backward(*tensors, causal=causal)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(ring, "Transfer", Told)
+        monkeypatch.setattr(attention_kernels, "Cpu", Kernel)
+        module = ContextAttention("ring", group)
+        leaves = [x.requires_grad_() for x in given[:3]]
+        out = module(*(x.transpose(1, 2) for x in leaves)).transpose(1, 2)
+        forward = list(sent), list(order)
+        sent.clear()
+        order.clear()
+        out.backward(given[3])
+    return *forward, sent, order
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_ring_sends_what_is_used_and_computes_meanwhile(pool, ranks):
+    answers = pool.run(ranks, traffic)
+    used = 0.75 * ranks * (ranks - 1)
+    assert sum(sum(sent) for sent, *_ in answers) == used
+    assert sum(sum(sent) for _, _, sent, _ in answers) == 2 * used
+    for sent, order, _, back in answers:
+        hops = ranks - 1
+        assert len(sent) == hops
+        # Two local parts; then, for every hop but the last, the next is sent before the block is used.
+        assert order == ["send", "compute", "compute", *["wait", "send", "compute"] * (hops - 1), "wait", "compute"]
+        # Gradients go with one hop of delay, and the last of them under the last local part.
+        first = ["wait", "send", "compute", "send"] if hops > 1 else ["wait", "compute", "send"]
+        middle = ["wait", "send", "compute", "wait", "send"] * (hops - 2)
+        last = ["wait", "compute", "wait", "send"] if hops > 1 else []
+        assert back == ["send", "compute", *first, *middle, *last, "compute", "wait"]
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, q, k, v):
+        """[batch, seq, heads, head_dim], as a block has them."""
+        return 2 * self.inner(*(x.transpose(1, 2) for x in (q, 3 * k, v))).transpose(1, 2)
+
+
+def compiled_errors():
+    group, errors = opened(), {}
+    given = list(map(own, inputs(2, 2, 16)))
+    for method in METHODS:
+        results = []
+        module = Scaled(ContextAttention(method, group))
+        for function in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+            leaves = [x.clone().requires_grad_() for x in given[:3]]
+            out = function(*leaves)
+            out.backward(given[3])
+            results.append([out, *(x.grad for x in leaves)])
+        errors[method] = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+    torch._dynamo.reset()
+    return errors
+
+
+def test_a_compiled_block_holds_it_without_a_graph_break(pool):
+    for errors in pool.run(2, compiled_errors):
+        assert errors == {"ring": 0, "all_gather": 0}
+
+
+def checked_operator():
+    group = opened()
+    q, k, v, _ = (own(x).transpose(1, 2).requires_grad_() for x in inputs(2, 2, 16))
+    for method in METHODS:
+        torch.library.opcheck(attention, (q, k, v, method, group.group_name, "auto"))
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_operator_is_what_it_says_it_is(pool):
+    pool.run(1, checked_operator)
+
+
+def llama_errors(method, tied):
+    group = opened()
+    config = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=96, vocab_size=64, tied_embeddings=tied)
+    tokens = torch.randint(64, (3, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    results = []
+    for spread in (False, True):
+        torch.manual_seed(0)
+        model = llama.build(config, seq_len=SEQ)
+        places = own(torch.arange(SEQ)[None])[0] if spread else torch.arange(SEQ)
+        if spread:
+            spread_attention(model, "attention.inner", method=method, group=group)
+            assert all(isinstance(layer.attention.inner, ContextAttention) for layer in model.layers.values())
+        logits = model(tokens[:, :-1][:, places], places)
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:][:, places].flatten(), reduction="sum").backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        if spread:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+        results.append((logits.detach() if spread else own(logits.detach()), gradients))
+    (expected, reference), (found, gradients) = results
+    pairs = [(found, expected), *zip(gradients, reference, strict=True)]
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize(("ranks", "method", "tied"), [(2, "ring", False), (4, "ring", True), (3, "all_gather", False)])
+def test_a_llama_is_the_same_with_its_sequences_spread(pool, ranks, method, tied):
+    assert max(pool.run(ranks, llama_errors, method, tied)) <= 2e-6
+
+
+def test_positions_are_a_partition_from_both_ends():
+    for ranks in range(1, 9):
+        held = [positions(16 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
+        assert sorted(torch.cat(held).tolist()) == list(range(16 * ranks))
+        # As many keys before the rows of one rank as before those of another.
+        assert len({places.sum().item() for places in held}) == 1
+        assert all((places.diff() > 0).all() for places in held)
+    assert positions(8, ranks=2, rank=0).tolist() == [0, 1, 6, 7]
+    assert positions(8, ranks=2, rank=1).tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("seq_len", "ranks"), [(6, 2), (33, 4), (0, 2)])
+def test_a_sequence_that_does_not_divide_is_refused(seq_len, ranks):
+    with pytest.raises(ValueError, match=f"{seq_len} tokens has no {2 * ranks} equal chunks"):
+        positions(seq_len, ranks=ranks, rank=0)
+
+
+def refused():
+    try:
+        ContextAttention("broadcast", opened())
+    except ValueError as error:
+        return str(error)
+
+
+def test_an_unknown_method_is_refused(pool):
+    assert tuple(EXCHANGES) == METHODS == CHOICES["context_method"]
+    assert "choose one of ring, all_gather" in pool.run(1, refused)[0]

@@ -1,0 +1,25 @@
+"""What a rank holds falls with the number of ranks, and no matrix of scores is among it."""
+
+import pytest
+from torch import distributed as dist
+
+from benchmarks.context_memory import measure, model_config
+
+SEQ = 2048
+
+
+def figures(method):
+    dist.init_process_group("gloo")
+    return measure(model_config(dim=64, layers=2), seq=SEQ, batch=1, method=method)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_peak_activation_bytes_fall_with_the_degree(pool, method):
+    (single,) = pool.run(1, figures, method)
+    # One matrix of float32 scores would be more than everything there is.
+    assert single["peak_bytes"] < 4 * 4 * SEQ**2
+    for ranks in (2, 4):
+        spread = pool.run(ranks, figures, method)
+        assert sum(each["loss"] for each in spread) == pytest.approx(single["loss"], rel=1e-6)
+        for each in spread:
+            assert each["peak_bytes"] * ranks == pytest.approx(single["peak_bytes"], rel=0.15)

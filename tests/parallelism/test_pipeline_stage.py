@@ -1,0 +1,116 @@
+"""What stages send, and how long they hold what."""
+
+import collections
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity, profile
+
+from tests.parallelism.pipeline_run import SCHEDULES, TOLERANCE, Run, full, scheduled, shard
+from tests.pool import RankFailure
+from titanlab.parallelism.loss import loss_sum
+
+
+def traffic(name):
+    run = Run(name, 4, data=2, wrap=shard(reshard=False))
+    stages = run.stages.values()
+    run.step()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+        run.step()
+    counts = collections.Counter(each.name for each in profiled.events() if each.name.startswith("gloo:"))
+    beside_blocks = [any(not name.startswith("layers.") for name, _ in each.named_parameters()) for each in stages]
+    return dict(counts), sum(beside_blocks) + sum(len(each.layers) for each in stages)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_step_gathers_and_reduces_once_and_sends_only_hidden_states(pool, name):
+    for counts, units in pool.run(4, traffic, name):
+        _, placement = scheduled(name, 2, 4)
+        crossings = sum(a != b for a, b in zip(placement, placement[1:], strict=False))
+        assert counts["gloo:all_gather"] == units
+        # gloo scatters what it has reduced by reducing all.
+        assert counts["gloo:all_reduce"] == units
+        assert counts["gloo:send"] == counts["gloo:recv"] == 4 * crossings
+        assert set(counts) == {"gloo:all_gather", "gloo:all_reduce", "gloo:send", "gloo:recv"}
+
+
+def mixed_but_not_told(name):
+    Run(name, 4, data=2, wrap=shard(False, MixedPrecisionPolicy(param_dtype=torch.bfloat16))).step()
+
+
+def test_another_dtype_than_agreed_is_refused(pool):
+    with pytest.raises(RankFailure, match=r"the hidden state is a Tensor \[2, 16, 32\] of torch.bfloat16"):
+        pool.run(4, mixed_but_not_told, "1f1b", limit_seconds=30)
+
+
+def held(name):
+    """How many logits, hidden states and inputs of blocks are alive when a later one comes, and after a step."""
+    calls, alive, logits_before, seen = 0, [], [], []
+
+    def loss(logits, labels):
+        nonlocal calls
+        calls += 1
+        alive.append(sum(each() is not None for each in logits_before))
+        logits_before.append(weakref.ref(logits))
+        return loss_sum(logits, labels)
+
+    def watch(stage, mesh):
+        def remember(_, inputs, output):
+            seen.extend(weakref.ref(each) for each in (inputs[0], output))
+
+        for each in stage.modules():
+            each.register_forward_hook(remember)
+
+    run = Run(name, 4, wrap=watch, loss=loss)
+    gc.collect()
+    gc.disable()
+    try:
+        run.step()
+        after = [sum(each() is not None for each in seen)]
+        called = [calls]
+        run.evaluate(3)
+        after.append(sum(each() is not None for each in seen))
+        called.append(calls)
+    finally:
+        gc.enable()
+    return called, max(alive, default=0), after, len(seen)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", *map(full, SCHEDULES)])
+def test_nothing_is_held_and_the_loss_runs_once_a_microbatch(pool, name):
+    _, placement = scheduled(name, 2, 4)
+    for rank, (called, alive, after, seen) in enumerate(pool.run(2, held, name)):
+        assert called == ([4, 8] if rank == placement[-1] else [0, 0])
+        assert alive == 0
+        # Tokens are the caller's.
+        assert seen >= 16
+        assert after == [0, 0]
+
+
+class Destructive(torch.autograd.Function):
+    """Cross-entropy that writes the gradient where the logits were."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        with torch.enable_grad():
+            inner = logits.detach().clone().requires_grad_()
+            found = loss_sum(inner, labels)
+        ctx.slope = logits.detach().copy_(*torch.autograd.grad(found, inner))
+        return found.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.slope * gradient, None
+
+
+def destroyed(name):
+    run = Run(name, 4, loss=Destructive.apply)
+    run.step()
+    return run.worst()
+
+
+def test_a_loss_may_overwrite_the_logits(pool):
+    assert max(pool.run(2, destroyed, "zbv")) < TOLERANCE

@@ -1,0 +1,148 @@
+"""What is no schedule is told with the place, and what waits for what."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.conftest import KINDS, Schedule
+from titanlab.schedule.action import Action, ActionList, Kind
+from titanlab.schedule.order import OrderError, placement_of, validate
+from titanlab.schedule.timeline import peak_in_flight, simulate
+
+
+def orders(*ranks: str) -> list[list[Action]]:
+    """`orders("0F0 0B0", "1F0 1B0")`: microbatches and stages of one digit."""
+    return [[Action(int(a[0]), Kind(a[1]), int(a[2])) for a in rank.split()] for rank in ranks]
+
+
+def refusal(*ranks: str, placement: tuple[int, ...] = (0, 1), microbatches: int = 1) -> str:
+    with pytest.raises(OrderError) as caught:
+        validate(orders(*ranks), placement, microbatches=microbatches)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement"),
+    [
+        (("0F0 0B0", "1F0 1B0"), [0, 1]),
+        (("0F0 0I0 0W0", "1F0 1I0 1W0"), [0, 1]),
+        (("0F0 0B0", "1F0 1I0 1W0"), [0, 1]),
+        (("0F0 1F0 1B0 0B0",), [0, 0]),
+    ],
+)
+def test_what_is_one(ranks, placement):
+    assert validate(orders(*ranks), placement, microbatches=1) is None
+    assert placement_of(orders(*ranks)) == placement
+
+
+@pytest.mark.parametrize(
+    ("ranks", "complaint"),
+    [
+        (("0F0 0B0", "1F0"), "rank 1: 1B0, or I and W instead, is missing"),
+        (("0B0", "1F0 1B0"), "rank 0: 0F0 is missing"),
+        (("0F0 0I0", "1F0 1B0"), "rank 0: 0W0 is missing"),
+        (("0F0 0W0", "1F0 1B0"), "rank 0: 0I0 is missing"),
+        (("0F0 0B0 0F0", "1F0 1B0"), "rank 0, action 3: 0F0 is there twice"),
+        (("0F0 0B0 0W0", "1F0 1B0"), "rank 0, action 3: 0W0: the backward pass is B, or I and W, not both"),
+        (("0F0 0I0 0B0", "1F0 1B0"), "rank 0, action 3: 0B0: the backward pass is B, or I and W, not both"),
+        (("0F0 0B0 1F0", "1B0"), "rank 0, action 3: 1F0: stage 1 is on rank 1"),
+        (("0F0 0B0 0F1", "1F0 1B0"), "rank 0, action 3: 0F1: there are 2 stages and 1 microbatches, counted from 0"),
+        (("0F0 0B0", "1F0 1B0 2F0"), "rank 1, action 3: 2F0: there are 2 stages"),
+        (("0F0 0W0 0I0", "1F0 1B0"), "rank 0, action 2: 0W0 on rank 0 waits for 0I0, which comes after 0W0 on rank 0"),
+        (("0B0 0F0", "1F0 1B0"), "rank 0, action 1: 0B0 on rank 0 waits for 0F0, which comes after 0B0 on rank 0"),
+    ],
+)  # fmt: skip
+def test_what_is_none(ranks, complaint):
+    assert refusal(*ranks).startswith(complaint)
+
+
+def test_a_circle_is_told():
+    told = refusal("0F0 0B0 0F1 0B1", "1F0 1F1 1B1 1I0 1W0", microbatches=2)
+    assert told == (
+        "rank 0, action 2: 0B0 on rank 0 waits for 1I0, which comes after 1F1 on rank 1; "
+        "1F1 on rank 1 waits for 0F1, which comes after 0B0 on rank 0"
+    )
+    with pytest.raises(OrderError, match="1F1 on rank 1 waits for 0F1"):
+        simulate(orders("0F0 0B0 0F1 0B1", "1F0 1F1 1B1 1I0 1W0"), [0, 1])
+
+
+def test_waiting_for_what_nobody_does_is_told():
+    with pytest.raises(OrderError, match="rank 0, action 2: 0B0 on rank 0 waits for 1I0, which is on no rank"):
+        simulate(orders("0F0 0B0", "1F0"), [0, 1])
+
+
+def test_of_many_ranks_that_wait_some_are_told():
+    waiting = ["0F0 0B0", *[f"{stage}F0 {stage}B0" for stage in range(1, 6)], "6F0"]
+    assert "; and 2 more ranks wait" in refusal_of_simulation(waiting)
+
+
+def refusal_of_simulation(ranks: list[str]) -> str:
+    with pytest.raises(OrderError) as caught:
+        simulate(orders(*ranks), range(len(ranks)))
+    return str(caught.value)
+
+
+def test_placements_are_read_off():
+    assert placement_of(orders("0F0 3F0", "1F0 2F0")) == [0, 1, 1, 0]
+    for ranks, complaint in [
+        (("0F0", "1F0 0B0"), "rank 1, action 2: 0B0: stage 0 is on rank 0 already"),
+        (("0F0", ""), "rank 1: has no action"),
+        (("0F0", "2F0"), "rank 1: there is a stage 2, but no rank has stage 1"),
+    ]:
+        with pytest.raises(OrderError) as caught:
+            placement_of(orders(*ranks))
+        assert str(caught.value) == complaint
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(0, 6), st.data())
+def test_without_one_of_its_actions_no_schedule_is_valid(kind, ranks, more, data):
+    schedule, microbatches = Schedule(kind), 2 * ranks + more
+    lists = schedule.actions(ranks, microbatches)
+    rank = data.draw(st.integers(0, ranks - 1))
+    index = data.draw(st.integers(0, len(lists[rank]) - 1))
+    del lists[rank][index]
+    with pytest.raises(OrderError, match="is missing"):
+        validate(lists, schedule.placement(ranks), microbatches=microbatches)
+
+
+def test_the_error_goes_from_process_to_process():
+    error = pickle.loads(pickle.dumps(OrderError(1, 2, "why")))
+    assert (error.rank, error.index, error.rule, str(error)) == (1, 2, "why", "rank 1, action 3: why")
+
+
+def test_a_timeline():
+    timeline = simulate(
+        orders("0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1B1"),
+        [0, 1],
+        {Kind.FORWARD: [1.0, 2.0], Kind.BACKWARD: 3.0, Kind.INPUT: 1.0, Kind.WEIGHT: 0.5},
+        transfer=0.25,
+    )
+    found = [[(str(event.action), event.begin, event.end) for event in row] for row in timeline.events]
+    assert found == [
+        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 4.5, 7.5), ("0B1", 10, 13)],
+        [("1F0", 1.25, 3.25), ("1I0", 3.25, 4.25), ("1W0", 4.25, 4.75), ("1F1", 4.75, 6.75), ("1B1", 6.75, 9.75)],
+    ]
+    assert timeline.duration == 13
+    assert timeline.bubble_share == pytest.approx(1 - (8 + 8.5) / 26)
+    assert timeline.peak_in_flight == [2, 1]
+
+
+def test_activations_are_kept_until_the_weights_have_their_gradient():
+    assert peak_in_flight(orders("0F0 0I0 0F1 0I1 0W0 0W1")[0]) == 2
+    assert peak_in_flight(orders("0F0 0I0 0W0 0F1 0B1")[0]) == 1
+    assert peak_in_flight(orders("0F0 3F0 3B0 0B0")[0]) == 1
+    assert peak_in_flight(orders("0F0 0F1 3F0 3B0 0B0")[0]) == 1.5
+
+
+def test_a_list_counts_microbatches():
+    made = ActionList()
+    made.add(3, Kind.FORWARD, Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
+    made.add(1, Kind.FORWARD)
+    made.add(3, Kind.WEIGHT)
+    assert [str(action) for action in made] == ["3F0", "3F1", "3B0", "3I1", "1F0", "3W1"]
+    assert made.done(3, Kind.FORWARD) == 2
+    assert [str(action) for action in made.up_to(1)] == ["3F0", "3B0", "1F0"]

@@ -1,0 +1,126 @@
+"""Every schedule, for any number of ranks and microbatches: valid, never stuck, as idle and as large as it should be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.conftest import KINDS, LOOPED, V_SHAPED, Schedule
+from titanlab.errors import ConfigError
+from titanlab.schedule.action import Kind
+from titanlab.schedule.order import placement_of, validate
+from titanlab.schedule.rounds import rounds
+from titanlab.schedule.timeline import simulate
+
+RANKS = st.integers(1, 8)
+MICROBATCHES = st.integers(1, 40)
+EQUAL = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+
+
+@given(st.sampled_from(KINDS), RANKS, st.integers(1, 4), MICROBATCHES)
+def test_they_are_complete_and_never_stuck(kind, ranks, stages_per_rank, microbatches):
+    schedule = Schedule(kind, stages_per_rank)
+    if kind == "dualpipe_v":
+        microbatches += 2 * ranks
+    orders, placement = schedule.actions(ranks, microbatches), schedule.placement(ranks)
+    validate(orders, placement, microbatches=microbatches)
+    assert placement_of(orders) == placement
+    assert sorted(set(placement)) == list(range(ranks))
+    assert len(placement) == ranks * schedule.stages_per_rank
+
+
+@pytest.mark.full
+def test_all_of_them_up_to_a_size_are_complete_and_never_stuck():
+    for kind in KINDS:
+        for stages_per_rank in (1, 2, 3, 5) if kind in LOOPED else (2,):
+            schedule = Schedule(kind, stages_per_rank)
+            for ranks in range(1, 8):
+                for microbatches in range(2 * ranks if kind == "dualpipe_v" else 1, 24):
+                    orders = schedule.actions(ranks, microbatches)
+                    assert validate(orders, schedule.placement(ranks), microbatches=microbatches) is None
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), RANKS, MICROBATCHES)
+def test_one_stage_a_rank_idles_as_the_formula_says(kind, ranks, microbatches):
+    schedule = Schedule(kind)
+    timeline = simulate(schedule.actions(ranks, microbatches), schedule.placement(ranks), EQUAL)
+    assert timeline.bubble_share == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+@given(st.sampled_from(["interleaved_1f1b", "looped_bfs"]), RANKS, st.integers(1, 4), st.integers(1, 5))
+def test_several_stages_divide_the_idle_time(kind, ranks, stages_per_rank, rounds_):
+    schedule, microbatches = Schedule(kind, stages_per_rank), ranks * rounds_
+    timeline = simulate(schedule.actions(ranks, microbatches), schedule.placement(ranks), EQUAL)
+    expected = (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)
+    assert timeline.bubble_share == pytest.approx(expected)
+
+
+@given(RANKS, MICROBATCHES)
+def test_zbv_idles_only_before_its_first_and_after_its_last_action(ranks, more):
+    schedule = Schedule("zbv")
+    timeline = simulate(schedule.actions(ranks, 2 * ranks - 2 + more), schedule.placement(ranks), EQUAL)
+    for events in timeline.events:
+        assert all(event.end == following.begin for event, following in zip(events, events[1:], strict=False))
+
+
+@given(RANKS, MICROBATCHES)
+def test_activations_kept(ranks, microbatches):
+    def peaks(kind: str) -> list[float]:
+        schedule = Schedule(kind)
+        return simulate(schedule.actions(ranks, microbatches), schedule.placement(ranks)).peak_in_flight
+
+    assert peaks("gpipe") == [microbatches] * ranks
+    assert peaks("looped_bfs") == [microbatches] * ranks
+    assert peaks("1f1b") == [min(microbatches, ranks - rank) for rank in range(ranks)]
+    # The paper's promise: no more than 1F1B keeps on its first rank.
+    assert max(peaks("zbv")) <= min(microbatches, ranks)
+
+
+@given(RANKS, st.integers(1, 4), st.integers(1, 5))
+def test_interleaved_keeps_what_its_warm_up_takes(ranks, stages_per_rank, rounds_):
+    schedule = Schedule("interleaved_1f1b", stages_per_rank)
+    timeline = simulate(schedule.actions(ranks, ranks * rounds_), schedule.placement(ranks))
+    total = stages_per_rank * ranks * rounds_
+    taken = [(stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
+    assert timeline.peak_in_flight == pytest.approx([min(total, each + 1) / stages_per_rank for each in taken])
+
+
+@given(RANKS, MICROBATCHES)
+def test_rounds_share_microbatches_out(ranks, microbatches):
+    found = rounds(ranks=ranks, microbatches=microbatches)
+    sizes = [len(each) for each in found]
+    assert [microbatch for each in found for microbatch in each] == list(range(microbatches))
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert min(sizes) >= min(ranks, microbatches)
+
+
+def test_placements():
+    assert Schedule("1f1b").placement(3) == [0, 1, 2]
+    assert Schedule("looped_bfs", 2).placement(3) == [0, 1, 2, 0, 1, 2]
+    assert Schedule("zbv").placement(3) == [0, 1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("kind", V_SHAPED)
+@pytest.mark.parametrize("stages_per_rank", [1, 3])
+def test_a_v_has_two_stages_a_rank(kind, stages_per_rank):
+    schema = type(Schedule(kind).config)
+    with pytest.raises(ConfigError, match=f"schedule.stages_per_rank={stages_per_rank}: .*two a rank; try 2"):
+        schema(stages_per_rank=stages_per_rank)
+
+
+@pytest.mark.parametrize("kind", LOOPED)
+def test_a_rank_has_a_stage(kind):
+    with pytest.raises(ConfigError, match="schedule.stages_per_rank=0: every rank has at least one stage; try 2"):
+        Schedule(kind, 0)
+
+
+@pytest.mark.parametrize(("microbatches", "factor"), [(7, 2), (4, 2), (3, 3), (1, 8)])
+def test_dualpipe_v_needs_a_microbatch_for_each_stage(microbatches, factor):
+    rule = f"schedule=dualpipe_v: needs at least 8 microbatches, .* a step has {microbatches}; "
+    with pytest.raises(ConfigError, match=rule + f"try schedule=zbv, or training.global_batch times {factor}"):
+        Schedule("dualpipe_v").actions(4, microbatches)
+    # Both ways out are ways out.
+    Schedule("dualpipe_v").actions(4, microbatches * factor)
+    Schedule("zbv").actions(4, microbatches)

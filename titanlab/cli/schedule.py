@@ -1,0 +1,277 @@
+"""`titanlab schedule KIND`: the timeline of a pipeline's schedule, how long ranks idle, and how much they keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlab.cli.arguments import Arguments
+from titanlab.console import Console
+from titanlab.errors import ConfigError
+from titanlab.options import discover, implementation
+from titanlab.schedule.action import Action, Kind
+from titanlab.schedule.action_file import read_actions, write_actions
+from titanlab.schedule.grid import rows
+from titanlab.schedule.plot import draw
+from titanlab.schedule.timeline import Timeline, simulate
+
+ALL = "all"
+# Stages times microbatches: more takes minutes.
+LIMIT = 500_000
+# What the keys of a recipe are called here.
+FLAGS = {
+    "schedule.stages_per_rank": "--stages-per-rank",
+    "schedule.file": "--file",
+    "schedule=": "titanlab schedule ",
+    "parallelism.pipeline=": "--ranks=",
+}
+_BATCH = re.compile(r"training\.\w+ times \d+")  # of microbatches a recipe has as many as its batches make
+_LISTED = 8  # ranks whose peaks are listed one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A schedule for some ranks and microbatches."""
+
+    kind: str
+    orders: list[list[Action]]
+    timeline: Timeline
+    microbatches: int
+
+    @property
+    def stages_per_rank(self) -> float:
+        return len(self.timeline.placement) / len(self.orders)
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.kind}: {_counted(len(self.orders), 'rank')}, {_counted(self.microbatches, 'microbatch', 'es')}, "
+            f"{_counted(self.stages_per_rank, 'stage')} a rank"
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show one schedule, or compare all."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    _hold(given)
+    try:
+        made, refused = _made(given)
+    except ConfigError as error:
+        raise _in_flags(error) from error
+    if given.csv is not None:
+        if not given.csv.absolute().parent.is_dir():
+            raise ConfigError("--csv", given.csv, "there is no such folder", "make it, or name another")
+        write_actions(given.csv, made[0].orders)
+    if given.plot is not None:
+        draw([(f"{each.title} · bubble {_percent(each.timeline)}", each.timeline) for each in made], given.plot)
+    lines = _table(made, refused, given) if given.kind == ALL else _picture(made[0], given)
+    lines += [f"{what}: {path}" for path, what in ((given.csv, "csv"), (given.plot, "plot")) if path is not None]
+    Console().note("\n".join(lines))
+    return 0
+
+
+def _parser() -> Arguments:
+    kinds = sorted(str(kind) for kind in discover()["schedule"])
+    parser = Arguments("schedule", "Show the timeline of a pipeline's schedule: idle time, and activations kept.")
+    parser.add_argument("kind", help=f"{', '.join(kinds)}; all: compare them")
+    parser.add_argument("--ranks", type=int, help="of the pipeline (default 4)")
+    parser.add_argument("--microbatches", type=int, help="of a step (default 8)")
+    parser.add_argument("--stages-per-rank", type=int, help="where a schedule lets one choose (default 2)")
+    parser.add_argument("--file", help="of the schedule csv; its ranks and microbatches are the defaults")
+    for name, what, default in (
+        ("forward", "forward pass (F)", "1"),
+        ("backward", "whole backward pass (B)", "2"),
+        ("input", "gradient of the input (I)", "half of B"),
+        ("weight", "gradient of the weights (W)", "half of B"),
+        ("transfer", "transfer from rank to rank, beside computation", "0"),
+    ):
+        text = f"time of a {what}" + ("" if name == "transfer" else ", one microbatch, all layers of a rank")
+        parser.add_argument(f"--{name}", type=float, help=f"{text} (default {default})")
+    parser.add_argument("--plot", type=Path, help="draw it: timeline.svg, timeline.png")
+    parser.add_argument("--csv", type=Path, help="write the order, for schedule=csv schedule.file=…")
+    return parser
+
+
+def _hold(given: Any) -> None:
+    """Every number is one that there can be, and flags go together."""
+    kinds = [*sorted(str(kind) for kind in discover()["schedule"]), ALL]
+    if given.kind not in kinds:
+        near = "".join(f"try {each}; " for each in difflib.get_close_matches(given.kind, kinds, n=1))
+        raise ConfigError("schedule", given.kind, "there is no such schedule", f"{near}known: {', '.join(kinds)}")
+    for name, good in (("ranks", 4), ("microbatches", 8), ("stages_per_rank", 2)):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}", value, "must be at least 1", f"try {good}")
+    size = (given.ranks or 4) * (given.microbatches or 8) * (given.stages_per_rank or 2)
+    if size > LIMIT:
+        rule = f"ranks × stages × microbatches is {size}, and a timeline has {LIMIT} at most"
+        raise ConfigError("--microbatches", given.microbatches or 8, rule, "try fewer: the pattern repeats itself")
+    for name in ("forward", "backward", "input", "weight", "transfer"):
+        value = getattr(given, name)
+        may_be_none = name == "transfer"
+        if value is not None and not (0 < value < math.inf or (may_be_none and value == 0)):
+            rule = "must be finite and " + ("not negative" if may_be_none else "positive")
+            raise ConfigError(f"--{name}", value, rule, "try 1")
+    if given.csv is not None and given.kind == ALL:
+        raise ConfigError("--csv", given.csv, "holds one schedule", "name it instead of all: titanlab schedule 1f1b")
+    if given.file is not None and given.kind != "csv":
+        raise ConfigError("--file", given.file, "is for the schedule csv", "try titanlab schedule csv")
+
+
+def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
+    """The schedules asked for; of all, also what is in the way of some."""
+    if given.kind != ALL:
+        return [_make(given.kind, given)], {}
+    made, refused = [], {}
+    for kind in discover()["schedule"]:
+        if kind is None or kind == "csv":
+            continue
+        try:
+            made.append(_make(kind, given, chosen=False))
+        except ConfigError as error:
+            refused[kind] = error
+    return sorted(made, key=lambda each: (each.timeline.duration, each.kind)), refused
+
+
+def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
+    """Args: chosen: this one was asked for, so a flag that it has no use for is a mistake."""
+    schema = discover()["schedule"][kind].schema
+    fields = {field.name for field in dataclasses.fields(schema)}
+    values = {}
+    if given.stages_per_rank is not None:
+        if "stages_per_rank" in fields:
+            # Beside others, a schedule that has only one choice keeps it.
+            if chosen or _takes(schema, given.stages_per_rank):
+                values["stages_per_rank"] = given.stages_per_rank
+        elif chosen and given.stages_per_rank != 1:
+            rule = f"{kind} has one stage a rank" if kind != "csv" else "the file says which stages there are"
+            cure = "leave it out, or try titanlab schedule interleaved_1f1b"
+            raise ConfigError("--stages-per-rank", given.stages_per_rank, rule, cure)
+    if kind == "csv":
+        values["file"] = given.file or ""
+    config = schema(**values)
+    ranks, microbatches = given.ranks or 4, given.microbatches or 8
+    if kind == "csv":
+        orders = read_actions(config.file)
+        ranks = given.ranks or len(orders)
+        microbatches = given.microbatches or 1 + max(action.microbatch for order in orders for action in order)
+    part = implementation(config)
+    part.check(config, ranks=ranks, microbatches=microbatches)
+    placement = part.placement(config, ranks=ranks)
+    orders = part.actions(config, ranks=ranks, microbatches=microbatches)
+    share = ranks / len(placement)  # of a rank's layers in one stage
+    durations = {each: share * time for each, time in _durations(given).items()}
+    timeline = simulate(orders, placement, durations, transfer=given.transfer or 0.0)
+    return Made(kind=kind, orders=orders, timeline=timeline, microbatches=microbatches)
+
+
+def _takes(schema: type, stages_per_rank: int) -> bool:
+    try:
+        schema(stages_per_rank=stages_per_rank)
+    except ConfigError:
+        return False
+    return True
+
+
+def _durations(given: Any) -> Mapping[Kind, float]:
+    backward = given.backward or 2.0
+    return {
+        Kind.FORWARD: given.forward or 1.0,
+        Kind.BACKWARD: backward,
+        Kind.INPUT: given.input or backward / 2,
+        Kind.WEIGHT: given.weight or backward / 2,
+    }
+
+
+def _picture(made: Made, given: Any) -> list[str]:
+    coloured = _is_coloured()
+    # A file has no width, unless somebody says so.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+    return [
+        _strong(made.title, coloured=coloured),
+        "",
+        *rows(made.timeline, width=width, coloured=coloured),
+        "",
+        f"step            {_figure(made.timeline.duration)} ({_times(given)})",
+        f"bubble          {_percent(made.timeline)} of all ranks' time",
+        f"peak in flight  {_peaks(made.timeline)} microbatches, by rank",
+    ]
+
+
+def _table(made: list[Made], refused: Mapping[str, ConfigError], given: Any) -> list[str]:
+    coloured = _is_coloured()
+    head = ("schedule", "stages a rank", "step", "bubble", "peak in flight, by rank")
+    body = [
+        (
+            each.kind,
+            _figure(each.stages_per_rank),
+            _figure(each.timeline.duration),
+            _percent(each.timeline),
+            _peaks(each.timeline),
+        )
+        for each in made
+    ]
+    widths = [max(len(row[column]) for row in (head, *body)) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            # Names and lists to the left, figures to the right.
+            f"{cell:<{size}}" if column in (0, 4) else f"{cell:>{size}}"
+            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *body)
+    ]
+    title = f"{_counted(given.ranks or 4, 'rank')}, {_counted(given.microbatches or 8, 'microbatch', 'es')}"
+    left_out = [f"{kind}: {error.rule}" for kind, error in refused.items()]
+    return [title, f"({_times(given)})", "", _strong(lines[0], coloured=coloured), *lines[1:], *left_out]
+
+
+def _times(given: Any) -> str:
+    times = ", ".join(f"{kind} {_figure(time)}" for kind, time in _durations(given).items())
+    sent = f", transfer {_figure(given.transfer)}" if given.transfer else ""
+    return f"a rank's layers take {times}{sent}"
+
+
+def _peaks(timeline: Timeline) -> str:
+    peaks = [_figure(peak) for peak in timeline.peak_in_flight]
+    return " ".join(peaks) if len(peaks) <= _LISTED else f"{' '.join(peaks[: _LISTED - 2])} … {peaks[-1]}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _percent(timeline: Timeline) -> str:
+    return f"{100 * timeline.bubble_share:.1f} %"
+
+
+def _counted(number: float, word: str, plural: str = "s") -> str:
+    return f"{_figure(number)} {word}{'' if number == 1 else plural}"
+
+
+def _strong(text: str, *, coloured: bool) -> str:
+    return f"\x1b[1m{text}\x1b[0m" if coloured else text
+
+
+def _is_coloured() -> bool:
+    environ = os.environ
+    return (
+        sys.stdout.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "") not in ("", "dumb", "unknown")
+    )
+
+
+def _in_flags(error: ConfigError) -> ConfigError:
+    """The same error in the words of this verb."""
+    key, cure = FLAGS.get(error.key, error.key), error.cure
+    for name, flag in FLAGS.items():
+        cure = cure.replace(name, flag)
+    return ConfigError(key, error.value, error.rule, _BATCH.sub("other --microbatches", cure))

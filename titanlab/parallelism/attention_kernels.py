@@ -1,0 +1,163 @@
+"""Attention kernels that also give the logarithm of the softmax's denominator, so that parts can be put together.
+
+All take q [batch, heads, rows, head_dim] and k, v [batch, kv_heads, keys, head_dim] of any strides but the last, scale
+by 1/√head_dim, and call the ATen operators behind `scaled_dot_product_attention`: no public function takes the
+denominators of a whole row for the backward pass of a part of it. torch's own context parallelism
+(torch/distributed/tensor/experimental/_context_parallel) calls the same ones, in 2.11 as in 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+
+aten = torch.ops.aten
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Kernel(Protocol):
+    """One kernel. `causal` masks keys after the row's own number, and is used for as many rows as keys only."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """The output, shaped as q, and log Σ exp(scores) of every row: float32 [batch, heads, rows]."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> Gradients:
+        """What these keys add to the gradients of q, k and v, given `out` and `lse` over all keys of each row."""
+        ...
+
+
+class Cpu:
+    """The fused kernel of CPUs: float32, bfloat16, float16; shared key/value heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> Gradients:
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal)
+        return dq, dk, dv
+
+
+class Flash:
+    """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; shared key/value heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> Gradients:
+        op = aten._scaled_dot_product_flash_attention_backward.default
+        rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
+        # No lengths of ragged sequences, no dropout, so no seed either.
+        dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed)
+        return dq, dk, dv
+
+
+class Cudnn:
+    """cuDNN's fused attention on CUDA: 16 bits; shared key/value heads. Its denominators have a last dim of 1."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal)
+        return out, lse.reshape(q.shape[:3])
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> Gradients:
+        op = aten._scaled_dot_product_cudnn_attention_backward.default
+        rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
+        lse = lse.contiguous().unsqueeze(-1)
+        dq, dk, dv = op(grad, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal)
+        return dq, dk, dv
+
+
+class Efficient:
+    """Memory-efficient attention (arXiv 2112.05682) on CUDA: also float32. It takes no shared heads, so they are
+    repeated here, on the device; its denominators are padded to 32 rows.
+    """
+
+    ROWS = 32
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        k, v = (repeated(x, q.shape[1]) for x in (k, v))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal)
+        return out, lse[:, :, : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> Gradients:
+        op = aten._scaled_dot_product_efficient_attention_backward.default
+        kv_heads, seed, wanted = k.shape[1], _no_seed(q), [True, True, True, False]
+        k, v = (repeated(x, q.shape[1]) for x in (k, v))
+        # exp(score − ∞) is 0: a padded row counts for nothing.
+        lse = F.pad(lse, (0, -lse.shape[2] % self.ROWS), value=float("inf")).contiguous()
+        dq, dk, dv, _ = op(grad, q, k, v, None, out, lse, seed, seed, 0.0, wanted, causal)
+        return dq, summed(dk, kv_heads), summed(dv, kv_heads)
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Shared heads one after another for each head that shares them: [batch, kv_heads, …] → [batch, heads, …]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def summed(x: Tensor, kv_heads: int) -> Tensor:
+    """The gradient of `repeated`'s argument, given that of its result."""
+    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+_KERNELS: dict[str, Kernel] = {"flash": Flash(), "cudnn": Cudnn(), "efficient": Efficient()}
+_CAN_USE = {
+    # SDPA pads for flash before it calls the operator.
+    "flash": lambda inputs: inputs.query.shape[-1] % 8 == 0 and can_use_flash_attention(inputs),
+    "cudnn": can_use_cudnn_attention,
+    "efficient": can_use_efficient_attention,
+}
+
+
+def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+    """The kernel to use for these inputs: the one that was asked for if it can, else the next that can.
+
+    Args:
+        name: `flash`, `cudnn`, `efficient`, or `auto`: flash where it can (16 bits), else efficient. CPUs have but one.
+
+    Raises:
+        RuntimeError: no kernel of this device takes the inputs.
+    """
+    if q.device.type == "cpu":
+        return Cpu()
+    for candidate in (name, "flash", "efficient"):
+        if candidate in _KERNELS:
+            shared = candidate != "efficient" and q.shape[1] != k.shape[1]
+            k_, v_ = (k, v) if shared else (_broadcast(x, q.shape[1]) for x in (k, v))
+            if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
+                return _KERNELS[candidate]
+    raise RuntimeError(
+        f"no attention kernel of {q.device.type} takes {q.dtype} with a head_dim of {q.shape[-1]}; "
+        "fused kernels need a device of compute capability 8.0 or more and a head_dim that is a multiple of 8"
+    )
+
+
+def _broadcast(x: Tensor, heads: int) -> Tensor:
+    """What `repeated` returns as far as a check of shapes can tell, without its memory."""
+    return x if x.shape[1] == heads else x[:, :1].expand(-1, heads, -1, -1)
+
+
+def _no_seed(q: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=q.device)

@@ -1,0 +1,47 @@
+"""Collectives along the first dim: under the names that the installed torch knows, and the way that gloo does fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 has the first and warns of the second, which is the only one in 2.11.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_first(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The parts of all ranks, one after another: [n, …] → [ranks·n, …]."""
+    whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
+    all_gather_single(whole, part.contiguous(), group=group)
+    return whole
+
+
+def sum_and_scatter_first(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of the sum over ranks: [ranks·n, …] → [n, …]."""
+    part = summand.new_empty((summand.shape[0] // group.size(), *summand.shape[1:]))
+    reduce_scatter(part, summand.contiguous(), group)
+    return part
+
+
+def reduce_scatter(output: torch.Tensor, summand: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Write this rank's part of the sum over ranks to `output`; both contiguous.
+
+    gloo scatters what it has reduced by reducing all, at twice the traffic: there, parts are exchanged and added.
+    """
+    if summand.device.type != "cpu":
+        reduce_scatter_single(output, summand, group=group)
+        return
+    parts = torch.empty_like(summand)
+    dist.all_to_all_single(parts, summand, group=group)
+    torch.sum(parts.view(group.size(), *output.shape), dim=0, out=output)
+
+
+def sum_all(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks, as a new tensor."""
+    total = summand.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

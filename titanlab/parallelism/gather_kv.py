@@ -1,0 +1,87 @@
+"""All-gather KV: all keys and values are collected while the local part is computed; then two more parts, and done.
+
+Fewer and larger products than a ring has, for the memory of all keys and values as long as one attention runs; they are
+not kept for the backward pass, which collects them again. The way of Llama 3 (arXiv 2407.21783, section 3.3.2).
+Everyone receives every tail, also one that comes after all of its queries; gradients come home by an all-to-all that
+sends only what there is, in the kernels' type, and are added in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work, all_to_all_single
+
+from titanlab.parallelism.collectives import all_gather_single
+from titanlab.parallelism.head_tail import Block, Pair
+
+
+class GatherKv:
+    """The collection of one attention's keys and values, and the return of their gradients. Sets off at once.
+
+    Args:
+        local: this rank's keys and values, [batch, seq, kv_heads, head_dim] each, contiguous.
+        group: ranks of the context axis, in order.
+    """
+
+    def __init__(self, local: Pair, group: ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._ranks = group.rank(), group.size()
+        sent = torch.stack(local)
+        self._block_size, self._half = sent.numel(), sent.shape[2] // 2
+        # [ranks, k and v, batch, seq, kv_heads, head_dim]
+        self._gathered: Tensor | None = sent.new_empty(self._ranks, *sent.shape)
+        self._work: Work | None = all_gather_single(self._gathered.flatten(0, 1), sent, group=group, async_op=True)
+        self._sent: Tensor | None = sent
+        self._home: Tensor | None = None
+        self._given: list[Tensor] = []
+
+    def blocks(self) -> Iterator[Block]:
+        gathered, self._gathered = self._gathered, None
+        assert gathered is not None
+        assert self._work is not None
+        self._work.wait()
+        self._sent = self._work = None
+        if self._rank > 0:
+            yield Block(*_joined(gathered[: self._rank, :, :, : self._half]), later=False)
+        if self._rank + 1 < self._ranks:
+            yield Block(*_joined(gathered[self._rank + 1 :]), later=True)
+
+    def give(self, gradients: Pair, into: Pair) -> None:
+        is_later = self._rank == 0 or len(self._given) == 1
+        self._given.append(_by_owner(gradients, self._ranks - 1 - self._rank if is_later else self._rank))
+        if is_later or self._rank + 1 == self._ranks:
+            # A rank has used all keys of the ranks behind it, and the heads of those before it.
+            sizes = [self._sizes(whole=range(self._rank + 1, self._ranks)), self._sizes(whole=range(self._rank))]
+            self._sent = torch.cat([part.flatten() for part in self._given])
+            self._home = self._sent.new_empty(sum(sizes[1]))
+            self._work = all_to_all_single(self._home, self._sent, sizes[1], sizes[0], group=self._group, async_op=True)
+
+    def collect(self, into: Pair) -> None:
+        if self._work is None or self._home is None:
+            return
+        self._work.wait()
+        batch, _, *shape = into[0].shape
+        for piece in self._home.split([size for size in self._sizes(whole=range(self._rank)) if size]):
+            for gradient, part in zip(into, piece.view(2, batch, -1, *shape), strict=True):
+                gradient[:, : part.shape[1]] += part
+
+    def _sizes(self, *, whole: range) -> list[int]:
+        """Elements of the gradients exchanged with each rank: of all keys for ranks in `whole`, else of their heads."""
+        sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
+        sizes[self._rank] = 0
+        return sizes
+
+
+def _joined(gathered: Tensor) -> Pair:
+    """Several ranks' keys and values as one sequence: [ranks, 2, batch, seq, …] → [batch, ranks · seq, …] each."""
+    k, v = gathered.permute(1, 2, 0, *range(3, gathered.dim())).flatten(2, 3)
+    return k, v
+
+
+def _by_owner(gradients: Pair, owners: int) -> Tensor:
+    """The inverse of `_joined`: [batch, owners · seq, …] each → [owners, 2, batch, seq, …]."""
+    parts: Tensor = torch.stack(gradients).unflatten(2, (owners, -1))
+    return parts.permute(2, 0, 1, *range(3, parts.dim()))

@@ -1,0 +1,155 @@
+"""Pipeline parallelism: torch's schedule runtime carries out our lists of actions, microbatch by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# The only executor of arbitrary lists of actions in torch; its public schedules are built on it.
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from titanlab.parallelism.loss import IGNORE
+from titanlab.parallelism.pipeline_stage import Loss, Stage
+from titanlab.schedule.action import Action, Kind
+
+_COMMUNICATION_OF_FORWARDS = (_ComputationType.SEND_F, _ComputationType.RECV_F)
+_OF_FSDP = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
+
+
+class Pipeline:
+    """The stages of one rank of a pipeline, and the order in which they compute.
+
+    Gradients are those of scale · Σ loss over all microbatches of the step. Under FSDP the reduction runs once a
+    step and divides by the size of its mesh, as FSDP does everywhere; `scale` has to make up for it.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        *,
+        actions: Sequence[Sequence[Action]],
+        placement: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        loss: Loss,
+        scale: float,
+        hidden_shape: Sequence[int],
+        hidden_dtype: torch.dtype,
+        microbatch: int | None = None,
+    ) -> None:
+        """Prepare to run a schedule; nothing is computed or sent.
+
+        Args:
+            stages: by number, those of this rank. The first takes tokens [microbatch, seq], the others hidden
+                states; all take positions [seq] as well. The last gives logits. Under FSDP or not.
+            actions: by rank of the group, what it computes and in which order.
+            placement: by stage, the rank of the group that has it.
+            loss: (logits, labels [microbatch, seq]) → float32 scalar, summed over the microbatch's labels. It is
+                called once a microbatch, and nobody uses the logits after it.
+            hidden_shape: of what this rank's stages hand on: [microbatch, seq, dim], or under sequence parallelism
+                [1, this rank's tokens of a microbatch, dim].
+            microbatch: sequences of a microbatch; None: as many as hidden_shape has.
+        """
+        rank = dist.get_rank(group)
+        if sorted(stages) != [number for number, owner in enumerate(placement) if owner == rank]:
+            raise ValueError(f"rank {rank} was given stages {sorted(stages)} of the placement {list(placement)}")
+        self._device = device
+        self._microbatch = microbatch or hidden_shape[0]
+        self._microbatches = 1 + max(action.microbatch for action in actions[rank])
+        split = {action.stage for action in actions[rank] if action.kind is Kind.INPUT}
+        self._stages = [
+            Stage(
+                stages[number],
+                number,
+                placement,
+                group=group,
+                device=device,
+                hidden=(torch.Size(hidden_shape), hidden_dtype),
+                loss=loss,
+                scale=scale,
+                split_backward=number in split,
+            )
+            for number in sorted(stages)
+        ]
+        self._train = self._runtime(actions)
+        self._evaluate = self._runtime(actions)
+        order = self._evaluate.pipeline_order_with_comms[rank]
+        order[:] = [
+            each
+            for each in order
+            if each.computation_type is _ComputationType.FORWARD or each.computation_type in _COMMUNICATION_OF_FORWARDS
+        ]
+
+    def forward_backward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        """Run all microbatches of a step; gradients are added to those of the stages' parameters.
+
+        Args:
+            tokens, labels: [microbatches · microbatch, seq] int64, the same on all ranks of the pipeline.
+            positions: [seq] int64.
+
+        Returns:
+            The sum of the losses, float32; zero on ranks that do not have the last stage.
+        """
+        if tokens.shape[0] != self._microbatch * self._microbatches:
+            raise ValueError(
+                f"{tokens.shape[0]} sequences for {self._microbatches} microbatches of {self._microbatch} each"
+            )
+        for stage in self._stages:
+            stage.begin_step()
+        return self._run(self._train, tokens, labels, positions)
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        """The sum of the losses of up to microbatches · microbatch sequences; zero without the last stage.
+
+        What is missing of a full batch is filled with labels that do not count: all ranks go through the same
+        collectives, however many sequences each has.
+        """
+        whole = self._microbatch * self._microbatches
+        missing = whole - tokens.shape[0]
+        if missing < 0:
+            raise ValueError(f"{tokens.shape[0]} sequences are more than the {whole} of a step")
+        tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
+        total = self._run(self._evaluate, tokens, labels, positions)
+        for stage in self._stages:
+            stage.free_parameters()
+        return total
+
+    def _runtime(self, actions: Sequence[Sequence[Action]]) -> _PipelineScheduleRuntime:
+        # Without a loss function: the last stage has it, and lets go of the logits earlier than the runtime would.
+        runtime = _PipelineScheduleRuntime(
+            self._stages, n_microbatches=self._microbatches, loss_fn=None, scale_grads=False
+        )
+        runtime._prepare_schedule_with_comms(
+            {
+                rank: [_Action(each.stage, _ComputationType(each.kind.value), each.microbatch) for each in own]
+                for rank, own in enumerate(actions)
+            }
+        )
+        # FSDP's own hooks gather parameters block by block while others compute, once a step or once a forward as
+        # they were told; the runtime's actions would gather all of a stage first, and again after each eviction.
+        own = runtime.pipeline_order_with_comms[runtime.rank]
+        own[:] = [each for each in own if each.computation_type not in _OF_FSDP]
+        runtime.unsharded_stages = {stage.stage_index for stage in self._stages}
+        # Nothing to find out: shapes are known.
+        runtime._stages_forward_initialized = True
+        return runtime
+
+    def _run(self, runtime: _PipelineScheduleRuntime, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        size = self._microbatch
+        rows = [slice(index * size, (index + 1) * size) for index in range(self._microbatches)]
+        total = torch.zeros((), device=self._device)
+        try:
+            runtime._step_microbatches([(tokens[each], labels[each], positions) for each in rows], return_outputs=False)
+            for stage in self._stages:
+                if stage.loss_sum is not None:
+                    total = stage.loss_sum
+                stage.end_step()
+        finally:
+            for stage in self._stages:
+                stage.clear_runtime_states()
+        return total

@@ -1,0 +1,219 @@
+"""One stage of a pipeline, as torch's schedule runtime wants it: what comes in, what is computed, what goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from titanlab.parallelism.pipeline_weights import DeferredWeights
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Stage(PipelineStage):
+    """A stage that knows the shape of everything it sends and receives, and holds nothing longer than needed.
+
+    torch's own stage asks its neighbours for shapes or computes once to learn them, keeps buffers for all
+    microbatches between steps, and keeps every microbatch's logits until the step ends. This one gives the runtime
+    the same methods. It posts its own sends and receives, so that torch 2.11 and 2.13 do the same.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        placement: Sequence[int],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        hidden: tuple[torch.Size, torch.dtype],
+        loss: Loss,
+        scale: float,
+        split_backward: bool,
+    ) -> None:
+        """Stage `number` of a pipeline of which `placement` names each stage's rank.
+
+        Args:
+            hidden: shape and dtype of what stages hand on.
+            loss: (logits, labels) → a scalar, in the last stage only.
+            scale: gradients are those of scale · loss.
+            split_backward: some backwards compute the gradients of inputs first and those of weights later.
+        """
+        super().__init__(module, number, len(placement), device, group=group)
+        if not isinstance(module, FSDPModule) and any(isinstance(each, FSDPModule) for each in module.modules()):
+            raise ValueError(f"stage {number} has parts under FSDP but is not: its gradients would never be reduced")
+        self.loss_sum: Tensor | None = None
+        self._placement = placement
+        self._shape, self._dtype = hidden
+        self._loss, self._scale = loss, scale
+        self._deferred = DeferredWeights(module) if split_backward else None
+        # By microbatch, from when they arrive or come to be until they are used or sent.
+        self._arrived: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        self._arrived_gradients: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        self._computed: dict[int, Tensor] = {}
+        self._computed_gradients: dict[int, Tensor] = {}
+        self._pending: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._sends: list[dist.Work] = []
+
+    def begin_step(self) -> None:
+        """No backward of the step reduces gradients or frees parameters; `perform_reduce_grad` does, at its end."""
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+
+    def free_parameters(self) -> None:
+        """Let go of what FSDP has gathered for forwards that no backward follows."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def end_step(self) -> None:
+        """Wait for what is still being sent, and let go of everything."""
+        for work in self._sends:
+            work.wait()
+        self.clear_runtime_states()
+
+    def clear_runtime_states(self) -> None:
+        """Let go of everything, also after an error in the middle of a step."""
+        self.loss_sum = None
+        self._sends.clear()
+        for held in (
+            *(self._arrived, self._arrived_gradients, self._computed, self._computed_gradients),
+            self._pending,
+        ):
+            held.clear()
+        if self._deferred is not None:
+            self._deferred.clear()
+
+    # What follows is called by the runtime, with torch's names.
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,  # noqa: FBT001, FBT002 (torch's)
+    ) -> Tensor:
+        """Compute one microbatch; args: its tokens and labels [microbatch, seq], and positions [seq]."""
+        tokens, labels, positions = args
+        hidden = None
+        if not self.is_first:
+            hidden = self._take(self._arrived, fwd_chunk_id)
+            hidden.requires_grad_(torch.is_grad_enabled())
+        output: Tensor
+        if self.is_last:
+            # No name is given to the logits: they go as soon as the loss is known.
+            output = self._loss(self.submod(tokens if hidden is None else hidden, positions), labels)
+            found = output.detach()
+            self.loss_sum = found if self.loss_sum is None else self.loss_sum + found
+            output = output * self._scale
+        else:
+            output = self.submod(tokens if hidden is None else hidden, positions)
+            if self._is_elsewhere(self.stage_index + 1):
+                self._computed[fwd_chunk_id] = self._checked(output, "hidden state")
+        if output.requires_grad:
+            self._pending[fwd_chunk_id] = hidden, output
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,  # noqa: FBT001, FBT002 (torch's)
+        last_backward: bool = False,  # noqa: FBT001, FBT002 (torch's)
+    ) -> None:
+        """The backward of one microbatch; with `full_backward` False, most gradients of weights are left for later."""
+        hidden, output = self._pending.pop(bwd_chunk_id)
+        gradient = None if self.is_last else self._take(self._arrived_gradients, bwd_chunk_id)
+        if full_backward:
+            torch.autograd.backward(output, gradient)
+        else:
+            assert self._deferred is not None
+            with self._deferred.collect(bwd_chunk_id):
+                torch.autograd.backward(output, gradient)
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._computed_gradients[bwd_chunk_id] = self._checked(hidden.grad, "gradient of the hidden state")
+
+    def backward_weight_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        last_backward: bool = False,  # noqa: FBT001, FBT002 (torch's)
+    ) -> None:
+        """The gradients of weights that the backward for the inputs has left."""
+        assert self._deferred is not None
+        self._deferred.compute(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the hidden state on its way. Nothing is left to do for the runtime."""
+        return self._send(self._computed.pop(fwd_chunk_id), self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the gradient on its way. Nothing is left to do for the runtime."""
+        return self._send(self._computed_gradients.pop(bwd_chunk_id), self.stage_index - 1)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Make room for a hidden state. Nothing is left to do for the runtime."""
+        return self._receive(self._arrived, fwd_chunk_id, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Make room for a gradient. Nothing is left to do for the runtime."""
+        return self._receive(self._arrived_gradients, bwd_chunk_id, self.stage_index + 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """The hidden state of the stage before, which is on this rank."""
+        self._arrived[mb_index] = self._checked(prev_stage_outputs, "hidden state"), None
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor]:
+        """The gradient for the stage before, which is on this rank."""
+        return (self._computed_gradients.pop(mb_index),)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """The gradient from the next stage, which is on this rank."""
+        (gradient,) = next_stage_bwd_outputs
+        assert gradient is not None
+        self._arrived_gradients[mb_index] = gradient, None
+
+    def _send(self, tensor: Tensor, stage: int) -> list[dist.P2POp]:
+        # NCCL knows what has arrived, and what has need not be kept; gloo does not, until it is waited for.
+        self._sends = [work for work in self._sends if not work.is_completed()]
+        work = dist.isend(tensor, group=self.group, group_dst=self._placement[stage])
+        assert work is not None
+        self._sends.append(work)
+        return []
+
+    def _receive(
+        self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int, stage: int
+    ) -> list[dist.P2POp]:
+        room = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        arrived[microbatch] = room, dist.irecv(room, group=self.group, group_src=self._placement[stage])
+        return []
+
+    def _take(self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int) -> Tensor:
+        tensor, work = arrived.pop(microbatch)
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def _is_elsewhere(self, stage: int) -> bool:
+        return self._placement[stage] != self._placement[self.stage_index]
+
+    def _checked(self, tensor: Tensor, what: str) -> Tensor:
+        tensor = tensor.detach()
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.wait()
+        if isinstance(tensor, DTensor) or (tensor.shape, tensor.dtype) != (self._shape, self._dtype):
+            raise RuntimeError(
+                f"stage {self.stage_index}: the {what} is a {type(tensor).__name__} {list(tensor.shape)} of "
+                f"{tensor.dtype}, but stages exchange plain tensors {list(self._shape)} of {self._dtype}"
+            )
+        return tensor.contiguous()

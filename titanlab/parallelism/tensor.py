@@ -1,0 +1,279 @@
+"""Tensor parallelism: the styles that a model's plan names.
+
+Parameters become DTensors, so that everything that looks at a parameter knows which part it sees; what flows between
+modules are plain local tensors, for which three operators below say what is sent, forward and backward. The residual
+stream is whole on every rank, [batch, seq, dim]; with sequence parallelism (arXiv 2205.05198) it is this rank's share
+of all tokens, [1, batch·seq / ranks, dim]: cut along the flattened tokens, gathering and scattering need no copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+
+from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a model is cut.
+
+    Attributes:
+        mesh: 1-D, the ranks of the tensor axis.
+        seq_len: tokens of a sequence that each of these ranks has.
+        sequence_parallel: the residual stream is shared out, too.
+        loss_parallel: logits stay cut over the vocabulary.
+    """
+
+    mesh: DeviceMesh
+    seq_len: int
+    sequence_parallel: bool
+    loss_parallel: bool
+
+    def whole(self, stream: Tensor) -> Tensor:
+        """The residual stream as every rank needs it: [batch, seq, dim]. Gradients of what follows are summed."""
+        if torch.compiler.is_compiling():
+            return self._compiled_whole(stream)
+        group = self.mesh.get_group()
+        if not self.sequence_parallel:
+            copied: Tensor = _Copy.apply(stream, group)
+            return copied
+        gathered: Tensor = _Gather.apply(stream, self.seq_len, group)
+        return gathered
+
+    def stream(self, summand: Tensor) -> Tensor:
+        """The sum of all ranks' [batch, seq, dim] as the residual stream has it."""
+        if torch.compiler.is_compiling():
+            return self._compiled_stream(summand)
+        group = self.mesh.get_group()
+        if not self.sequence_parallel:
+            total: Tensor = _Sum.apply(summand, group)
+            return total
+        scattered: Tensor = _SumScatter.apply(summand, group)
+        return scattered
+
+    # In compiled code the same is said with DTensors: their collectives are what torch's compiler knows, and fuses
+    # with products for AsyncTP.
+
+    def _compiled_whole(self, stream: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            copied: Tensor = self._dtensor(stream, Replicate()).to_local(grad_placements=[Partial()])
+            return copied
+        whole = self._dtensor(stream.squeeze(0), Shard(0)).redistribute(placements=[Replicate()])
+        local: Tensor = whole.to_local(grad_placements=[Partial()]).unflatten(0, (-1, self.seq_len))
+        return local
+
+    def _compiled_stream(self, summand: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            total: Tensor = self._dtensor(summand, Partial()).redistribute(placements=[Replicate()]).to_local()
+            return total
+        tokens = self._dtensor(summand.flatten(0, 1), Partial()).redistribute(placements=[Shard(0)])
+        local: Tensor = tokens.to_local()
+        return local.unsqueeze(0)
+
+    def _dtensor(self, local: Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(local, self.mesh, [placement], run_check=False)
+
+
+Style = Callable[[nn.Module, Cut], None]
+
+
+def colwise(linear: nn.Module, cut: Cut) -> None:
+    """A linear layer whose outputs are cut; its input is whole, see `gathered`."""
+    _distribute(linear, cut.mesh, weight=Shard(0), bias=Shard(0))
+    linear.forward = lambda whole: F.linear(whole, _local(linear.weight), _local(linear.bias))
+
+
+def rowwise(linear: nn.Module, cut: Cut) -> None:
+    """A linear layer whose inputs are cut; it gives the residual stream."""
+    _distribute(linear, cut.mesh, weight=Shard(1), bias=Replicate())
+
+    def forward(part: Tensor) -> Tensor:
+        total: Tensor = cut.stream(F.linear(part, _local(linear.weight)))
+        if linear.bias is not None:
+            total = total + _local(linear.bias)
+        return total
+
+    linear.forward = forward
+
+
+def gathered(module: nn.Module, cut: Cut) -> None:
+    """A module that computes on whole sequences: its first argument is made whole, once for all products inside."""
+    module.register_forward_pre_hook(lambda _, inputs: (cut.whole(inputs[0]), *inputs[1:]))
+
+
+def norm(module: nn.Module, cut: Cut) -> None:
+    """A module that treats each token alike: every rank has all of its parameters, and its part of the stream."""
+    _distribute(module, cut.mesh, weight=Replicate(), bias=Replicate())
+    # The same computation without parameters of its own.
+    bare = copy.deepcopy(module)
+
+    def forward(stream: Tensor) -> Tensor:
+        local = {name: _local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        output: Tensor = functional_call(bare, local, (stream,))
+        return output
+
+    module.forward = forward
+
+
+def embedding(table: nn.Module, cut: Cut) -> None:
+    """A table cut by rows: each rank looks up what it has."""
+    assert isinstance(table, nn.Embedding), table
+    # What else torch's module does, this does not.
+    assert table.max_norm is None, table
+    assert table.padding_idx is None, table
+    first = cut.mesh.get_local_rank() * -(-table.num_embeddings // cut.mesh.size())
+    _distribute(table, cut.mesh, weight=Shard(0))
+
+    def forward(tokens: Tensor) -> Tensor:
+        weight = _local(table.weight)
+        rows = tokens - first
+        mine = (rows >= 0) & (rows < weight.shape[0])
+        return cut.stream(F.embedding(rows.where(mine, 0), weight) * mine.unsqueeze(-1))
+
+    table.forward = forward  # type: ignore[assignment, method-assign]
+
+
+def head(module: nn.Module, cut: Cut) -> None:
+    """The last product, cut over the vocabulary; or one that is handed the embedding's table, which is cut alike."""
+    _distribute(module, cut.mesh, weight=Shard(0), bias=Shard(0))
+
+    def forward(stream: Tensor, table: Any = None) -> Tensor:
+        weight: Any = module.weight if table is None else table
+        logits = F.linear(cut.whole(stream), _local(weight), _local(getattr(module, "bias", None)))
+        if cut.loss_parallel:
+            return logits
+        shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
+        strides = (shape[1] * shape[2], shape[2], 1)
+        # Parts may be uneven: DTensor knows how to gather those.
+        parts = DTensor.from_local(logits, cut.mesh, [Shard(2)], run_check=False, shape=shape, stride=strides)
+        output: Tensor = _NoView.apply(parts.redistribute(placements=[Replicate()]).to_local())
+        return output
+
+    module.forward = forward
+
+
+STYLES: Mapping[str, Style] = {
+    "colwise": colwise,
+    "rowwise": rowwise,
+    "gathered": gathered,
+    "norm": norm,
+    "embedding": embedding,
+    "head": head,
+}
+
+
+def parallelise(
+    model: nn.Module, plan: Mapping[str, str], cut: Cut, styles: Mapping[str, Style] = STYLES
+) -> frozenset[str]:
+    """Cut the modules of a model on meta, or of a stage of it, in place.
+
+    Args:
+        plan: path of a module → name of its style; `*` stands for one step of a path.
+
+    Returns:
+        names of the parameters whose gradients are summands, one on every rank, when the backward is over: of whole
+        parameters that act on shares of the tokens. They are left to the caller, who can sum them all at once.
+
+    Raises:
+        ValueError: the plan names a style that there is not.
+    """
+    unknown = sorted(set(plan.values()) - set(styles))
+    if unknown:
+        raise ValueError(f"the tensor plan names {', '.join(unknown)}; there is {', '.join(styles)}")
+    for name, module in list(model.named_modules()):
+        for pattern, style in plan.items():
+            # A star is one step of the path, as there are equally many dots.
+            if pattern.count(".") == name.count(".") and fnmatch.fnmatchcase(name, pattern):
+                styles[style](module, cut)
+    if not cut.sequence_parallel:
+        return frozenset()
+    whole = (Replicate(),)
+    return frozenset(name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.placements == whole)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        cut = distribute_tensor(parameter.data, mesh, [placements[name]])
+        module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+
+
+def _local(parameter: Any) -> Any:
+    """What this rank has of a parameter, as a plain tensor that passes gradients back; None of None."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _Copy(torch.autograd.Function):
+    """Forward nothing, backward the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return sum_all(gradients[0], ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Forward the sum over ranks, backward nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return sum_all(summand, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """This rank's tokens [1, n, dim] → all, [batch, seq, dim]; backward its part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, seq_len: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole: Tensor = gather_first(part.squeeze(0), group).unflatten(0, (-1, seq_len))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return sum_and_scatter_first(gradients[0].flatten(0, 1), ctx.group).unsqueeze(0), None, None
+
+
+class _SumScatter(torch.autograd.Function):
+    """[batch, seq, dim] → this rank's tokens of the sum, [1, n, dim]; backward the gradients of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.shape = group, summand.shape
+        return sum_and_scatter_first(summand.flatten(0, 1), group).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole: Tensor = gather_first(gradients[0].squeeze(0), ctx.group).view(ctx.shape)
+        return whole, None
+
+
+class _NoView(torch.autograd.Function):
+    """The same numbers as a tensor that is no view: FSDP2 warns of those that a module returns."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]

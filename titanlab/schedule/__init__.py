@@ -1,0 +1,1 @@
+"""Orders in which the stages of a pipeline work on microbatches."""

@@ -1,0 +1,112 @@
+"""A timeline as text: a row for each rank, time from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from titanlab.schedule.action import Action, Kind
+from titanlab.schedule.placement import stages_of
+from titanlab.schedule.timeline import Event, Timeline
+
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "gradient of input",
+    Kind.WEIGHT: "gradient of weights",
+}
+# Black on a colour of the 256 that terminals have: of a rank's first stage, and of its later ones.
+_COLOURS = {
+    Kind.FORWARD: (117, 68),
+    Kind.BACKWARD: (157, 71),
+    Kind.INPUT: (123, 37),
+    Kind.WEIGHT: (222, 172),
+}
+_OFF = "\x1b[0m"
+_LEAST_ROOM = 10
+_MOST_BLOCKS = 20  # below each other; a longer timeline is looked at from further away
+_IDLE = {True: " ", False: "."}
+
+
+def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
+    """The timeline, and what its signs mean below it; one that is too long goes on below.
+
+    A cell has kind and microbatch where there is room for both. Where there is not, colours say the kind, and the
+    digits (or the last one) the microbatch. Small letters: not the rank's first stage.
+
+    Args:
+        width: columns that there are; None: as many as it takes.
+        coloured: with colours; otherwise plain text.
+    """
+    labels = [f"rank {rank:<{len(str(len(timeline.events) - 1))}} " for rank in range(len(timeline.events))]
+    room = None if width is None else max(_LEAST_ROOM, width - len(labels[0]))
+    columns = _columns(timeline, room, coloured=coloured)
+    lines = []
+    for begin in range(0, max(1, columns), room or max(1, columns)):
+        shown = range(begin, columns if room is None else min(columns, begin + room))
+        for rank, label in enumerate(labels):
+            first = stages_of(timeline.placement, rank)[0]
+            runs = _runs(timeline, rank, shown, columns)
+            lines.append(label + "".join(_cell(event, size, first, coloured=coloured) for event, size in runs))
+        lines.append("")
+    return [*lines, *_legend(timeline, coloured=coloured)]
+
+
+def _columns(timeline: Timeline, room: int | None, *, coloured: bool) -> int:
+    """How many columns the timeline takes: the shortest action is as wide as its label, or as there is room for."""
+    shortest = min((event.end - event.begin for event in _events(timeline) if event.end > event.begin), default=1.0)
+    widest = max((len(_label(event.action)) for event in _events(timeline)), default=1)
+    units = timeline.duration / shortest
+    if room is None:
+        return round(units * widest)
+    # Plain cells say nothing without their label; colours do. With whole columns a unit, equal actions look equal.
+    narrower = max(1, int(room / units)) if coloured else widest
+    return min(round(units * min(widest, narrower)), room * _MOST_BLOCKS)
+
+
+def _runs(timeline: Timeline, rank: int, part: range, columns: int) -> Iterator[tuple[Event | None, int]]:
+    """Events of a rank, None where it idles, and how many of these columns each has."""
+    events = iter(timeline.events[rank])
+    event = next(events, None)
+    shown: list[Event | None] = []
+    for column in part:
+        # A column shows what runs in the middle of its time.
+        now = (column + 0.5) * timeline.duration / columns
+        while event is not None and event.end <= now:
+            event = next(events, None)
+        shown.append(event if event is not None and event.begin <= now else None)
+    for each, run in groupby(shown):
+        yield each, len(list(run))
+
+
+def _cell(event: Event | None, size: int, first: int, *, coloured: bool) -> str:
+    if event is None:
+        return _IDLE[coloured] * size
+    action, later = event.action, event.action.stage != first
+    label = _label(action).lower() if later else _label(action)
+    number = str(action.microbatch)
+    if not coloured:
+        text = label if len(label) <= size else label[0]
+        return f"{text:-<{size}}"
+    text = next((each for each in (label, number) if len(each) <= size), number[-1])
+    return f"\x1b[38;5;16;48;5;{_COLOURS[action.kind][later]}m{text:<{size}}{_OFF}"
+
+
+def _legend(timeline: Timeline, *, coloured: bool) -> list[str]:
+    kinds = [kind for kind in Kind if any(event.action.kind is kind for event in _events(timeline))]
+    marks = [
+        f"\x1b[38;5;16;48;5;{_COLOURS[kind][0]}m {kind} {_OFF} {WORDS[kind]}" if coloured else f"{kind} {WORDS[kind]}"
+        for kind in kinds
+    ]
+    lines = ["  ".join(marks) if coloured else ", ".join(marks)]
+    if len(timeline.placement) > len(timeline.events):
+        lines.append(("darker and small letters" if coloured else "small letters") + ": not the rank's first stage")
+    return lines
+
+
+def _events(timeline: Timeline) -> list[Event]:
+    return [event for row in timeline.events for event in row]
+
+
+def _label(action: Action) -> str:
+    return f"{action.kind}{action.microbatch}"

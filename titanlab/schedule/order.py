@@ -1,0 +1,167 @@
+"""Whether lists of actions are a schedule: complete, each stage on one rank, and no rank waiting for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from titanlab.errors import TitanlabError
+from titanlab.schedule.action import Action, Kind
+
+Orders = Sequence[Sequence[Action]]  # by rank
+
+
+class OrderError(TitanlabError):
+    """Lists of actions that are no schedule.
+
+    Attributes:
+        rank: of the list at fault.
+        index: of the action at fault in that list; None: something is missing.
+        rule: what is wrong.
+    """
+
+    def __init__(self, rank: int, index: int | None, rule: str) -> None:
+        self.rank, self.index, self.rule = rank, index, rule
+        place = "" if index is None else f", action {index + 1}"
+        super().__init__(f"rank {rank}{place}: {rule}")
+
+    def __reduce__(self) -> tuple[type[OrderError], tuple[int, int | None, str]]:
+        return (type(self), (self.rank, self.index, self.rule))
+
+
+def placement_of(orders: Orders) -> list[int]:
+    """Rank of each stage that the lists name.
+
+    Raises:
+        OrderError: a stage on two ranks or on none, or a rank without a stage.
+    """
+    owners: dict[int, int] = {}
+    for rank, index, action in _all(orders):
+        owner = owners.setdefault(action.stage, rank)
+        if owner != rank:
+            raise OrderError(rank, index, f"{action}: stage {action.stage} is on rank {owner} already")
+    for rank, order in enumerate(orders):
+        if not order:
+            raise OrderError(rank, None, "has no action")
+    missing = [stage for stage in range(len(owners)) if stage not in owners]
+    if missing:
+        last = max(owners)
+        raise OrderError(owners[last], None, f"there is a stage {last}, but no rank has stage {missing[0]}")
+    return [owners[stage] for stage in range(len(owners))]
+
+
+def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> None:
+    """Hold lists of actions to what every schedule is.
+
+    Each stage runs every microbatch forward once and backward once, in one piece (B) or in two (I, then W),
+    on the rank that has it, and every action comes after what it needs.
+
+    Raises:
+        OrderError: the first rule that they break.
+    """
+    seen: set[Action] = set()
+    for rank, index, action in _all(orders):
+        if not (0 <= action.stage < len(placement) and 0 <= action.microbatch < microbatches):
+            rule = f"{action}: there are {len(placement)} stages and {microbatches} microbatches, counted from 0"
+            raise OrderError(rank, index, rule)
+        if placement[action.stage] != rank:
+            raise OrderError(rank, index, f"{action}: stage {action.stage} is on rank {placement[action.stage]}")
+        if action in seen:
+            raise OrderError(rank, index, f"{action} is there twice")
+        if any(action._replace(kind=other) in seen for other in _INSTEAD[action.kind]):
+            rule = f"{action}: the backward pass is B, or I and W, not both"
+            raise OrderError(rank, index, rule)
+        seen.add(action)
+    for stage, rank in enumerate(placement):
+        for microbatch in range(microbatches):
+            missing = _missing(seen, stage, microbatch)
+            if missing:
+                raise OrderError(rank, None, f"{missing} is missing")
+    list(executed(orders, stages=len(placement)))
+
+
+def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list[Action]]]:
+    """Rank, action, and the actions that it needs, one after another in an order in which all can be done.
+
+    Needs are named as the lists have them: the gradient of a stage's input comes of its B or its I.
+
+    Raises:
+        OrderError: nothing more can be done, and actions are left. It says what waits for what.
+    """
+    done: dict[Action, Action] = {}  # what there is → the action that made it
+    places = [0] * len(orders)
+    going = True
+    while going:
+        going = False
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                action = order[places[rank]]
+                needs = _needs(action, stages)
+                if not all(need in done for need in needs):
+                    break
+                yield rank, action, [done[need] for need in needs]
+                done[_made(action)] = action
+                places[rank] += 1
+                going = True
+    left = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
+    if left:
+        raise OrderError(left[0], places[left[0]], "; ".join(_waits(orders, places, done, stages)))
+
+
+# A backward in one piece excludes one in two, and the other way round.
+_INSTEAD = {
+    Kind.FORWARD: (),
+    Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT),
+    Kind.INPUT: (Kind.BACKWARD,),
+    Kind.WEIGHT: (Kind.BACKWARD,),
+}
+_TOLD = 4  # ranks whose waiting is told: enough to see a circle
+
+
+def _all(orders: Orders) -> Iterator[tuple[int, int, Action]]:
+    for rank, order in enumerate(orders):
+        for index, action in enumerate(order):
+            yield rank, index, action
+
+
+def _missing(seen: set[Action], stage: int, microbatch: int) -> str:
+    """What a stage never does for a microbatch, or nothing."""
+    has = {kind: Action(stage, kind, microbatch) in seen for kind in Kind}
+    if not has[Kind.FORWARD]:
+        return str(Action(stage, Kind.FORWARD, microbatch))
+    if has[Kind.BACKWARD] or (has[Kind.INPUT] and has[Kind.WEIGHT]):
+        return ""
+    if has[Kind.INPUT] or has[Kind.WEIGHT]:
+        return str(Action(stage, Kind.WEIGHT if has[Kind.INPUT] else Kind.INPUT, microbatch))
+    return f"{Action(stage, Kind.BACKWARD, microbatch)}, or I and W instead,"
+
+
+def _made(action: Action) -> Action:
+    """What there is when an action is done: B gives the gradient of the input as I does."""
+    return action._replace(kind=Kind.INPUT) if action.kind is Kind.BACKWARD else action
+
+
+def _needs(action: Action, stages: int) -> list[Action]:
+    stage, kind, microbatch = action
+    if kind is Kind.FORWARD:
+        return [Action(stage - 1, kind, microbatch)] if stage > 0 else []
+    if kind is Kind.WEIGHT:
+        return [Action(stage, Kind.INPUT, microbatch)]
+    own = [Action(stage, Kind.FORWARD, microbatch)]
+    return [*own, Action(stage + 1, Kind.INPUT, microbatch)] if stage < stages - 1 else own
+
+
+def _waits(orders: Orders, places: list[int], done: dict[Action, Action], stages: int) -> Iterator[str]:
+    to_come = {_made(action): (rank, action) for rank, order in enumerate(orders) for action in order[places[rank] :]}
+    stuck = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
+    for rank in stuck[:_TOLD]:
+        waiting = orders[rank][places[rank]]
+        need = next(need for need in _needs(waiting, stages) if need not in done)
+        if need not in to_come:
+            yield f"{waiting} on rank {rank} waits for {need}, which is on no rank"
+            continue
+        owner, action = to_come[need]
+        blocker = orders[owner][places[owner]]
+        after = "" if blocker == action else f" after {blocker}"
+        yield f"{waiting} on rank {rank} waits for {action}, which comes{after} on rank {owner}"
+    if len(stuck) > _TOLD:
+        yield f"and {len(stuck) - _TOLD} more ranks wait"

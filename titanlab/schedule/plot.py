@@ -1,0 +1,137 @@
+"""Timelines as a picture: one panel a schedule, all on the same scale of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.schedule.action import Kind
+from titanlab.schedule.grid import WORDS
+from titanlab.schedule.placement import stages_of
+from titanlab.schedule.timeline import Timeline
+
+ENDINGS = (".png", ".svg", ".pdf")
+LIMIT = 10_000  # cells; more take a minute
+
+# Of a rank's first stage, and of its last: those between are mixed. Told apart also without seeing red and green.
+_COLOURS = {
+    Kind.FORWARD: ("#a9cdee", "#4a90d0"),
+    Kind.BACKWARD: ("#b5dfae", "#57a84f"),
+    Kind.INPUT: ("#c9bfe6", "#8d75c4"),
+    Kind.WEIGHT: ("#fbd59a", "#ea9a2e"),
+}
+_IDLE = "#f1f1ef"
+_ROW_INCHES, _PANEL_INCHES, _FRAME_INCHES = 0.34, 0.75, 0.7
+_LEAST_POINTS = 4.5  # smaller figures cannot be read: cells go without
+
+
+def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
+    """Write a picture of timelines.
+
+    Args:
+        panels: title and timeline of each.
+        path: its ending says the format.
+
+    Raises:
+        ConfigError: another ending, no such folder, too many actions, or matplotlib is not installed.
+    """
+    actions = sum(len(events) for _, timeline in panels for events in timeline.events)
+    if actions > LIMIT:
+        raise ConfigError("--plot", path, f"would have {actions} cells, and {LIMIT} can be seen", "try fewer --ranks")
+    if path.suffix.lower() not in ENDINGS:
+        raise ConfigError("--plot", path, "is drawn as PNG, SVG or PDF", f"try {path.with_suffix('.svg')}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError("--plot", path, "there is no such folder", "make it, or name another")
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        rule = "needs matplotlib, which is not installed"
+        raise ConfigError("--plot", path, rule, "pip install matplotlib, or leave --plot out") from error
+    longest = max(timeline.duration for _, timeline in panels)
+    rows = sum(len(timeline.events) for _, timeline in panels)
+    longest_row = max(_cells(timeline) for _, timeline in panels)
+    size = (
+        min(40.0, max(8.0, 1.6 + 0.24 * longest_row)),
+        rows * _ROW_INCHES + len(panels) * _PANEL_INCHES + _FRAME_INCHES,
+    )
+    # Without the salt, and without the date below, the same picture would be another file each time.
+    with mpl.rc_context({"svg.hashsalt": "titanlab", "font.family": "DejaVu Sans"}):
+        figure = Figure(figsize=size, layout="constrained")
+        heights = [len(timeline.events) for _, timeline in panels]
+        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        for axis, (title, timeline) in zip(axes, panels, strict=True):
+            _panel(axis, title, timeline, longest, (size[0] - 1.6) / longest)
+        axes[-1].set_xlabel("time, in units of the durations given", fontsize=9, color="#444444")
+        _legend(figure, [timeline for _, timeline in panels])
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def _cells(timeline: Timeline) -> float:
+    """How many of the shortest actions follow each other."""
+    shortest = min((e.end - e.begin for row in timeline.events for e in row if e.end > e.begin), default=1.0)
+    return timeline.duration / shortest
+
+
+def _panel(axis: Any, title: str, timeline: Timeline, longest: float, inches: float) -> None:
+    """Args: inches: of one unit of time."""
+    from matplotlib.patches import Rectangle
+
+    labels = _labels(timeline, inches)
+    for rank, events in enumerate(timeline.events):
+        stages = stages_of(timeline.placement, rank)
+        axis.add_patch(Rectangle((0, rank - 0.4), timeline.duration, 0.8, facecolor=_IDLE, linewidth=0))
+        for (stage, kind, microbatch), begin, end in events:
+            shade = stages.index(stage) / max(1, len(stages) - 1)
+            box = Rectangle((begin, rank - 0.4), end - begin, 0.8, linewidth=0.6, edgecolor="white")
+            box.set_facecolor(_mixed(*_COLOURS[kind], shade))
+            axis.add_patch(box)
+            form, points = labels[kind]
+            if points >= _LEAST_POINTS:
+                text = form.format(kind=kind, microbatch=microbatch)
+                axis.text((begin + end) / 2, rank, text, fontsize=points, ha="center", va="center_baseline")
+    axis.set_xlim(0, longest)
+    axis.set_ylim(len(timeline.events) - 0.5, -0.5)
+    peaks = [f"{peak:.3g}" for peak in timeline.peak_in_flight]
+    axis.set_yticks(range(len(peaks)), [f"rank {rank} (keeps {peak})" for rank, peak in enumerate(peaks)])
+    axis.tick_params(labelsize=8, length=0, colors="#444444")
+    axis.set_title(title, fontsize=10.5, loc="left")
+    for side in ("top", "right", "left", "bottom"):
+        axis.spines[side].set_visible(False)
+
+
+def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    used = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
+    handles = [Patch(facecolor=_COLOURS[kind][0], label=f"{kind}: {WORDS[kind]}") for kind in Kind if kind in used]
+    handles.append(Patch(facecolor=_IDLE, label="idle"))
+    if any(len(timeline.placement) > len(timeline.events) for timeline in timelines):
+        handles.append(Patch(facecolor="none", label="darker: the rank's later stages"))
+    handles.append(Patch(facecolor="none", label="keeps: most microbatches in flight"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), fontsize=8.5, frameon=False)
+
+
+def _labels(timeline: Timeline, inches: float) -> dict[Kind, tuple[str, float]]:
+    """What cells of each kind say, and its size of type, by which the narrowest of them has room for the longest."""
+    events = [event for row in timeline.events for event in row]
+    longest = max((len(str(event.action.microbatch)) for event in events), default=1)
+    labels = {}
+    for kind in Kind:
+        width = inches * min((event.end - event.begin for event in events if event.action.kind is kind), default=1.0)
+        # A figure is some 0.64 of its size wide.
+        whole, number = (min(8.0, 72 * width * 0.9 / (0.64 * letters)) for letters in (1 + longest, longest))
+        labels[kind] = ("{kind}{microbatch}", whole) if whole >= _LEAST_POINTS else ("{microbatch}", number)
+    return labels
+
+
+def _mixed(first: str, last: str, share: float) -> tuple[float, float, float]:
+    """A colour between two."""
+
+    def part(digit: int) -> float:
+        begin, end = (int(colour[digit : digit + 2], 16) for colour in (first, last))
+        return (begin + (end - begin) * share) / 255
+
+    return part(1), part(3), part(5)

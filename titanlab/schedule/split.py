@@ -1,0 +1,182 @@
+"""Where a model is cut into stages, so that no rank has much more to do than another."""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+from titanlab.errors import ConfigError
+
+# Cuts that one search tries before it gives up, some tenths of a second in all: what was found until then stays.
+# Searches that prove that nothing better is left can take for ever where every piece costs something else.
+PATIENCE = 20_000
+ROUNDING = 1e-9  # loads closer than this, relatively, are equal
+# By so much a rank may exceed the least load where that makes the largest stage smaller: ranks wait for stages too, and
+# without it a norm that costs next to nothing would decide where blocks go.
+SLACK = 0.01
+
+
+def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> list[int]:
+    """First piece of every stage of a balanced pipeline.
+
+    Minimises the largest load of a rank, then, at the price of one per cent of that at most, the largest stage; every
+    stage has at least one piece. That is exact for one stage a rank, and for several wherever the searches end within
+    their patience, as they do for models whose blocks cost the same.
+
+    Args:
+        costs: of every piece, in the order of the forward pass; none is negative.
+        placement: rank of every stage.
+
+    Raises:
+        ConfigError: fewer pieces than stages.
+    """
+    if stages > len(costs):
+        rule = f"the model can be cut into {len(costs)} pieces at most, and the schedule has {stages} stages"
+        cure = "try a smaller parallelism.pipeline or schedule.stages_per_rank"
+        raise ConfigError("parallelism.split", None, rule, cure)
+    even = _narrowest(costs, stages)
+    if len(set(placement)) == stages:
+        return even
+    best = _lightest(even, costs, placement)
+    load = _worst(best, costs, placement)[0] * (1 + SLACK)
+    even_load, least_width = _worst(even, costs, placement)
+    if even_load <= load:
+        return even
+    while (width := _worst(best, costs, placement)[1]) > least_width * (1 + ROUNDING):
+        found = _Search(costs, placement, load=load, width=width * (1 - ROUNDING)).run()
+        if found is None:
+            break
+        best = found
+    return best
+
+
+def _lightest(best: list[int], costs: Sequence[float], placement: Sequence[int]) -> list[int]:
+    """The cuts with which the largest load of a rank is least, looked for from good ones on."""
+    least = max(sum(costs) / len(set(placement)), max(costs))
+    while (load := _worst(best, costs, placement)[0]) > least * (1 + ROUNDING):
+        found = _Search(costs, placement, load=load * (1 - ROUNDING), width=math.inf).run()
+        if found is None:
+            break
+        best = found
+    return best
+
+
+def _worst(first: Sequence[int], costs: Sequence[float], placement: Sequence[int]) -> tuple[float, float]:
+    """Largest load of a rank, and largest stage."""
+    loads = dict.fromkeys(placement, 0.0)
+    widths = []
+    for rank, begin, end in zip(placement, first, [*first[1:], len(costs)], strict=True):
+        widths.append(math.fsum(costs[begin:end]))
+        loads[rank] += widths[-1]
+    return max(loads.values()), max(widths)
+
+
+def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
+    """The most even of the cuts whose largest stage is as small as can be."""
+    width = _worst(_cut(costs, stages, lambda cost: cost, max), costs, range(stages))[1] * (1 + ROUNDING)
+    return _cut(costs, stages, lambda cost: cost * cost if cost <= width else math.inf, operator.add)
+
+
+def _cut(
+    costs: Sequence[float], stages: int, weigh: Callable[[float], float], join: Callable[[float, float], float]
+) -> list[int]:
+    """The cuts for which the weights of all stages, joined, are least: dynamic programming from the last stage on."""
+    sums, pieces = [0.0, *accumulate(costs)], len(costs)
+    # Of the stages after the one in question, by the piece that they begin with: what they weigh at best.
+    least = [weigh(sums[-1] - sums[begin]) for begin in range(pieces)] + [math.inf]
+    ends: list[list[int]] = []
+    for _ in range(stages - 1):
+        choices = [
+            min(
+                ((join(weigh(sums[end] - sums[begin]), least[end]), end) for end in range(begin + 1, pieces)),
+                default=(math.inf, pieces),
+            )
+            for begin in range(pieces)
+        ]
+        least = [weight for weight, _ in choices] + [math.inf]
+        ends.append([end for _, end in choices])
+    first = [0]
+    for end in reversed(ends):
+        first.append(end[first[-1]])
+    return first
+
+
+class _Search:
+    """Depth first through the cuts under two bounds, nearest to an even share first.
+
+    Args:
+        load: no rank may have more.
+        width: no stage may cost more.
+    """
+
+    def __init__(self, costs: Sequence[float], placement: Sequence[int], *, load: float, width: float) -> None:
+        self._placement = placement
+        self._stages, self._pieces = len(placement), len(costs)
+        self._load, self._width = load, width
+        self._sums = [0.0, *accumulate(costs)]
+        self._later = [placement[stage + 1 :].count(rank) for stage, rank in enumerate(placement)]
+        # How many whole pieces of the usual cost fit into what is left tells sooner than sums that it is too little.
+        self._usual = sorted(costs)[len(costs) // 2]
+        heavy = [cost >= self._usual for cost in costs]
+        self._heavy = [sum(heavy[begin:]) for begin in range(self._pieces + 1)]
+        self._fewest = self._fewest_stages()
+        self._hopeless: set[tuple[object, ...]] = set()
+        self._tried = 0
+
+    def run(self) -> list[int] | None:
+        """First pieces of the stages, or None: there are none, or patience has ended."""
+        return self._from(0, 0, dict.fromkeys(self._placement, self._load))
+
+    def _from(self, stage: int, begin: int, room: dict[int, float]) -> list[int] | None:
+        if stage == self._stages:
+            return [] if begin == self._pieces else None
+        if self._tried >= PATIENCE or not self._promises(stage, begin, room):
+            return None
+        position = (stage, begin, *(room[rank] for rank in self._open(stage)))
+        if position in self._hopeless:
+            return None
+        rank = self._placement[stage]
+        for end in self._ends(stage, begin, room[rank]):
+            self._tried += 1
+            rest = self._from(stage + 1, end, {**room, rank: room[rank] - self._cost(begin, end)})
+            if rest is not None:
+                return [begin, *rest]
+        self._hopeless.add(position)
+        return None
+
+    def _ends(self, stage: int, begin: int, room: float) -> list[int]:
+        """Where the stage may end, the likeliest place first."""
+        if stage == self._stages - 1:
+            fits = self._cost(begin, self._pieces) <= min(room, self._width)
+            return [self._pieces] if fits else []
+        last = bisect_right(self._sums, self._sums[begin] + min(room, self._width)) - 1
+        ends = range(begin + 1, min(last, self._pieces - (self._stages - stage - 1)) + 1)
+        share = room / (1 + self._later[stage])
+        return sorted(ends, key=lambda end: abs(self._cost(begin, end) - share))
+
+    def _promises(self, stage: int, begin: int, room: dict[int, float]) -> bool:
+        """Whether the pieces left could fit, as far as a look from outside tells."""
+        left = [room[rank] for rank in self._open(stage)]
+        if self._fewest[begin] > self._stages - stage or self._cost(begin, self._pieces) > sum(left):
+            return False
+        if self._usual <= 0:
+            return True
+        return self._heavy[begin] <= sum(int(each / self._usual) for each in left)
+
+    def _open(self, stage: int) -> Iterator[int]:
+        """Ranks that have this stage or a later one."""
+        return iter(dict.fromkeys(self._placement[stage:]))
+
+    def _cost(self, begin: int, end: int) -> float:
+        return self._sums[end] - self._sums[begin]
+
+    def _fewest_stages(self) -> list[float]:
+        """By piece: how many stages the pieces from there on take at least."""
+        fewest: list[float] = [0.0] * (self._pieces + 1)
+        for begin in reversed(range(self._pieces)):
+            end = bisect_right(self._sums, self._sums[begin] + min(self._width, self._load)) - 1
+            fewest[begin] = 1 + fewest[end] if end > begin else math.inf
+        return fewest

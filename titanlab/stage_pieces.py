@@ -1,0 +1,86 @@
+"""The stages of a pipeline: which pieces of the model each has, by cost or as the recipe says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from titanlab.account import ModelAccount, Operation
+from titanlab.errors import ConfigError
+from titanlab.schedule.split import split as balanced
+
+KEY = "parallelism.split"
+# What is not a product costs time too: an element that is read and written, in FLOPs. A core moves some 1e9
+# elements a second and computes 5e10 to 1e11 FLOP/s; a GPU is a little more one-sided.
+ELEMENT_FLOPS = 100
+
+
+def stage_pieces(
+    account: ModelAccount,
+    *,
+    split: Sequence[Any] | None,
+    placement: Sequence[int],
+    block: Sequence[Operation],
+    edges: Sequence[Operation],
+) -> list[tuple[str, ...]]:
+    """Pieces of every stage, by stage.
+
+    Args:
+        split: see `Parallelism.split`.
+        placement: rank of every stage.
+        block: the operations of a block of the model.
+        edges: the operations outside of blocks, each named as its piece.
+
+    Raises:
+        ConfigError: the split does not fit the model or the number of stages.
+    """
+    pieces, stages = account.pieces, len(placement)
+    if split is None:
+        first = balanced(_costs(account, block, edges), stages=stages, placement=placement)
+    elif all(isinstance(each, int) for each in split):
+        first = _by_counts(account, list(split), stages)
+    else:
+        first = _by_names(account, [str(each) for each in split], stages)
+    return [pieces[begin:end] for begin, end in zip(first, [*first[1:], len(pieces)], strict=True)]
+
+
+def _costs(account: ModelAccount, block: Sequence[Operation], edges: Sequence[Operation]) -> list[float]:
+    named = {each.name: _cost([each]) for each in edges}
+    return [_cost(block) if piece.startswith("layers.") else named.get(piece, 0.0) for piece in account.pieces]
+
+
+def _cost(operations: Sequence[Operation]) -> float:
+    return sum(each.flops + ELEMENT_FLOPS * math.prod(each.output) for each in operations)
+
+
+def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[int]:
+    """Numbers of blocks. What comes before the first block joins the first stage, what follows the last, the last."""
+    if len(counts) != stages:
+        rule = f"gives {len(counts)} stages, and the schedule has {stages}"
+        raise ConfigError(KEY, counts, rule, f"give {stages} numbers of blocks, or null for a balanced split")
+    if min(counts) < 0 or sum(counts) != account.layers or 0 in counts[1:-1]:
+        rule = f"must add up to the model's {account.layers} blocks, one at least to each stage between first and last"
+        raise ConfigError(KEY, counts, rule, "try null for a balanced split")
+    blocks = [place for place, piece in enumerate(account.pieces) if piece.startswith("layers.")]
+    begins = [sum(counts[:stage]) for stage in range(1, stages)]
+    first = [0, *(blocks[begin] if begin < len(blocks) else blocks[-1] + 1 for begin in begins)]
+    return _increasing(account, counts, first)
+
+
+def _by_names(account: ModelAccount, names: list[str], stages: int) -> list[int]:
+    if len(names) != stages - 1:
+        rule = f"names the first piece of {len(names)} stages after the first, and the schedule has {stages - 1}"
+        raise ConfigError(KEY, names, rule, f"give {stages - 1} names, or null for a balanced split")
+    unknown = [name for name in names if name not in account.pieces]
+    if unknown:
+        known = f"{account.pieces[0]}, {account.pieces[1]} … {account.pieces[-1]}"
+        raise ConfigError(KEY, names, f"the model has no piece {unknown[0]}", f"its pieces are {known}")
+    return _increasing(account, names, [0, *(account.pieces.index(name) for name in names)])
+
+
+def _increasing(account: ModelAccount, given: object, first: list[int]) -> list[int]:
+    if any(a >= b for a, b in zip(first, [*first[1:], len(account.pieces)], strict=True)):
+        rule = "leaves a stage empty or goes backward"
+        raise ConfigError(KEY, given, rule, "name pieces in the order of the forward pass, or null")
+    return first

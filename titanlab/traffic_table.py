@@ -1,0 +1,108 @@
+"""What a rank sends and receives in a step, as a table: by axis and kind of operation, how often and how much.
+
+The bytes of an operation are those of the whole tensor that it works on:
+
+- `all_reduce`, `broadcast`, `reduce`: of the tensor;
+- `all_gather`, `gather`: of the output, all ranks' parts together;
+- `reduce_scatter`, `scatter`, `all_to_all`: of the input;
+- `send`, `recv`: of the message.
+
+Padding counts, since it is sent. Beside them stands an estimate of what the rank itself puts on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ORDER = ("pipeline", "replicate", "shard", "shard·context", "context", "tensor", "world")
+
+# Bytes that a rank puts on the wire for each byte of the tensor, in units of (ranks − 1) / ranks, by the ring
+# algorithms (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). An `all_to_all` sends what is not its own.
+_RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_RECEIVES = ("recv", "barrier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kind of operation on one axis, over a step, of one rank.
+
+    Attributes:
+        axis: whose group it is: an axis of the layout, `shard·context` for the two folded, or `world`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, ….
+        count: operations.
+        bytes: of the tensors that they work on.
+        wire_bytes: what the rank sends for them, by the ring algorithms.
+    """
+
+    axis: str
+    kind: str
+    count: int
+    bytes: int
+    wire_bytes: int
+
+
+class Traffic:
+    """Operations, added up by axis and kind."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], list[int]] = {}
+
+    def add(self, axis: str, kind: str, size: int, *, ranks: int, times: int = 1, own: int | None = None) -> None:
+        """Count operations.
+
+        Args:
+            size: bytes of one.
+            ranks: of the group. Of a single rank nothing is counted: nothing is sent.
+            times: how many equal operations.
+            own: of an `all_to_all`, bytes of one that the rank keeps; None: an equal part.
+        """
+        if ranks == 1 or times == 0:
+            return
+        sums = self._sums.setdefault((axis, kind), [0, 0, 0])
+        sums[0] += times
+        sums[1] += times * size
+        sums[2] += times * (size - own if own is not None else wire_bytes(kind, size, ranks=ranks))
+
+    def rows(self) -> list[Row]:
+        """The table: axes from the outermost in, kinds by their names."""
+        return sorted(
+            (
+                Row(axis=axis, kind=kind, count=count, bytes=size, wire_bytes=wire)
+                for (axis, kind), (count, size, wire) in self._sums.items()
+            ),
+            key=lambda row: (ORDER.index(row.axis) if row.axis in ORDER else len(ORDER), row.axis, row.kind),
+        )
+
+
+def wire_bytes(kind: str, size: int, *, ranks: int) -> int:
+    """Bytes that each rank sends for an operation on `size` bytes, by the ring algorithm where there is one."""
+    if kind in _RECEIVES:
+        return 0
+    return _RING[kind] * size * (ranks - 1) // ranks if kind in _RING else size
+
+
+def lines(rows: Iterable[Row]) -> list[str]:
+    """One line an axis, for people: `shard: 12 all_gather 25.2 MB, 7 reduce_scatter 12.6 MB`."""
+    by_axis: dict[str, list[str]] = {}
+    for row in rows:
+        by_axis.setdefault(row.axis, []).append(f"{row.count} {row.kind} {_readable(row.bytes)}")
+    return [f"{axis}: {', '.join(parts)}" for axis, parts in by_axis.items()]
+
+
+def flat(rows: Iterable[Row]) -> dict[str, int]:
+    """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
+    found = {}
+    for row in rows:
+        # A key that every tracker and shell can spell.
+        key = f"traffic/{row.axis.replace('·', '_')}/{row.kind}"
+        found.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
+    return found
+
+
+def _readable(size: int) -> str:
+    """Bytes in decimal units, three digits or so: `40 B`, `25.2 MB`."""
+    value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.95 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
