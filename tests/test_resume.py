@@ -40,8 +40,8 @@ class Told:
 class Drawer(parity._Tracer):
     """Draws from every generator after each step, on rank r so often that no two ranks stand at the same place."""
 
-    def __init__(self, *, raises_at=None):
-        super().__init__()
+    def __init__(self, layout, *, raises_at=None):
+        super().__init__(layout)
         self.drawn = {}
         self.raises_at = raises_at
 
@@ -54,7 +54,7 @@ class Drawer(parity._Tracer):
 
 
 def attempt(made, run, raises_at=None):
-    drawer = Drawer(raises_at=raises_at)
+    drawer = Drawer(made.layout, raises_at=raises_at)
     outcome = tiny.as_rank(made, run, drawer)
     return Told(trace=drawer.trace, kind=outcome.kind, step=outcome.step, drawn=drawer.drawn)
 
@@ -90,7 +90,14 @@ def same_bits(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["single", "fsdp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(layout, id=name) for layout, name in zip(LAYOUTS, ("single", "fsdp"), strict=True)),
+        pytest.param({"pipeline": 2, "tensor": 2, "microbatch": 3}, id="pipeline-tensor", marks=pytest.mark.full),
+        pytest.param({"shard": 2, "context": 2}, id="fsdp-context", marks=pytest.mark.full),
+    ],
+)
 def test_a_stopped_run_goes_on_bit_for_bit(pool, straight, tmp_path, layout):
     made, run, before = stopped(pool, tmp_path, **layout)
     after = pool.run(made.world, attempt, made, tiny.begin(made, run))
@@ -151,6 +158,15 @@ def test_metrics_and_results_of_a_stopped_run(pool, tmp_path):
     [
         ({"shard": 2}, {"shard": 1}),
         ({}, {"replicate": 2}),
+        ({"shard": 2, "tensor": 2}, {"shard": 1, "tensor": 1, "pipeline": 2, "microbatch": 3}),
+        ({"pipeline": 2, "microbatch": 3}, {"pipeline": 1, "context": 2}),
+        pytest.param(
+            {"pipeline": 2, "shard": 2, "microbatch": 1},
+            {"pipeline": 1, "shard": 2, "tensor": 2},
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"tensor": 2, "context": 2}, {"tensor": 1, "context": 1, "shard": 4}, marks=pytest.mark.full),
+        pytest.param({}, {"pipeline": 2, "tensor": 2, "microbatch": 3}, marks=pytest.mark.full),
         pytest.param({}, {"shard": 3}, marks=pytest.mark.full),
         pytest.param({"shard": 2}, {"replicate": 2, "shard": 2}, marks=pytest.mark.full),
         pytest.param({"replicate": 2}, {"replicate": 1, "shard": 2, "cpu_offload": True}, marks=pytest.mark.full),

@@ -19,6 +19,7 @@ import torch
 from titanlab import facts, meter
 from titanlab.checkpoint.store import Position
 from titanlab.console import Console
+from titanlab.mesh import Mesh
 from titanlab.meter import Meter
 from titanlab.outcome import Outcome, OutcomeKind, exit_code
 from titanlab.progress import Progress
@@ -27,6 +28,7 @@ from titanlab.run_folder import RunFolder
 from titanlab.run_status import Status
 from titanlab.totals import Totals
 from titanlab.tracker.protocol import open_tracker
+from titanlab.traffic_table import flat, lines
 from titanlab.world import World
 
 _STATUS_SECONDS = 1.0
@@ -42,6 +44,10 @@ class Recorder:
 
     def loading(self) -> AbstractContextManager[None]:
         """Inside, the run waits for data."""
+        return contextlib.nullcontext()
+
+    def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
+        """Inside, a step computes and communicates; the first one is looked at."""
         return contextlib.nullcontext()
 
     def saving(self) -> AbstractContextManager[None]:
@@ -79,6 +85,7 @@ class LoggingRecorder(Recorder):
         self._tracker = open_tracker(recipe.tracker, described, warn=console.warn)
         self.tracker_id = described.id
         self._status_at = 0.0
+        self._traced = False
         self._step = position.step
         self._latest: dict[str, object] = {}
         self._first_loss: float | None = None
@@ -94,6 +101,25 @@ class LoggingRecorder(Recorder):
 
     def loading(self) -> AbstractContextManager[None]:
         return self._meter.loading_data()
+
+    def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
+        if self._traced or self._world.size == 1:
+            return contextlib.nullcontext()
+        self._traced = True
+        return self._tracing(mesh)
+
+    @contextlib.contextmanager
+    def _tracing(self, mesh: Mesh) -> Iterator[None]:
+        # Torch is slow to import what this needs, and one process has nothing to send.
+        from titanlab.traffic import axis_groups, traced
+
+        with traced(axis_groups(mesh)) as traffic:
+            yield
+        rows = traffic.rows()
+        self._metrics.write("traffic", self._step + 1, flat(rows))
+        self._tracker.log(self._step + 1, dict(flat(rows)))
+        for number, line in enumerate(lines(rows)):
+            self._console.note(f"{'sent per step by rank 0  ' if not number else ' ' * 25}{line}")
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -137,15 +137,16 @@ def train(
         for step in range(position.step + 1, recipe.training.steps + 1):
             with recorder.loading():
                 batch = assembled.place(stream.next_batch())
-            sums = assembled.forward_backward(batch)
-            reduction = Reduction(
-                world,
-                squared_norm=gradients.squared_norm(),
-                loss_sum=sums.loss_sum,
-                tokens=sums.tokens,
-                stop=stop.signal,
-                nominal_tokens=recipe.tokens_per_step,
-            )
+            with recorder.sending(mesh):
+                sums = assembled.forward_backward(batch)
+                reduction = Reduction(
+                    world,
+                    squared_norm=gradients.squared_norm(),
+                    loss_sum=sums.loss_sum,
+                    tokens=sums.tokens,
+                    stop=stop.signal,
+                    nominal_tokens=recipe.tokens_per_step,
+                )
             factor = reduction.gradient_factor(recipe.training.max_grad_norm)
             if factor is not None:
                 gradients.scale(factor)

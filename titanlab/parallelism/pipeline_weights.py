@@ -72,12 +72,11 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
     """
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
     deferred = getattr(layer, _ATTRIBUTE, None)
     # Compilers do not see what is set aside.
     if deferred is None or torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight.requires_grad):
-        return F.linear(inputs, local, bias)
-    output: Tensor = _DeferredLinear.apply(inputs, local, bias, weight, deferred)
+        return F.linear(inputs, _local(weight), bias)
+    output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred)
     return output
 
 
@@ -96,47 +95,47 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inputs: Tensor,
-        local: Tensor,
-        bias: Tensor | None,
-        weight: nn.Parameter,
-        deferred: DeferredWeights,
+        ctx: Any, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredWeights
     ) -> Tensor:
         # The parameter itself, and no saved tensor, which may be a copy: its `grad` is written.
-        ctx.weight, ctx.local, ctx.deferred = weight, local.detach(), deferred
+        ctx.weight, ctx.deferred = weight, deferred
         ctx.save_for_backward(inputs)
-        return F.linear(inputs, local, bias)
+        return F.linear(inputs, _local(weight), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (inputs,) = gradients, ctx.saved_tensors
-        of_inputs = gradient @ ctx.local if ctx.needs_input_grad[0] else None
+        (gradient,), (inputs,), weight = gradients, ctx.saved_tensors, ctx.weight
+        of_inputs = gradient @ _local(weight) if ctx.needs_input_grad[0] else None
         of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        if ctx.deferred.put(ctx.weight, inputs, gradient):
-            return of_inputs, None, of_bias, None, None
-        return of_inputs, _rows(gradient).t() @ _rows(inputs), of_bias, None, None
+        if ctx.deferred.put(weight, inputs, gradient):
+            return of_inputs, None, of_bias, None
+        return of_inputs, _like(weight, _rows(gradient).t() @ _rows(inputs)), of_bias, None
 
 
 @torch.no_grad()
 def _accumulate(product: _Product) -> None:
     weight, inputs, gradient = product.weight, _rows(product.inputs), _rows(product.gradient)
-    if weight.grad is not None:
-        total = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+    if weight.grad is None:
+        weight.grad = _like(weight, gradient.t() @ inputs)
+    else:
         # In one pass: no second matrix of the weight's size, and one rounding.
-        total.addmm_(gradient.t(), inputs)
-        return
-    new = gradient.t() @ inputs
-    if isinstance(weight, DTensor):
-        new = DTensor.from_local(
-            new,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
-    weight.grad = new
+        _local(weight.grad).addmm_(gradient.t(), inputs)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: Tensor = tensor.to_local()
+    return local
+
+
+def _like(weight: Tensor, local: Tensor) -> Tensor:
+    """This rank's part of a gradient as the weight is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:
