@@ -4,7 +4,7 @@ Whole-process runs of `titanlab train`, one thread a process, in rounds: in each
 variant once, in an order that changes. A variant's share is its tokens/s over the bare loop's of the same round; the
 median over the rounds counts. Prints one JSON object; `--write` also keeps it under benchmarks/results/.
 
-    python benchmarks/dimensions.py --rounds 7 --write      about three minutes a round on two cores
+    python benchmarks/dimensions.py --rounds 7 --write      two and a half minutes a round on two cores
     python benchmarks/dimensions.py --only fsdp tp --rounds 3
 """
 
@@ -35,9 +35,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "ddp": ("parallelism=ddp",),
     "tp": ("parallelism=tp", "parallelism.sequence_parallel=false"),
     "tp_sequence_parallel": ("parallelism=tp",),
-    "pp_gpipe": (*PIPELINE, "schedule=gpipe"),
     "pp_1f1b": (*PIPELINE, "schedule=1f1b"),
-    "pp_interleaved_1f1b": (*PIPELINE, "schedule=interleaved_1f1b"),
     "pp_zbv": (*PIPELINE, "schedule=zbv"),
     "cp_ring": ("parallelism=cp",),
     "cp_all_gather": ("parallelism=cp", "parallelism.context_method=all_gather"),
@@ -81,7 +79,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")
     args = parser.parse_args()

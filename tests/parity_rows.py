@@ -121,6 +121,7 @@ ROWS = [
     _row(pipeline=2, shard=2, schedule="zbv", always=True),
     _row(pipeline=2, shard=2, schedule="interleaved_zero_bubble"),
     _row(pipeline=2, shard=2, schedule="dualpipe_v"),
+    _row(pipeline=2, shard=2, schedule="zbv", reshard_after_forward="always"),
     _row(pipeline=2, tensor=2, schedule="interleaved_1f1b"),
     _row(pipeline=2, tensor=2, schedule="zbv"),
     _row(pipeline=2, context=2, schedule="interleaved_zero_bubble"),

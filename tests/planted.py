@@ -1,8 +1,10 @@
 """The tests' own data: what `planted_schema` describes, beside `titanlab.data.source`."""
 
+import itertools
 import os
 import signal
 import time
+from pathlib import Path
 
 from tests.planted_schema import Planted
 from titanlab.data import synthetic
@@ -57,18 +59,42 @@ class PlantedStream:
             for labels, sample in zip(batch.labels, mine, strict=True):
                 labels[: len(labels) * (sample % 4) // 3] = IGNORE
         time.sleep(self._config.seconds)
-        if (begin // self._global_batch + 1, self._rank) == (self._config.step, self._config.rank):
-            self._fail()
+        rank = int(os.environ["RANK"]) if self._config.where else self._rank
+        if (begin // self._global_batch + 1, rank) == (self._config.step, self._config.rank):
+            if self._config.where:
+                self._fail_inside()
+            else:
+                self._fail()
         return batch
 
-    def _fail(self):
+    def _fail(self, *_):
         fault = self._config.fault
+        # Beside the folder of runs; tests compare it with when all was over.
+        Path("died").write_text(str(time.time()))
         if fault == "raise":
             raise LookupError("a planted fault")
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "exit":
+            os._exit(self._config.code)
         elif fault:
             os.kill(os.getpid(), signal.Signals[fault])
+
+    def _fail_inside(self):
+        """In the midst of the step that begins now, when others wait for this rank."""
+        from titanlab.model import llama
+
+        whole, calls = llama.FeedForward.forward, itertools.count(1)
+
+        def forward(module, *inputs):
+            output = whole(module, *inputs)
+            if next(calls) == 2:
+                if self._config.where == "forward":
+                    self._fail()
+                output.register_hook(self._fail)
+            return output
+
+        llama.FeedForward.forward = forward
 
     def state(self):
         return self._inner.state()

@@ -12,11 +12,16 @@ class Planted:
     vocab_size: int = 256
     # Labels that do not count, unevenly: of sample g a share of (g % 4) / 3.
     gaps: bool = False
-    # What happens when a rank asks for the batch of a step: raise, kill, SIGINT or SIGTERM.
+    # What happens when a rank asks for the batch of a step: raise, kill, exit, SIGINT or SIGTERM.
     # At step 0 it raises before it joins its peers.
     fault: str = field(default="", metadata={"identity": False})
     step: int = field(default=0, metadata={"identity": False})
     rank: int = field(default=0, metadata={"identity": False})
+    # forward or backward: it happens there instead, in that step's second pass through a block; and `rank` is that of
+    # the process, not that among those that read different data.
+    where: str = field(default="", metadata={"identity": False})
+    # Of `exit`.
+    code: int = field(default=7, metadata={"identity": False})
     # That every batch takes.
     seconds: float = field(default=0.0, metadata={"identity": False})
     # By which the launcher of rank 0 is later than those of other ranks.

@@ -70,7 +70,7 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
     known = math.prod(degree for degree in degrees.values() if degree != -1)
     if not open_axes:
         if world is not None and known != world:
-            rule = f"the degrees {_product(degrees)} make {known} processes"
+            rule = f"the degrees make {known} ({_product(degrees)})"
             raise ConfigError("world", world, rule, f"try world={known}, or a degree of -1 for the rest")
         return Layout(**degrees)
     axis = open_axes[0]
@@ -96,4 +96,4 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
 
 
 def _product(degrees: dict[str, int]) -> str:
-    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all are 1"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from titanlab.account import ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.layout import Layout
 from titanlab.options import implementation
 from titanlab.parallelism.schema import Parallelism
+from titanlab.stage_pieces import as_typed
 
 # Styles of a tensor plan by the dim of a parameter that they cut; the others keep parameters whole or have none.
 CUTS = {"colwise": 0, "rowwise": 1}
@@ -29,53 +31,89 @@ def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, 
     key = "parallelism.tensor"
     if not account.tensor_plan:
         raise ConfigError(key, degree, "the model has no plan of how to cut its layers", "try parallelism.tensor=1")
-    for heads, what in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
-        if heads % degree:
-            usable = [n for n in range(2, account.kv_heads + 1) if not account.heads % n and not account.kv_heads % n]
-            raise ConfigError(key, degree, f"must divide {heads} {what}", _try(key, [1, *usable], degree))
-    for name, shape, style in _styled(account):
-        if style in CUTS and len(shape) > CUTS[style] and shape[CUTS[style]] % degree:
-            rule = f"must divide the {shape[CUTS[style]]} that {name} is wide"
-            raise ConfigError(key, degree, rule, _try(key, _divisors(shape[CUTS[style]]), degree))
-        # The first ranks have equal parts, rounded up: with few rows nothing is left for the last.
-        if style in UNEVEN and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
-            raise ConfigError(key, degree, f"leaves a process without a row of {name}, which has {shape[0]}", "try 2")
-        _check_fsdp_cut(layout, name, shape, style)
+    cuts = _cuts(account, degree)
+    usable = [n for n in divisors(account.kv_heads) if not _uncut(account, cuts, n)]
+    rule = _uncut(account, cuts, degree)
+    if rule:
+        raise ConfigError(key, degree, rule, _try(key, usable, degree))
+    _check_fsdp_cuts(layout, cuts)
     local = microbatch * seq_len // layout.context
     if config.sequence_parallel and local % degree:
         rule = f"with sequence_parallel, must divide the {local} tokens that a process has of a microbatch"
-        raise ConfigError(key, degree, rule, f"{_try(key, _divisors(local), degree)}, or sequence_parallel=false")
+        cure = _try(key, [n for n in usable if local % n == 0], degree)
+        raise ConfigError(key, degree, rule, f"{cure}, or parallelism.sequence_parallel=false")
 
 
-def _check_fsdp_cut(layout: Layout, name: str, shape: tuple[int, ...], style: str) -> None:
-    """What tensor parallelism cuts by rows FSDP2 cuts by rows again, in equal parts, or by columns."""
-    if style == "rowwise" or layout.fsdp == 1 or shape[0] % (layout.tensor * layout.fsdp) == 0:
-        return
-    if len(shape) < 2 or shape[1] % layout.fsdp:
-        rule = f"{name} {list(shape)} cannot be cut {layout.tensor} times by rows and {layout.fsdp} times again evenly"
-        raise ConfigError(
-            "parallelism.shard", layout.shard, rule, "try another parallelism.shard or parallelism.tensor"
-        )
+class _Cut(NamedTuple):
+    """A parameter that a style of the plan cuts, for all that are cut alike."""
+
+    name: str
+    shape: tuple[int, ...]
+    style: str
 
 
-def _styled(account: ModelAccount) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Parameters that a style of the plan cuts, with shape and style."""
+def _cuts(account: ModelAccount, degree: int) -> list[_Cut]:
+    found: dict[tuple[tuple[int, ...], str], _Cut] = {}
     for name, shape in account.parameters.items():
         module = name.rpartition(".")[0]
         styles = [style for pattern, style in account.tensor_plan.items() if _matches(module, pattern)]
         if not styles:
             rule = f"the model's plan says nothing about {name}"
-            raise ConfigError("parallelism.tensor", "…", rule, "try parallelism.tensor=1, or name it in tensor_plan")
+            raise ConfigError(
+                "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
+            )
         if styles[-1] != "norm":
-            yield name, shape, styles[-1]
+            found.setdefault((shape, styles[-1]), _Cut(name, shape, styles[-1]))
+    return list(found.values())
+
+
+def _uncut(account: ModelAccount, cuts: Iterable[_Cut], degree: int) -> str:
+    """The rule that keeps a model from being cut so many times, or nothing."""
+    for heads, what in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
+        if heads % degree:
+            return f"must divide {heads} {what}"
+    for name, shape, style in cuts:
+        if style in CUTS and len(shape) > CUTS[style] and shape[CUTS[style]] % degree:
+            return f"must divide the {shape[CUTS[style]]} {('rows', 'columns')[CUTS[style]]} of {name}"
+        # The first ranks have equal parts, rounded up: with few rows nothing is left for the last.
+        if style in UNEVEN and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
+            return f"leaves a process without a row of {name}, which has {shape[0]}"
+    return ""
+
+
+def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_Cut]) -> None:
+    """What tensor parallelism cuts by rows FSDP2 cuts by rows again, in equal parts, or by columns."""
+
+    def uneven(fsdp: int) -> Iterator[_Cut]:
+        for cut in cuts:
+            rows, columns = cut.shape[0], math.prod(cut.shape[1:2])
+            if cut.style != "rowwise" and rows % (layout.tensor * fsdp) and columns % fsdp:
+                yield cut
+
+    if layout.fsdp == 1:
+        return
+    axis = "shard" if layout.shard > 1 else "context"
+    key, degree = f"parallelism.{axis}", getattr(layout, axis)
+    for name, shape, _ in uneven(layout.fsdp):
+        by_columns = f", nor its {shape[1]} columns into {layout.fsdp}" if len(shape) > 1 else ""
+        rule = (
+            f"with tensor={layout.tensor}, cannot cut the {shape[0]} rows of {name} "
+            f"into {layout.tensor * layout.fsdp} equal parts{by_columns}"
+        )
+        usable = [n for n in range(1, 2 * degree) if not any(uneven(layout.fsdp // degree * n))]
+        cure = f"{_try(key, usable, degree)}, or parallelism.tensor=1" if usable else "try parallelism.tensor=1"
+        raise ConfigError(key, degree, rule, cure)
 
 
 def _matches(module: str, pattern: str) -> bool:
     return module.count(".") == pattern.count(".") and fnmatch.fnmatchcase(module, pattern)
 
 
-def check_context(layout: Layout, account: ModelAccount, *, seq_len: int) -> None:
+def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel: str) -> None:
     """Context parallelism: the sequence can be cut in two chunks for every process.
+
+    Args:
+        kernel: of the attention, as the recipe asks for it.
 
     Raises:
         ConfigError: it cannot.
@@ -90,9 +128,14 @@ def check_context(layout: Layout, account: ModelAccount, *, seq_len: int) -> Non
         rule = f"must be a multiple of {chunks}: two chunks for each of {layout.context} context-parallel processes"
         cure = f"try {max(1, round(seq_len / chunks)) * chunks}"
         raise ConfigError("training.seq_len", seq_len, rule, cure)
+    if kernel == "math":
+        rule = f"writes out all scores, and context={layout.context} puts attention together of parts that are not"
+        raise ConfigError("model.attention", kernel, rule, "try auto")
 
 
-def check_pipeline(layout: Layout, account: ModelAccount, schedule: Any, *, microbatches: int) -> None:
+def check_pipeline(
+    layout: Layout, config: Parallelism, account: ModelAccount, schedule: Any, *, microbatches: int
+) -> None:
     """Pipeline: enough pieces for every stage, and a schedule that fits.
 
     Raises:
@@ -100,6 +143,9 @@ def check_pipeline(layout: Layout, account: ModelAccount, schedule: Any, *, micr
     """
     degree = layout.pipeline
     if degree == 1:
+        if config.split is not None:
+            rule = "says where a pipeline is cut, and parallelism.pipeline=1"
+            raise ConfigError("parallelism.split", as_typed(config.split), rule, "try null")
         return
     key = "parallelism.pipeline"
     if not account.pieces:
@@ -113,7 +159,8 @@ def check_pipeline(layout: Layout, account: ModelAccount, schedule: Any, *, micr
     if stages > account.layers:
         rule = f"{schedule.kind} makes {stages} stages of it, more than the {account.layers} blocks of the model"
         fits = [n for n in range(1, degree) if stages // degree * n <= account.layers]
-        raise ConfigError(key, degree, rule, _try(key, fits or [1], degree) + ", or another schedule")
+        other = "a schedule with fewer stages a rank" if stages > degree else "a model of more blocks"
+        raise ConfigError(key, degree, rule, f"{_try(key, fits or [1], degree)}, or {other}")
 
 
 def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool) -> None:
@@ -140,8 +187,10 @@ def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str,
         raise ConfigError(key, True, rule, "try compile=block compile.backend=inductor")
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _try(key: str, usable: list[int], asked: int) -> str:

@@ -229,7 +229,7 @@ def _batch(recipe: Recipe) -> None:
             f"try {_nearest_multiple(batch, ranks)}",
         )
     if recipe.local_batch % recipe.microbatch:
-        divisors = [n for n in range(1, recipe.local_batch + 1) if recipe.local_batch % n == 0]
+        divisors = layout_rules.divisors(recipe.local_batch)
         raise ConfigError(
             "training.microbatch",
             recipe.microbatch,
@@ -241,7 +241,8 @@ def _batch(recipe: Recipe) -> None:
 def _layout_fits(recipe: Recipe) -> None:
     layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
     account = account_of(recipe.model).account(recipe.model)
-    layout_rules.check_context(layout, account, seq_len=seq_len)
+    kernel = getattr(recipe.model, "attention", "auto")
+    layout_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
     layout_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
     layout_rules.check_async_tensor(
         layout,
@@ -249,7 +250,7 @@ def _layout_fits(recipe: Recipe) -> None:
         accelerator=recipe.cluster.accelerator,
         compiled=recipe.compile.blocks and recipe.compile.backend,
     )
-    layout_rules.check_pipeline(layout, account, recipe.schedule, microbatches=recipe.microbatches)
+    layout_rules.check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)
 

@@ -71,7 +71,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         from titanlab.parallelism.context import spread_attention
 
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
-    compile_blocks(model.layers.values(), recipe.compile)
+    compile_blocks(model.layers.values(), recipe.compile, async_tensor=config.async_tensor)
     sharded = _spread(model, recipe, world, mesh)
     held = [parameter for name, parameter in model.named_parameters() if name in summands]
     return Stage(model=model, sharded=sharded, summands=held, mesh=mesh)
@@ -125,8 +125,7 @@ def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
 def _reshards(recipe: Recipe) -> bool:
     """Whether a block lets go of its parameters between forward and backward.
 
-    In a pipeline it would gather them for each microbatch; and where a backward is split in two, torch 2.13
-    computes wrong gradients without a word.
+    Not in a pipeline, unless it is asked for: it would gather them for each microbatch.
     """
     choice = recipe.parallelism.reshard_after_forward
     return choice == "always" or (choice == "auto" and recipe.layout.pipeline == 1)

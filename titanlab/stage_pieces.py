@@ -57,11 +57,13 @@ def _cost(operations: Sequence[Operation]) -> float:
 def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[int]:
     """Numbers of blocks. What comes before the first block joins the first stage, what follows the last, the last."""
     if len(counts) != stages:
-        rule = f"gives {len(counts)} stages, and the schedule has {stages}"
-        raise ConfigError(KEY, counts, rule, f"give {stages} numbers of blocks, or null for a balanced split")
+        rule = f"has {len(counts)} numbers of blocks, and the schedule has {stages} stages"
+        raise ConfigError(KEY, as_typed(counts), rule, f"try null for a balanced split, or give {stages} numbers")
     if min(counts) < 0 or sum(counts) != account.layers or 0 in counts[1:-1]:
-        rule = f"must add up to the model's {account.layers} blocks, one at least to each stage between first and last"
-        raise ConfigError(KEY, counts, rule, "try null for a balanced split")
+        rule = f"must add up to the model's {account.layers} blocks"
+        if 0 in counts[1:-1] or min(counts) < 0:
+            rule += ", with one at least for each stage between first and last"
+        raise ConfigError(KEY, as_typed(counts), rule, "try null for a balanced split")
     blocks = [place for place, piece in enumerate(account.pieces) if piece.startswith("layers.")]
     begins = [sum(counts[:stage]) for stage in range(1, stages)]
     first = [0, *(blocks[begin] if begin < len(blocks) else blocks[-1] + 1 for begin in begins)]
@@ -70,17 +72,30 @@ def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[in
 
 def _by_names(account: ModelAccount, names: list[str], stages: int) -> list[int]:
     if len(names) != stages - 1:
-        rule = f"names the first piece of {len(names)} stages after the first, and the schedule has {stages - 1}"
-        raise ConfigError(KEY, names, rule, f"give {stages - 1} names, or null for a balanced split")
+        rule = f"must name a piece for each of the {stages - 1} stages after the first, and names {len(names)}"
+        raise ConfigError(KEY, as_typed(names), rule, "try null for a balanced split")
     unknown = [name for name in names if name not in account.pieces]
     if unknown:
-        known = f"{account.pieces[0]}, {account.pieces[1]} … {account.pieces[-1]}"
-        raise ConfigError(KEY, names, f"the model has no piece {unknown[0]}", f"its pieces are {known}")
+        rule = f"the model has no piece {unknown[0]}"
+        raise ConfigError(KEY, as_typed(names), rule, f"its pieces are {_listed(account.pieces)}")
     return _increasing(account, names, [0, *(account.pieces.index(name) for name in names)])
 
 
-def _increasing(account: ModelAccount, given: object, first: list[int]) -> list[int]:
-    if any(a >= b for a, b in zip(first, [*first[1:], len(account.pieces)], strict=True)):
-        rule = "leaves a stage empty or goes backward"
-        raise ConfigError(KEY, given, rule, "name pieces in the order of the forward pass, or null")
+def _increasing(account: ModelAccount, given: Sequence[object], first: list[int]) -> list[int]:
+    ends = [*first[1:], len(account.pieces)]
+    for stage, (begin, end) in enumerate(zip(first, ends, strict=True)):
+        if begin >= end:
+            rule = f"stage {stage} would begin with {account.pieces[begin]} and end before {account.pieces[end]}"
+            cure = "name pieces in the order of the forward pass, each once, or null for a balanced split"
+            raise ConfigError(KEY, as_typed(given), rule, cure)
     return first
+
+
+def as_typed(split: Sequence[object]) -> str:
+    """A split as it is written in an override."""
+    return f"[{','.join(str(each) for each in split)}]"
+
+
+def _listed(pieces: Sequence[str]) -> str:
+    shown = [*pieces[:2], "…", *pieces[-3:]] if len(pieces) > 6 else pieces
+    return ", ".join(shown)

@@ -21,7 +21,7 @@ def collectives(made):
         assembled = assemble(made, world, build_mesh(made.layout, "cpu"))
         tokens = torch.zeros(made.local_batch, made.training.seq_len, dtype=torch.int64)
         batch = StepBatch(tokens, tokens, tokens.numel())
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
             assembled.forward_backward(batch)
         counts = collections.Counter(each.name for each in profiled.events() if each.name.startswith("gloo:"))
         parts = [{type(parameter.data) for parameter in assembled.model.parameters()}]

@@ -96,10 +96,7 @@ class Llama(LanguageModel):
             rows = self.rope[:seq_len]
         else:
             raise ValueError(f"{seq_len} tokens, but the model was built for {self.rope.shape[0]}")
-        # Complex on its way into the blocks: FSDP's mixed precision rounds every floating-point
-        # input of a block to bf16, and positions do not survive that. The buffer itself is real
-        # because collectives and casts of modules treat complex buffers badly.
-        return torch.view_as_complex(rows).unsqueeze(-2)
+        return rows.unsqueeze(-3)
 
 
 class Block(nn.Module):
@@ -191,15 +188,15 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
     Args:
         x: [batch, seq, heads, head_dim].
-        rope: cos + i·sin, complex, [seq, 1, head_dim / 2] or [batch, seq, 1, head_dim / 2].
+        rope: cos and sin, fp32, [seq, 1, head_dim / 2, 2] or [batch, seq, 1, head_dim / 2, 2].
     """
     pairs = x.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
         a, b = pairs.unbind(-1)
-        cos, sin = torch.view_as_real(rope).unbind(-1)
+        cos, sin = rope.unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * rope)
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
     return turned.flatten(-2).type_as(x)
 
 

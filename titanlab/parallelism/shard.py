@@ -66,6 +66,8 @@ def fully_shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=dtypes.compute if dtypes.mixed else None,
         reduce_dtype=dtypes.reduce if dtypes.mixed else None,
+        # A block's inputs have the right type already, or are not to be rounded: positions do not survive that.
+        cast_forward_inputs=False,
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     shard = functools.partial(

@@ -8,7 +8,6 @@ of all tokens, [1, batch·seq / ranks, dim]: cut along the flattened tokens, gat
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.func import functional_call
 
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
+from titanlab.parallelism.pipeline_weights import linear as product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +41,18 @@ class Cut:
     loss_parallel: bool
 
     def whole(self, stream: Tensor) -> Tensor:
-        """The residual stream as every rank needs it: [batch, seq, dim]. Gradients of what follows are summed."""
+        """The residual stream as all ranks need it: all tokens, [batch·seq, dim]. Gradients that return are summed."""
         if torch.compiler.is_compiling():
-            return self._compiled_whole(stream)
+            return self._compiled_whole(stream.flatten(0, 1))
         group = self.mesh.get_group()
-        if not self.sequence_parallel:
-            copied: Tensor = _Copy.apply(stream, group)
-            return copied
-        gathered: Tensor = _Gather.apply(stream, self.seq_len, group)
-        return gathered
+        gathering = _Gather if self.sequence_parallel else _Copy
+        whole: Tensor = gathering.apply(stream.flatten(0, 1), group)
+        return whole
+
+    def by_sequence(self, tokens: Tensor) -> Tensor:
+        """[batch·seq, …] → [batch, seq, …]."""
+        rows: Tensor = tokens.unflatten(0, (-1, self.seq_len))
+        return rows
 
     def stream(self, summand: Tensor) -> Tensor:
         """The sum of all ranks' [batch, seq, dim] as the residual stream has it."""
@@ -66,13 +68,10 @@ class Cut:
     # In compiled code the same is said with DTensors: their collectives are what torch's compiler knows, and fuses
     # with products for AsyncTP.
 
-    def _compiled_whole(self, stream: Tensor) -> Tensor:
-        if not self.sequence_parallel:
-            copied: Tensor = self._dtensor(stream, Replicate()).to_local(grad_placements=[Partial()])
-            return copied
-        whole = self._dtensor(stream.squeeze(0), Shard(0)).redistribute(placements=[Replicate()])
-        local: Tensor = whole.to_local(grad_placements=[Partial()]).unflatten(0, (-1, self.seq_len))
-        return local
+    def _compiled_whole(self, tokens: Tensor) -> Tensor:
+        share = self._dtensor(tokens, Shard(0) if self.sequence_parallel else Replicate())
+        whole: Tensor = share.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return whole
 
     def _compiled_stream(self, summand: Tensor) -> Tensor:
         if not self.sequence_parallel:
@@ -90,9 +89,9 @@ Style = Callable[[nn.Module, Cut], None]
 
 
 def colwise(linear: nn.Module, cut: Cut) -> None:
-    """A linear layer whose outputs are cut; its input is whole, see `gathered`."""
+    """A linear layer whose outputs are cut; of all tokens [batch·seq, dim] it makes [batch, seq, its part]."""
     _distribute(linear, cut.mesh, weight=Shard(0), bias=Shard(0))
-    linear.forward = lambda whole: F.linear(whole, _local(linear.weight), _local(linear.bias))
+    linear.forward = lambda tokens: cut.by_sequence(product(linear, tokens, _local(linear.bias)))
 
 
 def rowwise(linear: nn.Module, cut: Cut) -> None:
@@ -100,7 +99,7 @@ def rowwise(linear: nn.Module, cut: Cut) -> None:
     _distribute(linear, cut.mesh, weight=Shard(1), bias=Replicate())
 
     def forward(part: Tensor) -> Tensor:
-        total: Tensor = cut.stream(F.linear(part, _local(linear.weight)))
+        total: Tensor = cut.stream(product(linear, part))
         if linear.bias is not None:
             total = total + _local(linear.bias)
         return total
@@ -109,19 +108,26 @@ def rowwise(linear: nn.Module, cut: Cut) -> None:
 
 
 def gathered(module: nn.Module, cut: Cut) -> None:
-    """A module that computes on whole sequences: its first argument is made whole, once for all products inside."""
+    """A module that computes on whole sequences: its first argument becomes all tokens, once for all products inside.
+
+    As [batch·seq, dim], which only its `colwise` layers look at: so gathering and products can be one (AsyncTP).
+    """
     module.register_forward_pre_hook(lambda _, inputs: (cut.whole(inputs[0]), *inputs[1:]))
 
 
 def norm(module: nn.Module, cut: Cut) -> None:
-    """A module that treats each token alike: every rank has all of its parameters, and its part of the stream."""
+    """A module that treats each token alike: every rank has all of its parameters, and its part of the stream.
+
+    Its `forward` may use parameters and plain attributes of its own, as torch's norms do; no methods, no modules.
+    """
     _distribute(module, cut.mesh, weight=Replicate(), bias=Replicate())
-    # The same computation without parameters of its own.
-    bare = copy.deepcopy(module)
+    compute = type(module).forward
+    settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
 
     def forward(stream: Tensor) -> Tensor:
+        # The module's own code, with plain tensors in the place of its parameters.
         local = {name: _local(parameter) for name, parameter in module.named_parameters(recurse=False)}
-        output: Tensor = functional_call(bare, local, (stream,))
+        output: Tensor = compute(_StandIn({**settings, **local}), stream)
         return output
 
     module.forward = forward
@@ -151,7 +157,8 @@ def head(module: nn.Module, cut: Cut) -> None:
 
     def forward(stream: Tensor, table: Any = None) -> Tensor:
         weight: Any = module.weight if table is None else table
-        logits = F.linear(cut.whole(stream), _local(weight), _local(getattr(module, "bias", None)))
+        tokens = cut.by_sequence(cut.whole(stream))
+        logits = product(module, tokens, _local(module.bias)) if table is None else F.linear(tokens, _local(weight))
         if cut.loss_parallel:
             return logits
         shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
@@ -214,6 +221,14 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+class _StandIn:
+    """An object with the given attributes, made in a way that compilers can follow."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
 class _Copy(torch.autograd.Function):
     """Forward nothing, backward the sum over ranks."""
 
@@ -240,17 +255,16 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """This rank's tokens [1, n, dim] → all, [batch, seq, dim]; backward its part of the sum."""
+    """This rank's tokens [n, dim] → all of them; backward its part of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, seq_len: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        whole: Tensor = gather_first(part.squeeze(0), group).unflatten(0, (-1, seq_len))
-        return whole
+        return gather_first(part, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return sum_and_scatter_first(gradients[0].flatten(0, 1), ctx.group).unsqueeze(0), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return sum_and_scatter_first(gradients[0], ctx.group), None
 
 
 class _SumScatter(torch.autograd.Function):
