@@ -65,13 +65,18 @@ def main() -> None:
         first_step_at = first_step_at or time.time()
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps({"first_step_at": first_step_at, "step_seconds": seconds, "loss": loss_value}), flush=True)
+    if args.fsdp:
+        torch.distributed.destroy_process_group()
 
 
 def _shard(model: torch.nn.Module) -> None:
+    # Half a second that one process does not need.
+    from torch.distributed.fsdp import fully_shard
+
     torch.distributed.init_process_group("gloo")
     for block in model.layers.values():
-        torch.distributed.fsdp.fully_shard(block)
-    torch.distributed.fsdp.fully_shard(model)
+        fully_shard(block)
+    fully_shard(model)
 
 
 if __name__ == "__main__":
