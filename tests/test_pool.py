@@ -126,5 +126,5 @@ def test_what_workers_cannot_import_is_refused(pool):
 
 
 def test_more_ranks_than_workers_are_refused(pool):
-    with pytest.raises(ValueError, match="the pool has 4 workers, not 5"):
-        pool.run(5, sum_of_ranks)
+    with pytest.raises(ValueError, match=f"the pool has {pool.size} workers, not {pool.size + 1}"):
+        pool.run(pool.size + 1, sum_of_ranks)

@@ -13,6 +13,7 @@ from torch import nn
 from titanlab.data.source import Batch
 from titanlab.mesh import Mesh
 from titanlab.options import account_of, implementation
+from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
 from titanlab.recipe import Recipe, pieces_by_stage
 from titanlab.stage import Stage, build_stage, dtypes_of, together
@@ -84,6 +85,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
 
 def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss) -> Assembled:
     """One stage or several on this rank, and the schedule that runs them."""
+    # Half a second that other layouts do not need.
     from titanlab.parallelism.pipeline import Pipeline
 
     schedule = implementation(recipe.schedule)
@@ -151,8 +153,6 @@ def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
     layout, seq_len = recipe.layout, recipe.training.seq_len
     if layout.context == 1:
         return torch.arange(seq_len, device=world.device)
-    from titanlab.parallelism.context import positions
-
     return positions(seq_len, ranks=layout.context, rank=mesh.place("context")).to(world.device)
 
 

@@ -28,6 +28,7 @@ from titanlab.run_folder import RunFolder
 from titanlab.run_status import Status
 from titanlab.totals import Totals
 from titanlab.tracker.protocol import open_tracker
+from titanlab.traffic import axis_groups, traced
 from titanlab.traffic_table import flat, lines
 from titanlab.world import World
 
@@ -110,9 +111,6 @@ class LoggingRecorder(Recorder):
 
     @contextlib.contextmanager
     def _tracing(self, mesh: Mesh) -> Iterator[None]:
-        # Torch is slow to import what this needs, and one process has nothing to send.
-        from titanlab.traffic import axis_groups, traced
-
         with traced(axis_groups(mesh)) as traffic:
             yield
         rows = traffic.rows()

@@ -17,8 +17,10 @@ from titanlab.initialise import initialise
 from titanlab.mesh import Mesh
 from titanlab.model.contract import LanguageModel
 from titanlab.options import account_of, implementation
+from titanlab.parallelism.context import spread_attention
 from titanlab.parallelism.gradients import sum_gradients
 from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
+from titanlab.parallelism.tensor import Cut, parallelise
 from titanlab.precision.dtypes import Dtypes
 from titanlab.recipe import Recipe
 from titanlab.world import World
@@ -58,8 +60,6 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     model = precision.convert(recipe.precision, model)
     summands: frozenset[str] = frozenset()
     if layout.tensor > 1:
-        from titanlab.parallelism.tensor import Cut, parallelise
-
         cut = Cut(
             mesh=mesh.axis("tensor"),
             seq_len=recipe.training.seq_len // layout.context,
@@ -68,8 +68,6 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         )
         summands = parallelise(model, account.tensor_plan, cut)
     if layout.context > 1:
-        from titanlab.parallelism.context import spread_attention
-
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
     compile_blocks(model.layers.values(), recipe.compile, async_tensor=config.async_tensor)
     sharded = _spread(model, recipe, world, mesh)

@@ -38,7 +38,8 @@ def test_a_step_gathers_and_reduces_once_and_sends_only_hidden_states(pool, name
 
 
 def mixed_but_not_told(name):
-    Run(name, 4, data=2, wrap=shard(False, MixedPrecisionPolicy(param_dtype=torch.bfloat16))).step()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    Run(name, 4, data=2, wrap=shard(False, policy)).step()
 
 
 def test_another_dtype_than_agreed_is_refused(pool):

@@ -123,6 +123,8 @@ def fused_operators():
         rewrite(graph)
         seen.append(dict(Counter(str(node.target) for node in graph.nodes if "symm_mem" in str(node.target))))
 
+    # Blocks of other shapes that this process has compiled would make torch write this graph for any shape.
+    torch._dynamo.reset()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
     config = Llama(dim=64, layers=1, heads=8, kv_heads=4, ffn_dim=192, vocab_size=128)
