@@ -94,7 +94,7 @@ def page(rows: list[tuple[Row, Difference]]) -> str:
         "data, in fp32: the largest relative difference of losses and gradient norms over the steps, and the largest",
         "‖Δ‖/‖reference‖ of a tensor among the first step's gradients and the final parameters. The bar for each is",
         "1e-5. What is left is the rounding of sums in another order; parameters show it more, since Adam divides by the",
-        "gradient's own size.",
+        "gradient's own size (its eps is 1e-6 here, so that gradients that are nothing but rounding do not move parameters).",
         "",
         "Axes: dp_r replicate, dp_s shard, cp context, tp tensor, pp pipeline (1f1b where no schedule is named). Written by",
         "`TITANLAB_WRITE_PARITY=1 python -m pytest tests/test_parity_matrix.py`.",
