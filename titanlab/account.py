@@ -5,6 +5,7 @@ The planner, the trainer and the tests read the same account; tests hold it to t
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -93,3 +94,12 @@ class ModelAccount:
         if self.embedding in self.tied.values():
             return 0
         return math.prod(self.parameters[self.embedding])
+
+
+def style_of(plan: Mapping[str, str], module: str) -> str:
+    """The style that a tensor plan gives to the module at a path, or nothing; `*` stands for one step of a path."""
+    for pattern, style in plan.items():
+        # One step only, as there are equally many dots.
+        if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
+            return style
+    return ""

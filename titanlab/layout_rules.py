@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from titanlab.account import ModelAccount
+from titanlab.account import ModelAccount, style_of
 from titanlab.errors import ConfigError
 from titanlab.layout import Layout
 from titanlab.options import implementation
@@ -55,15 +54,14 @@ class _Cut(NamedTuple):
 def _cuts(account: ModelAccount, degree: int) -> list[_Cut]:
     found: dict[tuple[tuple[int, ...], str], _Cut] = {}
     for name, shape in account.parameters.items():
-        module = name.rpartition(".")[0]
-        styles = [style for pattern, style in account.tensor_plan.items() if _matches(module, pattern)]
-        if not styles:
+        style = style_of(account.tensor_plan, name.rpartition(".")[0])
+        if not style:
             rule = f"the model's plan says nothing about {name}"
             raise ConfigError(
                 "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
             )
-        if styles[-1] != "norm":
-            found.setdefault((shape, styles[-1]), _Cut(name, shape, styles[-1]))
+        if style != "norm":
+            found.setdefault((shape, style), _Cut(name, shape, style))
     return list(found.values())
 
 
@@ -103,10 +101,6 @@ def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_Cut]) -> None:
         usable = [n for n in range(1, 2 * degree) if not any(uneven(layout.fsdp // degree * n))]
         cure = f"{_try(key, usable, degree)}, or parallelism.tensor=1" if usable else "try parallelism.tensor=1"
         raise ConfigError(key, degree, rule, cure)
-
-
-def _matches(module: str, pattern: str) -> bool:
-    return module.count(".") == pattern.count(".") and fnmatch.fnmatchcase(module, pattern)
 
 
 def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel: str) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titanlab.account import ModelAccount
+from titanlab.account import ModelAccount, style_of
 from titanlab.layout import Layout
 from titanlab.traffic_table import Row, Traffic
 
@@ -248,15 +248,7 @@ def _styles(account: ModelAccount, piece: str) -> list[str]:
 
 
 def _style(account: ModelAccount, parameter: str) -> str:
-    module = parameter.rpartition(".")[0]
-    return next(
-        (
-            style
-            for pattern, style in account.tensor_plan.items()
-            if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern)
-        ),
-        "",
-    )
+    return style_of(account.tensor_plan, parameter.rpartition(".")[0])
 
 
 def _padded(step: Step, place: Place, name: str) -> int:

@@ -8,7 +8,6 @@ of all tokens, [1, batch·seq / ranks, dim]: cut along the flattened tokens, gat
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from titanlab.account import style_of
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
 from titanlab.parallelism.pipeline_weights import linear as product
 
@@ -200,10 +200,9 @@ def parallelise(
     if unknown:
         raise ValueError(f"the tensor plan names {', '.join(unknown)}; there is {', '.join(styles)}")
     for name, module in list(model.named_modules()):
-        for pattern, style in plan.items():
-            # A star is one step of the path, as there are equally many dots.
-            if pattern.count(".") == name.count(".") and fnmatch.fnmatchcase(name, pattern):
-                styles[style](module, cut)
+        style = style_of(plan, name)
+        if style:
+            styles[style](module, cut)
     if not cut.sequence_parallel:
         return frozenset()
     whole = (Replicate(),)
