@@ -7,7 +7,9 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,3 +117,23 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return Said(code, *capsys.readouterr(), list(started))
 
     return call
+
+
+@pytest.fixture
+def refused_as_process() -> Callable[..., None]:
+    """Holds `python -m titanlab …` in a process of its own to one line of refusal and exit code 2."""
+
+    def hold(*arguments: str, begins: str, environ: Mapping[str, str]) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "titanlab", *arguments],
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {begins}")
+        assert done.stderr.count("\n") == 1
+
+    return hold

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -517,16 +514,6 @@ def test_other_verbs(command, stuff, line, begins, cure):
     ],
     ids=str,
 )
-def test_as_processes(here, arguments, environ, begins):
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlab", *shlex.split(arguments)],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {begins}")
-    assert done.stderr.count("\n") == 1
+def test_as_processes(refused_as_process, here, arguments, environ, begins):
+    refused_as_process(*shlex.split(arguments), begins=begins, environ=environ)
     assert list(here.iterdir()) == []

@@ -211,16 +211,6 @@ def test_nothing_was_started(command, files, monkeypatch):
     ],
     ids=str,
 )
-def test_as_processes(here, files, arguments, environ, begins):
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlab", "train", *typed(arguments, files)],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {filled(begins, files)}")
-    assert done.stderr.count("\n") == 1
+def test_as_processes(refused_as_process, here, files, arguments, environ, begins):
+    refused_as_process("train", *typed(arguments, files), begins=filled(begins, files), environ=environ)
     assert list(here.iterdir()) == []
