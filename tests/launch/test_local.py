@@ -319,6 +319,15 @@ def test_signals_are_handed_on(ranks_run, tmp_path, world, number):
     sender.join()
 
 
+@pytest.fixture
+def _interruptible():
+    """Ctrl-C is an exception, also where a shell that runs this in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_a_signal_that_comes_before_the_ranks_are_there_waits():
     got = []
     with local._signals_handed_on() as signals:
