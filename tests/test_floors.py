@@ -25,7 +25,7 @@ FLOORS: dict[int, list[str]] = {
     1: [
         """account layout hardware flops meter outcome identity host ranks stop
         run_folder run_status run_search metrics_file config_file git_state provenance failure_signs
-        traffic_table""",
+        traffic_table setting""",
         "schedule.action schedule.placement schedule.order schedule.timeline schedule.split",
     ],
     # Declarations: what each part says about itself. Torch-free too; one group for each part, by DECLARES.
@@ -35,10 +35,10 @@ FLOORS: dict[int, list[str]] = {
     # Parts.
     4: [
         *["model", "precision", "parallelism", "optimizer", "data", "checkpoint", "tracker", "cluster", "schedule"],
-        *["compile", "initialise", "totals", "peak", "traffic"],
+        *["ac", "compile", "initialise", "totals", "peak", "traffic"],
     ],
     # Assembly.
-    5: ["recipe assemble stage stage_pieces layout_rules"],
+    5: ["recipe recipe_rules assemble stage stage_pieces layout_rules"],
     # Story.
     6: ["train recorder facts generate parity execute"],
     # Doors.

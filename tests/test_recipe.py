@@ -21,7 +21,8 @@ from titanlab.config_file import config_text
 from titanlab.errors import ConfigError
 from titanlab.identity import identify
 from titanlab.options import discover
-from titanlab.recipe import Recipe, check, from_mapping, resolve, to_mapping
+from titanlab.recipe import Recipe, from_mapping, resolve, to_mapping
+from titanlab.recipe_rules import check
 
 GROUPS = (
     "model",
@@ -36,6 +37,7 @@ GROUPS = (
     "training",
     "schedule",
     "compile",
+    "ac",
 )
 # What an option cannot do without, so that every one composes.
 NEEDED = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlab import train as story
+from titanlab.ac.none_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
@@ -21,7 +22,8 @@ from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.ranks import ALONE, joined
-from titanlab.recipe import Recipe, check, resolve, to_mapping
+from titanlab.recipe import Recipe, resolve, to_mapping
+from titanlab.recipe_rules import check
 from titanlab.run_folder import RunFolder, create_run
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl
@@ -41,9 +43,10 @@ def recipe(runs, **given) -> Recipe:
         parallelism=Parallelism(**_taken(given, Parallelism)),
         checkpoint=Checkpoint(**_taken(given, Checkpoint)),
         model=Llama(**{**model, **_taken(given, Llama)}),
-        optimizer=AdamW(**optimizer),
+        optimizer=given.pop("optimizer", None) or AdamW(**optimizer),
         compile=Compile(**_taken(given, Compile)),
-        precision=Bf16() if given.pop("bf16", False) else Fp32(),
+        precision=given.pop("precision", None) or (Bf16() if given.pop("bf16", False) else Fp32()),
+        ac=given.pop("ac", None) or NoCheckpointing(),
         data=given.pop("data", None) or Synthetic(vocab_size=VOCABULARY),
         schedule=given.pop("pipeline_schedule", None) or OneFOneB(),
         # A peak that is given need not be measured.

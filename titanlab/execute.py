@@ -22,7 +22,8 @@ from titanlab.options import account_of, implementation
 from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
 from titanlab.provenance import collect
 from titanlab.ranks import Ranks, joined
-from titanlab.recipe import Recipe, check, resolve, to_mapping
+from titanlab.recipe import Recipe, resolve, to_mapping
+from titanlab.recipe_rules import check
 from titanlab.run_folder import RunFolder, check_runs, create_run
 
 

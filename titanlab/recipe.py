@@ -1,4 +1,4 @@
-"""A recipe: the whole configuration of one run, and every rule that crosses its groups."""
+"""A recipe: the whole configuration of one run. What it has to obey is in `recipe_rules`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titanlab import layout_rules
 from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
-from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.layout import Layout, resolve_layout
 from titanlab.options import account_of, discover, implementation, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.stage_pieces import stage_pieces
 from titanlab.training_schema import Training
-
-SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-SEEDS = 2**63
 
 
 @dataclass(kw_only=True)
@@ -51,6 +46,7 @@ class Recipe:
     parallelism: Parallelism = MISSING
     schedule: Any = MISSING
     precision: Any = MISSING
+    ac: Any = MISSING
     compile: Compile = MISSING
     optimizer: Any = MISSING
     data: Any = MISSING
@@ -179,120 +175,3 @@ def _layout(recipe: Recipe, world: int | None) -> Layout:
         # Another world is not to be had by an override: it has been started.
         cure = "start as many processes as the degrees make, or let one degree be -1"
         raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error
-
-
-def check(recipe: Recipe) -> None:
-    """Hold a resolved recipe to every rule; those on the corpus itself apply once it has been prepared.
-
-    Raises:
-        ConfigError: the first rule that it breaks.
-    """
-    for rule in (_names, _batch, _layout_fits, _rate, _offload, _attention):
-        rule(recipe)
-    source.check(
-        recipe.data,
-        seq_len=recipe.training.seq_len,
-        global_batch=recipe.training.global_batch,
-        ranks=recipe.layout.data,
-        vocab_size=recipe.model.vocab_size,
-        validation_sequences=recipe.training.validation_sequences if recipe.training.validate_every else 0,
-    )
-    # What a tracker lacks is told now, not when the model has been made.
-    rules = getattr(implementation(recipe.tracker), "check", None)
-    if rules is not None:
-        rules(recipe.tracker)
-
-
-def _names(recipe: Recipe) -> None:
-    for key in ("name", "sweep"):
-        value = getattr(recipe, key)
-        if not SAFE_NAME.fullmatch(value):
-            raise ConfigError(
-                key,
-                value,
-                "becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'",
-                "try " + _safe(value),
-            )
-    if recipe.repeat < 0:
-        raise ConfigError("repeat", recipe.repeat, "counts repetitions from 0", "try 0")
-    if not 0 <= recipe.seed < SEEDS:
-        raise ConfigError("seed", recipe.seed, "must lie in [0, 2⁶³)", "try 0")
-
-
-def _batch(recipe: Recipe) -> None:
-    batch, ranks = recipe.training.global_batch, recipe.layout.data
-    if batch % ranks:
-        raise ConfigError(
-            "training.global_batch",
-            batch,
-            f"must be a multiple of the {ranks} data-parallel processes",
-            f"try {_nearest_multiple(batch, ranks)}",
-        )
-    if recipe.local_batch % recipe.microbatch:
-        divisors = layout_rules.divisors(recipe.local_batch)
-        raise ConfigError(
-            "training.microbatch",
-            recipe.microbatch,
-            f"must divide the {recipe.local_batch} sequences that one process has of a step",
-            f"try {' or '.join(str(n) for n in _closest(divisors, recipe.microbatch))}",
-        )
-
-
-def _layout_fits(recipe: Recipe) -> None:
-    layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
-    account = account_of(recipe.model).account(recipe.model)
-    kernel = getattr(recipe.model, "attention", "auto")
-    layout_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
-    layout_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
-    layout_rules.check_async_tensor(
-        layout,
-        config,
-        accelerator=recipe.cluster.accelerator,
-        compiled=recipe.compile.blocks and recipe.compile.backend,
-    )
-    layout_rules.check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
-    if layout.pipeline > 1:
-        pieces_by_stage(recipe)
-
-
-def _rate(recipe: Recipe) -> None:
-    warmup = recipe.optimizer.schedule.warmup_steps
-    if warmup > recipe.training.steps:
-        raise ConfigError(
-            "optimizer.schedule.warmup_steps",
-            warmup,
-            f"is more than the {recipe.training.steps} steps of the run",
-            f"try {max(1, recipe.training.steps // 10)}",
-        )
-
-
-def _offload(recipe: Recipe) -> None:
-    if recipe.parallelism.cpu_offload and recipe.layout.fsdp == 1:
-        raise ConfigError(
-            "parallelism.cpu_offload",
-            True,
-            "moves sharded parameters, and nothing is sharded",
-            "try parallelism.shard=2",
-        )
-
-
-def _attention(recipe: Recipe) -> None:
-    backend = getattr(recipe.model, "attention", "auto")
-    if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient"):
-        raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
-    if recipe.cluster.accelerator == "cuda" and recipe.precision.kind == "fp32" and backend in ("flash", "cudnn"):
-        raise ConfigError(
-            "model.attention", backend, "computes in 16 bits only on a GPU", "try precision=bf16, or auto"
-        )
-
-
-def _safe(value: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:100] or "run"
-
-
-def _nearest_multiple(value: int, unit: int) -> int:
-    return max(unit, round(value / unit) * unit)
-
-
-def _closest(values: list[int], wanted: int) -> list[int]:
-    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:2])

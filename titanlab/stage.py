@@ -1,6 +1,6 @@
 """Building the model, or a stage of a pipeline: from modules on meta to this rank's parameters with initial values.
 
-meta → precision → tensor → context → compile → shard → materialise → initial values, in this order and no other.
+meta → precision → tensor → context → ac → compile → shard → materialise → initial values, in this order and no other.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         summands = parallelise(model, account.tensor_plan, cut)
     if layout.context > 1:
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
+    implementation(recipe.ac).apply(recipe.ac, {int(index): block for index, block in model.layers.items()})
     compile_blocks(model.layers.values(), recipe.compile, async_tensor=config.async_tensor)
     sharded = _spread(model, recipe, world, mesh)
     held = [parameter for name, parameter in model.named_parameters() if name in summands]
