@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.hardware import DEVICES, find, peak_flops
+from titanlab.hardware import DEVICES, compute_capability, find, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,34 @@ def test_figures_are_plausible_and_sourced():
 def test_every_device_is_found_by_its_own_words_only():
     for device in DEVICES:
         assert find(" ".join(device.words)) is device
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA H200 NVL", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA H20", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB300", (10, 3)),
+        ("NVIDIA L40S", (8, 9)),
+        ("NVIDIA L4", (8, 9)),
+        ("NVIDIA A10G", (8, 6)),
+        ("Tesla V100-SXM2-16GB", (7, 0)),
+        ("Tesla T4", (7, 5)),
+        ("NVIDIA GeForce RTX 4090", (8, 9)),
+        ("AMD Instinct MI300X", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_compute_capabilities(name, capability):
+    assert compute_capability(name) == capability
+
+
+def test_every_device_of_the_table_has_a_capability_but_those_of_other_vendors():
+    unknown = [device.name for device in DEVICES if compute_capability(" ".join(device.words)) is None]
+    assert unknown == ["MI300X"]

@@ -157,6 +157,20 @@ DEVICES = (
     ),
 )
 _VENDORS = frozenset({"NVIDIA", "AMD"})
+# Compute capability by one word of a name, of devices with and without figures above: parts of a device and its cousins
+# are as capable as it is. (NVIDIA, "CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus and its legacy page.)
+_CAPABILITIES: Mapping[tuple[int, int], str] = {
+    (6, 0): "P100",
+    (7, 0): "V100",
+    (7, 5): "T4",
+    (8, 0): "A30 A100 A800",
+    (8, 6): "A2 A10 A10G A16 A40 A4000 A5000 A6000 3060 3070 3080 3090",
+    (8, 9): "L4 L20 L40 L40S 4060 4070 4080 4090",
+    (9, 0): "H20 H100 H200 H800 GH200",
+    (10, 0): "B200 GB200",
+    (10, 3): "B300 GB300",
+    (12, 0): "5060 5070 5080 5090",
+}
 
 
 def find(name: str) -> Device | None:
@@ -178,3 +192,12 @@ def peak_flops(name: str, dtype: str) -> float | None:
     if device is None or dtype not in device.peak_tflops:
         return None
     return device.peak_tflops[dtype] * 1e12
+
+
+def compute_capability(name: str) -> tuple[int, int] | None:
+    """NVIDIA's compute capability of the device with this name, such as (9, 0); None if it is not known."""
+    words = set(re.findall(r"[A-Z0-9]+", name.upper()))
+    for capability, known in _CAPABILITIES.items():
+        if words & set(known.split()):
+            return capability
+    return None

@@ -1,4 +1,4 @@
-"""optimizer=adamw: torch's AdamW, fused."""
+"""optimizer=adamw: torch's AdamW, fused; torchao's arithmetic where new values are rounded stochastically."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from titanlab.optimizer.adamw_schema import AdamW
+from titanlab.optimizer.groups import groups_by_decay
 
 
 def build(config: AdamW, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -15,14 +16,14 @@ def build(config: AdamW, parameters: Mapping[str, nn.Parameter]) -> torch.optim.
 
     The learning rate is set before every step by the loop, from the schedule.
     """
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    in_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
+    if in_bf16 and config.rounding != "nearest":
+        # Imports torchao, three seconds that others do not pay.
+        from titanlab.optimizer.low_bit import LowBitAdamW
+
+        return LowBitAdamW(config, parameters)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups_by_decay(parameters.values(), config.weight_decay),
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,

@@ -1,18 +1,21 @@
-"""Config of optimizer=adamw."""
+"""Config of optimizer=adamw, and what every optimizer with Adam's averages shares with it."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import Scheduled
 from titanlab.options import option
+from titanlab.setting import Setting
+
+ROUNDINGS = ("auto", "nearest", "stochastic")
 
 
-@option("optimizer", "adamw")
 @dataclass(kw_only=True)
-class AdamW(Scheduled):
+class Averaged(Scheduled):
     """Adam with decoupled weight decay (arXiv 1711.05101).
 
     Attributes:
@@ -22,7 +25,6 @@ class AdamW(Scheduled):
         weight_decay: applied to parameters of two or more dimensions; norms and biases have none.
     """
 
-    kind: str = "adamw"
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -35,3 +37,49 @@ class AdamW(Scheduled):
             raise ConfigError("optimizer.eps", self.eps, "must be positive and finite", "try 1e-8")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError("optimizer.weight_decay", self.weight_decay, "must be finite and not negative", "try 0.1")
+
+
+@dataclass(kw_only=True)
+class Rounded(Averaged):
+    """AdamW that says how a new value becomes a parameter in bfloat16.
+
+    Attributes:
+        rounding: `nearest`; `stochastic`, up or down with the probability that keeps the mean, without which an update
+            of less than 1/256 of its parameter is lost (arXiv 2010.06192); `auto`: stochastic where parameters rest
+            in bfloat16.
+    """
+
+    rounding: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ROUNDINGS:
+            raise ConfigError("optimizer.rounding", self.rounding, "no such choice", f"try {', '.join(ROUNDINGS)}")
+
+    def check(self, setting: Setting) -> None:
+        """Parameters that are not in bfloat16 are not rounded to it."""
+        precision = setting.kinds["precision"]
+        if self.rounding != "stochastic":
+            return
+        if precision != "bf16_full":
+            raise ConfigError(
+                "optimizer.rounding",
+                self.rounding,
+                f"rounds parameters that rest in bfloat16, and with precision={precision} they do not",
+                "try auto, or precision=bf16_full",
+            )
+        needs_torchao("optimizer.rounding", self.rounding, cure="try nearest")
+
+
+@option("optimizer", "adamw")
+@dataclass(kw_only=True)
+class AdamW(Rounded):
+    """torch's AdamW, fused."""
+
+    kind: str = "adamw"
+
+
+def needs_torchao(key: str, value: object, *, cure: str) -> None:
+    """Refuse what torchao does where it is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(key, value, "needs the package torchao, which is not installed", f"{cure}, or install it")

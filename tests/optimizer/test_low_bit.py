@@ -1,0 +1,206 @@
+"""AdamW with averages of few bits and with stochastic rounding: torchao's numbers, whatever the layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from tests import tiny
+from tests.optimizer.layouts import CUTS, gentle, gradients, parameters, stepped, traced
+from tests.test_resume import STEPS, STOP, attempt, same_bits, stopped
+from titanlab.errors import ConfigError
+from titanlab.optimizer.adamw_4bit_schema import AdamW4bit
+from titanlab.optimizer.adamw_8bit_schema import AdamW8bit
+from titanlab.optimizer.adamw_fp8_schema import AdamWFp8
+from titanlab.optimizer.adamw_schema import AdamW
+from titanlab.optimizer.low_bit import quiet
+from titanlab.options import implementation
+from titanlab.parity import compare
+from titanlab.recipe_rules import check, setting
+from titanlab.train import _set_rate
+
+SCHEMAS = (AdamW8bit, AdamW4bit, AdamWFp8)
+# Gradients of another layout differ in their last bit, which now and then gives an average another code: a step of a
+# 256th to a 16th of its block's largest, for one element. A parameter's tensor feels one code in some ten thousand.
+BAND = 5e-4
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_the_numbers_are_torchaos(schema):
+    """torchao's own optimizer, eager: the same bits, since these rows are whole blocks."""
+    with quiet():
+        import torchao.optim
+
+    config = schema()
+    theirs_of = {AdamW8bit: "AdamW8bit", AdamW4bit: "AdamW4bit", AdamWFp8: "AdamWFp8"}[schema]
+    held = parameters()
+    matrices = [p for p in held.values() if p.ndim == 2]
+    vectors = [{"params": [p for p in held.values() if p.ndim == 1], "weight_decay": 0.0}]
+    theirs = getattr(torchao.optim, theirs_of)(
+        [{"params": matrices}, *vectors], lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay
+    )
+    for step in range(5):
+        for name, gradient in gradients(step).items():
+            held[name].grad = gradient
+        with torch.compiler.set_stance("force_eager"):
+            theirs.step()
+    ours, _ = stepped(config)
+    assert all(torch.equal(ours[name], p.detach()) for name, p in held.items())
+
+
+@pytest.mark.parametrize(("schema", "size"), [(AdamW8bit, 2.0), (AdamW4bit, 1.0), (AdamWFp8, 2.0)])
+def test_states_take_that_many_bytes(schema, size):
+    config = schema()
+    held = {"matrix": nn.Parameter(torch.ones(64, 256)), "small": nn.Parameter(torch.ones(4, 256))}
+    held |= {"ragged": nn.Parameter(torch.ones(64, 65)), "vector": nn.Parameter(torch.ones(8192))}
+    optimizer = implementation(config).build(config, held)
+    for parameter in held.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+    def bytes_each(name):
+        state = [t for key, t in optimizer.state[held[name]].items() if key != "step"]
+        return sum(t.numel() * t.element_size() for t in state) / held[name].numel()
+
+    assert bytes_each("matrix") == size + 2 * 4 / config.block_size
+    # Too small, of rows that are no whole blocks, and no matrix.
+    assert [bytes_each(name) for name in ("small", "ragged", "vector")] == [8.0] * 3
+
+
+@pytest.mark.parametrize(
+    "cut", ["fsdp", "columns", *(pytest.param(c, marks=pytest.mark.full) for c in CUTS if " " in c)]
+)
+@pytest.mark.parametrize("schema", [AdamW8bit, *(pytest.param(s, marks=pytest.mark.full) for s in SCHEMAS[1:])])
+def test_given_gradients_move_parameters_alike_in_every_layout(pool, schema, cut):
+    """Bit for bit: blocks lie in the matrix, and not in what a rank has of it."""
+    ranks = torch.Size(CUTS[cut][0]).numel()
+    expected, _ = stepped(schema(block_size=128))
+    for found, _ in pool.run(ranks, stepped, schema(block_size=128), cut):
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("cut", ["copies", "fsdp", pytest.param("fsdp and columns", marks=pytest.mark.full)])
+def test_copies_are_rounded_alike(pool, cut):
+    """Stochastic rounding draws by name, step and place; ranks that draw for parts of other sizes stay in step."""
+    ranks = torch.Size(CUTS[cut][0]).numel()
+    results = pool.run(ranks, stepped, AdamW(), cut, 3, torch.bfloat16)
+    wholes, locals_ = zip(*results, strict=True)
+    assert all(same_bits(each, wholes[0]) for each in wholes)
+    if cut == "copies":
+        assert same_bits(locals_[0], locals_[1])
+        # As one process does it.
+        assert same_bits(wholes[0], stepped(AdamW(), None, 3, torch.bfloat16)[0])
+
+
+def test_stochastic_rounding_keeps_the_mean():
+    """Updates of a 1/2048 of bf16's step at 1: to the nearest none arrives, stochastically all do on average."""
+
+    def moved(rounding, name="weight"):
+        config = AdamW(lr=2.0**-12, weight_decay=0.0, rounding=rounding)
+        held = {name: nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))}
+        optimizer = implementation(config).build(config, held)
+        for _ in range(8):
+            held[name].grad = torch.full_like(held[name], 0.5)
+            optimizer.step()
+        return held[name].detach()
+
+    assert torch.equal(moved("nearest"), torch.ones(1 << 16, dtype=torch.bfloat16))
+    state = torch.get_rng_state()
+    once = moved("auto")
+    assert torch.equal(state, torch.get_rng_state())
+    # 65,536 elements, each with a deviation of at most half a step of 1/256 a step: 8·2⁻¹² within 2 %.
+    assert float(1 - once.float().mean()) == pytest.approx(8 * 2.0**-12, rel=0.02)
+    assert torch.equal(once, moved("stochastic"))
+    assert not torch.equal(once, moved("auto", "another"))
+
+
+def test_the_schedule_sets_the_rate_of_every_group():
+    made = tiny.recipe("runs", optimizer=gentle(AdamW8bit))
+    optimizer = implementation(made.optimizer).build(made.optimizer, parameters())
+    _set_rate(optimizer, made, 1)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 5e-4]
+
+
+LAYOUTS = [{"shard": 2}, {"tensor": 2}, {"shard": 2, "tensor": 2}, {"pipeline": 2, "microbatch": 2}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_a_layout_trains_as_one_process(pool, tmp_path, schema):
+    def trained(**layout):
+        config = gentle(schema, block_size=32)
+        made = tiny.recipe(tmp_path, layers=4, steps=5, global_batch=8, optimizer=config, **layout)
+        return pool.run(made.world, traced, made, tiny.begin(made))[0]
+
+    reference = trained()
+    for layout in LAYOUTS:
+        difference = compare(reference, trained(**layout))
+        assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= 1e-5, (layout, difference)
+        assert difference.parameter[0] <= BAND, (layout, difference)
+
+
+@pytest.mark.parametrize(
+    ("schema", "layout"),
+    [
+        (AdamW8bit, {"shard": 2}),
+        *(pytest.param(s, {"shard": 2, "tensor": 2}, marks=pytest.mark.full) for s in SCHEMAS),
+        *(pytest.param(s, {"pipeline": 2, "microbatch": 2}, marks=pytest.mark.full) for s in SCHEMAS),
+    ],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(pool, tmp_path, schema, layout):
+    given = {"optimizer": gentle(schema, block_size=32), **layout}
+    made, run, _ = stopped(pool, tmp_path, **given)
+    straight = tiny.recipe(tmp_path, name="straight", steps=STEPS, data=made.data, **given)
+    expected = pool.run(made.world, attempt, straight, tiny.begin(straight))[0].trace
+    after = pool.run(made.world, attempt, made, tiny.begin(made, run))[0].trace
+    assert after.losses == expected.losses[STOP:]
+    assert same_bits(after.parameters, expected.parameters)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_a_run_goes_on_under_another_layout(pool, tmp_path, schema):
+    given = {"optimizer": gentle(schema, block_size=32)}
+    made, run, _ = stopped(pool, tmp_path, shard=2, tensor=2, **given)
+    straight = tiny.recipe(tmp_path, name="straight", steps=STEPS, data=made.data, **given)
+    expected = pool.run(1, attempt, straight, tiny.begin(straight))[0].trace
+    single = tiny.changed(made, shard=1, tensor=1)
+    after = pool.run(1, attempt, single, tiny.begin(single, run))[0].trace
+    assert after.losses == pytest.approx(expected.losses[STOP:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "key", "rule"),
+    [
+        (gentle(AdamW, rounding="stochastic"), "NVIDIA H200", "optimizer.rounding", "rest in bfloat16"),
+        (gentle(AdamW8bit, rounding="stochastic"), "NVIDIA H200", "optimizer.rounding", "rest in bfloat16"),
+        (gentle(AdamWFp8), "NVIDIA A100-SXM4-80GB", "optimizer.kind", "compute capability 8.9"),
+    ],
+)
+def test_what_cannot_work_is_refused(config, device, key, rule):
+    made = tiny.recipe("runs")
+    made = dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, accelerator="cuda", device=device))
+    with pytest.raises(ConfigError, match=rule) as refused:
+        check(dataclasses.replace(made, optimizer=config))
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize("config", [AdamW8bit(), AdamW(rounding="stochastic")])
+def test_without_torchao_it_is_refused(monkeypatch, config):
+    found = dataclasses.replace(setting(tiny.recipe("runs")), kinds={"precision": "bf16_full"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package torchao"):
+        config.check(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"rounding": "up"}, "optimizer.rounding"), ({"block_size": 0}, "optimizer.block_size")],
+)
+def test_impossible_numbers_are_refused(change, key):
+    with pytest.raises(ConfigError) as refused:
+        AdamW8bit(**change)
+    assert refused.value.key == key

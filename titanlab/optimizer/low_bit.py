@@ -1,0 +1,232 @@
+"""AdamW in torchao's arithmetic: averages in few bits, and parameters in bfloat16 that are rounded stochastically.
+
+torchao gives the number formats and the update of one parameter; its own optimizer class is not used, because
+its blocks run over the flattened shard of a rank. Here a block never leaves a row, so that its scale belongs to a
+place in the matrix and not to a layout; codes and scales are states of their own, cut as their parameter is, which
+`torch.distributed.checkpoint` can cut anew for another layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlab.optimizer.adamw_schema import Rounded
+from titanlab.optimizer.groups import groups_by_decay
+
+# Below this the scales and the small blocks cost more than the bits save (after bitsandbytes).
+SMALLEST = 4096
+AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How an average is kept.
+
+    Attributes:
+        dtype: of the codes.
+        per_code: elements that one code holds.
+        opened: torchao's tensor over `codes` [rows, columns / per_code] and `scale` [rows, columns / block]:
+            `opened(codes, scale, shape, signed=)`. Writing into it writes into them.
+    """
+
+    dtype: torch.dtype
+    per_code: int
+    opened: Callable[..., Tensor]
+
+
+class LowBitAdamW(torch.optim.Optimizer):
+    """AdamW over the parameters that this rank holds.
+
+    Args:
+        config: learning rate, betas and the rest; `rounding`.
+        parameters: by name, plain tensors or DTensors.
+        states: format of the averages of matrices; None: the dtype of the parameter.
+        block_size: elements of a row that share a scale.
+    """
+
+    def __init__(
+        self,
+        config: Rounded,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        states: Format | None = None,
+        block_size: int = 1,
+    ) -> None:
+        defaults = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "weight_decay": 0.0}
+        super().__init__(groups_by_decay(parameters.values(), config.weight_decay), defaults)
+        self._format, self._block_size = states, block_size
+        self._stochastic = config.rounding != "nearest"
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._update = _update_function()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update; parameters without a gradient stay."""
+        with self._own_randomness():
+            for group in self.param_groups:
+                lr = torch.tensor(group["lr"], dtype=torch.float32)
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step(parameter, group, lr)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As every optimizer's, but codes and scales keep their dtypes: torch casts states to that of the parameter."""
+        super().load_state_dict(state_dict)
+        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        held = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, held, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name.endswith(("_codes", "_scale")):
+                    self.state[parameter][name] = value.to(parameter.device)
+
+    def _step(self, parameter: nn.Parameter, group: dict[str, Any], lr: Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self._begin(parameter))
+        state["step"] += 1
+        local, gradient = _local(parameter), _local(parameter.grad)
+        if not local.numel():
+            return
+        stochastic = self._stochastic and parameter.dtype == torch.bfloat16
+        if stochastic:
+            torch.manual_seed(self._seed(parameter, int(state["step"])))
+        averages = [self._opened(state, name, local) for name in AVERAGES]
+        update = torch.compile(self._update, fullgraph=True, dynamic=False) if _compiles(local) else self._update
+        with _without_limit() if _compiles(local) else contextlib.nullcontext():
+            update(
+                local.detach(),
+                gradient,
+                state["step"],
+                *averages,
+                None,
+                lr,
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+                True,
+                stochastic,
+            )
+
+    def _begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state = {"step": torch.tensor(0.0)}
+        for name in AVERAGES:
+            if self._format is not None and self._packs(parameter):
+                columns = parameter.shape[-1]
+                state[f"{name}_codes"] = _zeros(parameter, columns // self._format.per_code, self._format.dtype)
+                state[f"{name}_scale"] = _zeros(parameter, columns // self._block_size, torch.float32)
+            else:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def _packs(self, parameter: nn.Parameter) -> bool:
+        """Whether every rank's part of a row is whole blocks; the same on every rank."""
+        if parameter.ndim < 2 or parameter.numel() < SMALLEST:
+            return False
+        return parameter.shape[-1] % (self._block_size * _cuts_of_rows(parameter)) == 0
+
+    def _opened(self, state: dict[str, Tensor], name: str, local: Tensor) -> Tensor:
+        if name in state:
+            return _local(state[name])
+        assert self._format is not None
+        codes, scale = _local(state[f"{name}_codes"]), _local(state[f"{name}_scale"])
+        return self._format.opened(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
+
+    def _seed(self, parameter: nn.Parameter, step: int) -> int:
+        """Of one update's rounding: of the parameter, the step, and where this rank's part of it begins.
+
+        So ranks that hold copies of a part round alike, and a resumed run rounds as it would have.
+        """
+        begins: tuple[int, ...] = (0,) * parameter.ndim
+        if isinstance(parameter, DTensor):
+            _, begins = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+        text = f"{self._names[parameter]}/{step}/{begins}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    @contextlib.contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Leave torch's generators as they are found."""
+        if not self._stochastic:
+            yield
+            return
+        devices = {p.device.index or 0 for p in self._names if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cuts_of_rows(parameter: Tensor) -> int:
+    """Number of ranks over which each row is spread."""
+    cuts = 1
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_shard(parameter.ndim - 1) and parameter.ndim > 1:
+                cuts *= parameter.device_mesh.size(axis)
+    return cuts
+
+
+def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Zeros with other columns than the parameter's, cut as the parameter is."""
+    local = _local(parameter)
+    part = columns // _cuts_of_rows(parameter)
+    zeros = torch.zeros((*local.shape[:-1], part), dtype=dtype, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    shape = torch.Size((*parameter.shape[:-1], columns))
+    stride = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(
+        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+    # With offloaded parameters the mesh is of another device.
+    return made.to(parameter.device)
+
+
+def _compiles(local: Tensor) -> bool:
+    # On a CPU, compiling takes longer than the small models that are trained there.
+    return local.device.type != "cpu"
+
+
+def _without_limit() -> contextlib.AbstractContextManager[None]:
+    """Every shape of a parameter is a compilation of its own; their number is that of the model."""
+    import torch._dynamo.config
+
+    limit: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=10_000)
+    return limit
+
+
+def _update_function() -> Callable[..., None]:
+    with quiet():
+        from torchao.optim.adam import single_param_adam
+
+    update: Callable[..., None] = single_param_adam
+    return update
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence: torchao tells of parts that it cannot load here, and of what torch deprecates."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,43 @@
+"""Config of optimizer=muon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titanlab.errors import ConfigError
+from titanlab.optimizer.adamw_schema import Averaged
+from titanlab.options import option
+
+ADJUSTMENTS = ("match_rms_adamw", "original")
+
+
+@option("optimizer", "muon")
+@dataclass(kw_only=True)
+class Muon(Averaged):
+    """Muon for the matrices of blocks, AdamW for all else (K. Jordan et al., 2024; at scale: arXiv 2502.16982).
+
+    `betas` and `eps` are AdamW's, the rest is both's.
+
+    Attributes:
+        momentum: decay of the average of gradients that is made orthogonal.
+        nesterov: looks one gradient ahead of that average.
+        newton_schulz_steps: iterations that make it orthogonal.
+        adjust_lr: `match_rms_adamw` scales an update to the size that AdamW's has, so that its rates fit (0.2·√(larger
+            side)); `original` scales it by √(rows / columns) where there are more rows.
+    """
+
+    kind: str = "muon"
+    momentum: float = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = 5
+    adjust_lr: str = "match_rms_adamw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ConfigError("optimizer.momentum", self.momentum, "must lie in [0, 1)", "try 0.95")
+        if not 1 <= self.newton_schulz_steps < 100:
+            raise ConfigError("optimizer.newton_schulz_steps", self.newton_schulz_steps, "must lie in 1 to 99", "try 5")
+        if self.adjust_lr not in ADJUSTMENTS:
+            known = ", ".join(ADJUSTMENTS)
+            raise ConfigError("optimizer.adjust_lr", self.adjust_lr, "no such choice", f"choose one of {known}")
