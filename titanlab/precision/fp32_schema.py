@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titanlab.options import option
+from titanlab.precision.parts_schema import check_reduce
 
 
 @option("precision", "fp32")
 @dataclass(kw_only=True)
 class Fp32:
-    """Everything in 32-bit floating point."""
+    """Everything in 32-bit floating point.
+
+    Attributes:
+        reduce: what gradients are summed in: `fp32`, there is no other.
+    """
 
     kind: str = "fp32"
+    reduce: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_reduce(self.reduce, ("fp32",), "fp32 is what other precisions are held to, and rounds nothing")

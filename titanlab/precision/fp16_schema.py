@@ -1,0 +1,57 @@
+"""Config of precision=fp16."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from titanlab.errors import ConfigError
+from titanlab.options import option
+from titanlab.precision.parts_schema import Parts, check_reduce
+
+LARGEST = 2.0**127
+
+
+@option("precision", "fp16")
+@dataclass(kw_only=True)
+class Fp16(Parts):
+    """Forward and backward in float16, the loss scaled so that gradients do not vanish; masters in 32 bits.
+
+    Attributes:
+        reduce: what gradients are summed in over processes and microbatches: `fp32` or `fp16`.
+        init_scale: what the loss is multiplied by before the first backward. With powers of two here and for the two
+            factors, scaling rounds nothing.
+        dynamic: the scale follows what the gradients bear; else it stays as it is.
+        growth_factor, growth_interval: after so many steps in a row without an overflow the scale is multiplied.
+        backoff_factor: what it is multiplied by after an overflow, a step that updates nothing.
+        min_scale: below this it is not lowered; an overflow there ends the run.
+        max_skips: so many steps in a row without an update end the run.
+    """
+
+    kind: str = "fp16"
+    reduce: str = "fp32"
+    init_scale: float = 65536.0
+    dynamic: bool = True
+    growth_factor: float = 2.0
+    growth_interval: int = 2000
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_skips: int = 20
+
+    def __post_init__(self) -> None:
+        check_reduce(self.reduce, ("fp32", "fp16"), "is no dtype that fp16 gradients are summed in")
+        if not 0 < self.init_scale <= LARGEST:
+            rule = "must be positive and at most 2¹²⁷, where float32 ends"
+            raise ConfigError("precision.init_scale", self.init_scale, rule, "try 65536")
+        if not (math.isfinite(self.growth_factor) and self.growth_factor > 1):
+            rule = "must be above 1 for the scale to grow"
+            raise ConfigError("precision.growth_factor", self.growth_factor, rule, "try 2, or dynamic=false")
+        if not 0 < self.backoff_factor < 1:
+            rule = "must lie between 0 and 1 for the scale to shrink"
+            raise ConfigError("precision.backoff_factor", self.backoff_factor, rule, "try 0.5, or dynamic=false")
+        for name, cure in (("growth_interval", "try 2000"), ("max_skips", "try 20")):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"precision.{name}", getattr(self, name), "must be at least 1", cure)
+        if not 0 < self.min_scale <= self.init_scale:
+            rule = f"must be positive and at most init_scale={self.init_scale:g}"
+            raise ConfigError("precision.min_scale", self.min_scale, rule, f"try {min(1.0, self.init_scale):g}")

@@ -1,0 +1,144 @@
+"""The scale of the loss: what keeps gradients in the range of a dtype, and which steps update nothing.
+
+Everything is decided from the norm that all ranks know after a step's one reduction, so that an overflow on any of
+them is one on all; and on the device, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ScaledStep(NamedTuple):
+    """What a step tells of its scale.
+
+    scale: what its loss was multiplied by
+    skipped: steps that updated nothing so far, this one included
+    tolerated: if the gradients were not finite, the next step may be better
+    """
+
+    scale: float
+    skipped: int
+    tolerated: bool
+
+
+class LossScale:
+    """Nothing is scaled, and every step updates: what all precisions have that bring no scale of their own."""
+
+    def multiplier(self, constant: float) -> float | Tensor:
+        """What to multiply a loss by before its backward: constant · scale. Call once; a tensor keeps up by itself."""
+        return constant
+
+    def unscaled(self, tensor: Tensor) -> Tensor:
+        """What a figure of this step's gradients would have been without the scale."""
+        return tensor
+
+    def judge(self, norm: Tensor) -> Tensor | None:
+        """Look at the norm of the unscaled gradients; returns the fields of a `ScaledStep`: [3] on the device."""
+        return None
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters, or skip it as judged, and be ready for the next step."""
+        optimizer.step()
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from what a checkpoint has kept; with nothing, from the start."""
+
+
+class DynamicLossScale(LossScale):
+    """A scale that halves when gradients overflow and doubles when they have not for long (arXiv 1710.03740, 3.2)."""
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        init_scale: float,
+        growth_factor: float,
+        growth_interval: int,
+        backoff_factor: float,
+        min_scale: float,
+        max_skips: int,
+    ) -> None:
+        self._growth_factor, self._growth_interval = growth_factor, growth_interval
+        self._backoff_factor, self._min_scale, self._max_skips = backoff_factor, min_scale, max_skips
+        self._scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
+        # Steps since the last change or skip; skipped in a row; skipped in all.
+        self._good, self._row, self._skipped = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        self._multipliers: list[tuple[float, Tensor]] = []
+
+    def multiplier(self, constant: float) -> Tensor:
+        product = self._scale * constant
+        self._multipliers.append((constant, product))
+        return product
+
+    def unscaled(self, tensor: Tensor) -> Tensor:
+        return tensor / self._scale
+
+    def judge(self, norm: Tensor) -> Tensor:
+        self._finite = norm.isfinite()
+        self._row = torch.where(self._finite, 0, self._row + 1)
+        self._skipped = torch.where(self._finite, self._skipped, self._skipped + 1)
+        tolerated = (self._scale > self._min_scale) & (self._row < self._max_skips)
+        return torch.stack([self._scale.double(), self._skipped.double(), tolerated.double()])
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        _step_if(optimizer, self._finite)
+        self._good = torch.where(self._finite, self._good + 1, 0)
+        grows = self._good >= self._growth_interval
+        grown = self._scale * self._growth_factor
+        # Where growing would leave float32 the scale stays.
+        kept = torch.where(grows & grown.isfinite(), grown, self._scale)
+        shrunk = (self._scale * self._backoff_factor).clamp(min=self._min_scale)
+        self._scale = torch.where(self._finite, kept, shrunk)
+        self._good = torch.where(grows, 0, self._good)
+        self._refresh()
+
+    def state(self) -> dict[str, float]:
+        held = {"scale": self._scale, "good": self._good, "row": self._row, "skipped": self._skipped}
+        return {name: tensor.item() for name, tensor in held.items()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        if not state:
+            return
+        self._scale = torch.full_like(self._scale, state["scale"])
+        self._good, self._row, self._skipped = (
+            torch.full_like(self._good, int(state[name])) for name in ("good", "row", "skipped")
+        )
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for constant, product in self._multipliers:
+            torch.mul(self._scale, constant, out=product)
+
+
+def _step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Take a step if a flag on the device says so.
+
+    torch's fused Adam and AdamW look at such a flag in their kernels, as torch.amp.GradScaler makes use of; for others
+    the host has to wait until it knows. (Fused SGD looks at it too, and goes on from a buffer that nobody has written
+    if its first step was left out: torch 2.13, `_fused_sgd`.)
+    """
+    looks = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and optimizer.defaults["fused"]
+    if not looks:
+        if finite:
+            optimizer.step()
+        return
+    first = optimizer.param_groups[0]["params"][0]
+    # On the host, where parameters are that are offloaded, the flag has to have arrived.
+    flags = {"found_inf": (~finite).to(first.device, torch.float32), "grad_scale": None}
+    for name, flag in flags.items():
+        setattr(optimizer, name, flag)
+    try:
+        optimizer.step()
+    finally:
+        for name in flags:
+            delattr(optimizer, name)

@@ -1,0 +1,36 @@
+"""Config of precision=mxfp8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from titanlab.options import option
+from titanlab.precision.float8_schema import Float8
+from titanlab.setting import Setting
+
+
+@option("precision", "mxfp8")
+@dataclass(kw_only=True)
+class Mxfp8(Float8):
+    """Float8 with a scale, a power of two, for every 32 neighbouring elements, as Blackwell GPUs multiply it.
+
+    (OCP Microscaling Formats specification 1.0; arXiv 2506.08027.) torchao has it as a prototype. On a GPU that is too
+    old it is refused and not emulated, unless that is asked for.
+    """
+
+    kind: str = "mxfp8"
+
+    capability: ClassVar[tuple[int, int]] = (10, 0)
+    multiple: ClassVar[int] = 32
+    format: ClassVar[str] = "mxfp8"
+    emulates_on_gpu: ClassVar[bool] = False
+
+    def check(self, setting: Setting) -> None:
+        """See `Float8.check`.
+
+        Raises:
+            ConfigError: also where tokens do not make whole blocks, emulated or not.
+        """
+        super().check(setting)
+        self.check_tokens(setting)

@@ -1,0 +1,74 @@
+"""What the configs of precisions have in common: the dtype of reductions, and parts that stay in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from titanlab.errors import ConfigError
+from titanlab.hardware import compute_capability
+from titanlab.precision.account import EMBEDDING, HEAD, matched
+from titanlab.setting import Setting
+
+KEY = "precision.fp32_parts"
+
+
+def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
+    """A dtype of reductions is one that the precision knows.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if reduce not in known:
+        raise ConfigError("precision.reduce", reduce, why, f"try {' or '.join(known)}")
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """A field for what computes in float32 beside 16 bits.
+
+    Attributes:
+        fp32_parts: pieces of the model that compute in float32: `embedding`, `head`, names such as `norm` or
+            `layers.0`, and patterns such as `layers.*`. What they take and give is cast at their borders; logits stay
+            in float32.
+    """
+
+    fp32_parts: list[str] = field(default_factory=list)
+
+    def check(self, setting: Setting) -> None:
+        """Every part is there, and no table would have to be in two dtypes.
+
+        Raises:
+            ConfigError: a part that the model does not have, or half of a tied pair.
+        """
+        if not self.fp32_parts:
+            return
+        account, shown = setting.model, f"[{','.join(self.fp32_parts)}]"
+        if not account.pieces:
+            raise ConfigError(KEY, shown, "the model does not say what its pieces are", "try []")
+        for part in self.fp32_parts:
+            if not matched(account, [part]):
+                names = (EMBEDDING, HEAD, *dict.fromkeys(_general(piece) for piece in account.pieces))
+                rule = f"no piece of the model is called {part or 'nothing'}"
+                raise ConfigError(KEY, shown, rule, f"choose from {', '.join(names)}")
+        if account.tied:
+            chosen = matched(account, self.fp32_parts)
+            pair = set(matched(account, [EMBEDDING, HEAD]))
+            if pair & set(chosen) and not pair <= set(chosen):
+                rule = "the head is the embedding's table, which cannot be gathered in two dtypes"
+                raise ConfigError(KEY, shown, rule, f"name both, {EMBEDDING} and {HEAD}, or neither")
+
+
+def check_bf16(setting: Setting, kind: str) -> None:
+    """The device multiplies in bfloat16.
+
+    Raises:
+        ConfigError: it is known, and too old: before compute capability 8.0 (Ampere) NVIDIA's GPUs have no such units.
+    """
+    capability = compute_capability(setting.device) if setting.accelerator == "cuda" else None
+    if capability is not None and capability < (8, 0):
+        rule = f"{setting.device} has no units for bfloat16: they came with compute capability 8.0"
+        raise ConfigError("precision", kind, rule, "try precision=fp16 or precision=fp32")
+
+
+def _general(piece: str) -> str:
+    return "layers.*" if piece.startswith("layers.") else piece
