@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
-from titanlab.account import Init, ModelAccount, Operation
+from titanlab.account import HIDDEN, Activation, Init, ModelAccount, Operation
+from titanlab.model.llama_block_account import block_operations, matmul, norm
 from titanlab.model.llama_schema import Llama
+
+__all__ = ["account", "block_operations", "edge_operations", "initial_values"]
 
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "output.weight"
@@ -67,64 +70,15 @@ def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
     }
 
 
-def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operation]:
-    """The operations of one block's forward pass, in the order in which the module runs them.
-
-    Names are paths in the block. Shapes: `[batch, seq, width]`; `attention.rope_*` give
-    `[batch, seq, heads, head_dim]`, `attention.inner` gives `[batch, heads, seq, head_dim]`.
-    """
-    heads, head_dim = config.heads, config.head_dim
-    kv_dim = config.kv_heads * head_dim
-    tokens = (batch, seq_len)
-
-    def matmul(name: str, inputs: int, outputs: int) -> Operation:
-        return _matmul(name, (*tokens, outputs), inputs)
-
-    def moved(name: str, *shape: int) -> Operation:
-        return Operation(name=name, kind="pointwise", flops=0, output=(*tokens, *shape))
-
-    return [
-        _norm("attention_norm", (*tokens, config.dim)),
-        matmul("attention.wq", config.dim, config.dim),
-        matmul("attention.wk", config.dim, kv_dim),
-        matmul("attention.wv", config.dim, kv_dim),
-        moved("attention.rope_q", heads, head_dim),
-        moved("attention.rope_k", config.kv_heads, head_dim),
-        Operation(
-            name="attention.inner",
-            kind="attention",
-            # Scores and weighted values: two products of 2·seq·seq·head_dim each, for every head.
-            flops=2 * 2 * batch * heads * seq_len * seq_len * head_dim,
-            output=(batch, heads, seq_len, head_dim),
-        ),
-        matmul("attention.wo", config.dim, config.dim),
-        moved("attention_residual", config.dim),
-        _norm("ffn_norm", (*tokens, config.dim)),
-        matmul("feed_forward.w1", config.dim, config.ffn_dim),
-        matmul("feed_forward.w3", config.dim, config.ffn_dim),
-        moved("feed_forward.silu", config.ffn_dim),
-        moved("feed_forward.mul", config.ffn_dim),
-        matmul("feed_forward.w2", config.ffn_dim, config.dim),
-        moved("ffn_residual", config.dim),
-    ]
-
-
 def edge_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operation]:
     """The operations before and after the blocks: embedding, final norm, head."""
-    hidden = (batch, seq_len, config.dim)
+    hidden = Activation(name=HIDDEN, shape=(batch, seq_len, config.dim))
+    normed = Activation(name="norm", shape=hidden.shape, cut="whole")
     return [
-        Operation(name="tok_embeddings", kind="lookup", flops=0, output=hidden),
-        _norm("norm", hidden),
-        _matmul("output", (batch, seq_len, config.vocab_size), config.dim),
+        Operation(name="tok_embeddings", kind="lookup", flops=0, output=hidden.shape),
+        norm("norm", hidden),
+        matmul("output", normed, config.vocab_size, "part"),
     ]
-
-
-def _matmul(name: str, output: tuple[int, ...], inputs: int) -> Operation:
-    return Operation(name=name, kind="matmul", flops=2 * inputs * math.prod(output), output=output)
-
-
-def _norm(name: str, output: tuple[int, ...]) -> Operation:
-    return Operation(name=name, kind="norm", flops=0, output=output)
 
 
 def initial_values(config: Llama) -> dict[str, Init]:

@@ -1,0 +1,166 @@
+"""What blocks hold between forward and backward is what the policies' accounts say.
+
+Measured by the allocator's events. Within 5 % of the account: what the account leaves out is, for every checkpointed
+block, the 5,056 bytes of the CPU generator's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from benchmarks.activation_memory import build, declared_bytes, held_bytes, inputs
+from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.memory_budget_schema import MemoryBudget
+from titanlab.ac.none_schema import NoCheckpointing
+from titanlab.ac.selective_layer_schema import SelectiveLayer
+from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.account import Share
+from titanlab.model.llama_account import account
+from titanlab.model.llama_schema import Llama
+
+BAR = 0.05
+# From the least to the most.
+POLICIES = {
+    "full": FullCheckpointing(),
+    "selective_op": SelectiveOp(),
+    "selective_layer": SelectiveLayer(every=2),
+    "none": NoCheckpointing(),
+}
+SHAPES = {
+    # The proportions of Llama 3 8B, and of Llama 2: shared heads, and none shared.
+    "shared heads": (Llama(dim=256, layers=4, heads=8, kv_heads=2, ffn_dim=896, vocab_size=64), 2, 256),
+    "own heads": (Llama(dim=192, layers=4, heads=6, kv_heads=6, ffn_dim=512, vocab_size=64), 3, 192),
+}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def measured(config, policy, dtype, *, batch, seq, backend=""):
+    stack = build(config, policy, dtype, backend=backend)
+    held = held_bytes(stack, *inputs(config, batch=batch, seq=seq, dtype=dtype))
+    share = Share(element_bytes=dtype.itemsize, accelerator="cpu")
+    return held, declared_bytes(config, policy, share, batch=batch, seq=seq)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_policies_hold_what_they_declare_and_less_one_than_the_other(shape, precision):
+    config, batch, seq = SHAPES[shape]
+    found = [measured(config, policy, PRECISIONS[precision], batch=batch, seq=seq) for policy in POLICIES.values()]
+    for name, (held, declared) in zip(POLICIES, found, strict=True):
+        assert held == pytest.approx(declared, rel=BAR), name
+    held = [each for each, _ in found]
+    assert all(less < more for less, more in zip(held, held[1:], strict=False)), held
+    declared = [each for _, each in found]
+    assert declared == sorted(set(declared))
+
+
+LISTS = [
+    ["aten.mm.default"],
+    ["aten._scaled_dot_product_flash_attention_for_cpu.default"],
+    ["aten.silu.default"],
+    ["aten.mul.Tensor"],
+    ["aten.add.Tensor"],
+    ["aten.pow.Tensor_Scalar", "aten.rsqrt.default"],
+    ["aten.mm.default", "aten.mul.Tensor", "aten.silu.default"],
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("saved", LISTS, ids=",".join)
+@pytest.mark.parametrize("every_other", [True, False])
+def test_any_list_of_operators_holds_what_it_declares(saved, every_other, precision):
+    config, batch, seq = SHAPES["shared heads"]
+    policy = SelectiveOp(saved=saved, every_other_matmul=every_other)
+    config = dataclasses.replace(config, layers=1)
+    held, declared = measured(config, policy, PRECISIONS[precision], batch=batch, seq=seq)
+    assert held == pytest.approx(declared, rel=BAR)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", [NoCheckpointing(), SelectiveOp(), SelectiveOp(saved=["aten.bmm.default"])])
+def test_attention_that_writes_out_its_scores(shape, precision, policy):
+    config, batch, seq = SHAPES[shape]
+    config = dataclasses.replace(config, attention="math", layers=1)
+    held, declared = measured(config, policy, PRECISIONS[precision], batch=batch, seq=seq)
+    assert held == pytest.approx(declared, rel=BAR)
+
+
+def cut(config, policy, *, tensor, context, sequence_parallel, method):
+    """What one rank's blocks hold, and what is declared for it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from titanlab.options import implementation
+    from titanlab.parallelism.context import spread_attention
+    from titanlab.parallelism.tensor import Cut, parallelise
+
+    dist.init_process_group("gloo")
+    batch, seq = 2, 256
+    mesh = init_device_mesh("cpu", (tensor * context,))
+    stack = build(config, NoCheckpointing(), torch.float32)
+    if tensor > 1:
+        plan = account(config).tensor_plan
+        parallelise(stack, plan, Cut(mesh=mesh, seq_len=seq, sequence_parallel=sequence_parallel, loss_parallel=True))
+    if context > 1:
+        spread_attention(stack, "attention.inner", method=method, group=mesh.get_group())
+    implementation(policy).apply(policy, {int(number): block for number, block in stack.layers.items()})
+    hidden, rope = inputs(config, batch=batch, seq=seq // context, dtype=torch.float32)
+    if tensor > 1 and sequence_parallel:
+        hidden = hidden.detach().flatten(0, 1).unsqueeze(0).chunk(tensor, dim=1)[0].contiguous().requires_grad_()
+    share = Share(
+        element_bytes=4, accelerator="cpu", tensor=tensor, context=context, sequence_parallel=sequence_parallel
+    )
+    return held_bytes(stack, hidden, rope, times=5), declared_bytes(config, policy, share, batch=batch, seq=seq)
+
+
+CUTS = {
+    "tensor": {"tensor": 2, "context": 1, "sequence_parallel": True, "method": ""},
+    "tensor, stream whole": {"tensor": 2, "context": 1, "sequence_parallel": False, "method": ""},
+    "ring": {"tensor": 1, "context": 2, "sequence_parallel": True, "method": "ring"},
+    "all_gather": {"tensor": 1, "context": 2, "sequence_parallel": True, "method": "all_gather"},
+}
+
+
+# Also in `make test`.
+ALWAYS = (("tensor", "selective_op"), ("ring", "none"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        pytest.param(layout, policy, marks=[] if (layout, policy) in ALWAYS else [pytest.mark.full])
+        for layout in CUTS
+        for policy in POLICIES
+    ],
+)
+def test_a_rank_holds_its_share(pool, layout, policy):
+    config, *_ = SHAPES["shared heads"]
+    for held, declared in pool.run(2, _cut, config, POLICIES[policy], CUTS[layout]):
+        assert held == pytest.approx(declared, rel=BAR)
+
+
+def _cut(config, policy, layout):
+    return cut(config, policy, **layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_memory_budget_holds(precision):
+    """Its account is a bound; the less of a budget there is, the less is held, and with none a block's input."""
+    config, batch, seq = SHAPES["shared heads"]
+    held = []
+    for budget in (0.0, 0.25, 0.5, 0.75, 1.0):
+        torch._dynamo.reset()
+        found, bound = measured(
+            config, MemoryBudget(budget=budget), PRECISIONS[precision], batch=batch, seq=seq, backend="inductor"
+        )
+        assert found <= bound * (1 + BAR), budget
+        held.append(found)
+    assert held == sorted(held)
+    assert held[0] < held[2] < held[-1]

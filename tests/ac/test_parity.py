@@ -1,0 +1,135 @@
+"""Whatever is computed again, training is the same: losses, norms, gradients and parameters of five steps.
+
+In eager mode the same operations run on the same numbers in the same order, so that nothing may differ at all from
+the same layout without checkpointing. Compiled with aot_eager what a budget moves into the backward pass is rounded as
+before, too; the bar there is the project's for every policy, 1e-6, relative.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests import tiny
+from tests.parity_rows import SCHEDULES
+from titanlab import parity
+from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.memory_budget_schema import MemoryBudget
+from titanlab.ac.selective_layer_schema import SelectiveLayer
+from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.parity import compare
+from titanlab.ranks import ALONE, joined
+
+BAR = 1e-6
+POLICIES = {
+    "full": FullCheckpointing(),
+    "selective_layer": SelectiveLayer(every=2),
+    "selective_op": SelectiveOp(),
+    "all matmuls": SelectiveOp(every_other_matmul=False),
+    "one operator": SelectiveOp(saved=["aten.silu.default"]),
+}
+LAYOUTS = {
+    "one process": {},
+    "two microbatches": {"microbatch": 4},
+    "fsdp": {"shard": 2},
+    "fsdp, microbatches": {"shard": 2, "microbatch": 2},
+    "ddp": {"replicate": 2},
+    "tensor": {"tensor": 2},
+    "tensor, stream whole": {"tensor": 2, "sequence_parallel": False},
+    "ring": {"context": 2},
+    "all_gather": {"context": 2, "context_method": "all_gather"},
+    "1f1b": {"pipeline": 2, "microbatch": 2},
+    "zbv": {"pipeline": 2, "microbatch": 2, "pipeline_schedule": SCHEDULES["zbv"]},
+    "zbv, fsdp": {"pipeline": 2, "shard": 2, "microbatch": 1, "pipeline_schedule": SCHEDULES["zbv"]},
+    "fsdp, tensor": {"shard": 2, "tensor": 2},
+}
+COMMON = {"layers": 4, "steps": 5, "global_batch": 8, "seq_len": 32, "eps": 1e-6}
+
+
+def traced(made, run):
+    return parity.trace(made, run, joined(os.environ) or ALONE)
+
+
+@pytest.fixture(scope="module")
+def references(pool, tmp_path_factory):
+    """The trace of a layout without checkpointing; each trained once."""
+    known = {}
+
+    def reference(layout, **given):
+        key = (layout, *given.items())
+        if key not in known:
+            known[key] = train(pool, tmp_path_factory.mktemp("reference"), layout, **given)
+        return known[key]
+
+    return reference
+
+
+def train(pool, folder, layout, **given):
+    made = tiny.recipe(folder, **COMMON, **LAYOUTS[layout], **given)
+    # Inductor has a C++ compiler at work.
+    return pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=500)[0]
+
+
+def rows(chosen):
+    """All policies under all layouts, the chosen ones in `make test`."""
+    return [
+        pytest.param(
+            layout, policy, id=f"{layout}: {policy}", marks=[] if (layout, policy) in chosen else [pytest.mark.full]
+        )
+        for layout in LAYOUTS
+        for policy in POLICIES
+    ]
+
+
+ALWAYS = {
+    *(("one process", policy) for policy in POLICIES),
+    *(
+        ("two microbatches", "selective_op"),
+        ("fsdp", "selective_op"),
+        ("tensor", "selective_op"),
+        ("ring", "selective_op"),
+    ),
+    *(("1f1b", "selective_layer"), ("zbv", "selective_op"), ("tensor", "full")),
+}
+
+
+@pytest.mark.parametrize(("layout", "policy"), rows(ALWAYS))
+def test_nothing_changes_in_eager_mode(pool, references, tmp_path, layout, policy):
+    found = compare(references(layout), train(pool, tmp_path, layout, ac=POLICIES[policy]))
+    assert found.largest == 0, found
+
+
+COMPILED = {**POLICIES, **{f"budget {budget:g}": MemoryBudget(budget=budget) for budget in (0.0, 0.3, 0.7, 1.0)}}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["one process", *(pytest.param(each, marks=pytest.mark.full) for each in LAYOUTS if each != "one process")],
+)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("full", "selective_op", "budget 0.3"),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in COMPILED
+            if each not in ("full", "selective_op", "budget 0.3")
+        ),
+    ],
+)
+def test_hardly_anything_changes_in_compiled_blocks(pool, references, tmp_path, layout, policy):
+    compiled = {"blocks": True, "backend": "aot_eager"}
+    found = compare(references(layout, **compiled), train(pool, tmp_path, layout, ac=COMPILED[policy], **compiled))
+    assert found.largest <= BAR, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_a_budget_of_generated_kernels_trains_as_eager_mode_does(pool, references, tmp_path, budget):
+    """The bar is that of all layouts, 1e-5: generated kernels add in another order."""
+    compiled = {"blocks": True, "backend": "inductor"}
+    found = compare(
+        references("one process"), train(pool, tmp_path, "one process", ac=MemoryBudget(budget=budget), **compiled)
+    )
+    assert found.largest <= 1e-5, found

@@ -1,0 +1,37 @@
+"""Config of ac=selective_layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titanlab.errors import ConfigError
+from titanlab.options import option
+from titanlab.setting import Setting
+
+
+@option("ac", "selective_layer")
+@dataclass(kw_only=True)
+class SelectiveLayer:
+    """Every n-th block is computed again, the others keep everything.
+
+    Attributes:
+        every: n: blocks 0, n, 2n, … counted in the whole model, however it is cut into stages of a pipeline.
+    """
+
+    kind: str = "selective_layer"
+    every: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            cure = "try 2 for every second block, or ac=none for none"
+            raise ConfigError("ac.every", self.every, "must be at least 1", cure)
+
+    def check(self, setting: Setting) -> None:
+        layers = setting.model.layers
+        if self.every > layers:
+            rule = f"is more than the model's {layers} blocks"
+            raise ConfigError("ac.every", self.every, rule, f"try {max(1, layers // 2)}, or ac=none")
+
+    def chooses(self, number: int) -> bool:
+        """Whether block `number` of the whole model is computed again."""
+        return number % self.every == 0

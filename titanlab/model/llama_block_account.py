@@ -1,0 +1,165 @@
+"""What a Llama's block computes, operation by operation, and what autograd keeps of each. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titanlab.account import HIDDEN, Activation, Cut, Operation, Operator
+from titanlab.model.llama_schema import Llama
+
+# Which of them runs is chosen by device and precision; all return the output and the softmax's denominators.
+FUSED_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "titanlab.context_attention.default",
+)
+
+
+def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operation]:
+    """The operations of one block's forward pass, in the order in which the module runs them.
+
+    Names are paths in the block. Shapes: `[batch, seq, width]`; `attention.rope_*` give
+    `[batch, seq, heads, head_dim]`, `attention.inner` gives `[batch, heads, seq, head_dim]`.
+
+    The rotations keep the table of angles, which all blocks share, and nothing of their own. Casts are no operators
+    here: where compute and statistics have one precision, there are none.
+    """
+    dim, kv_dim, ffn_dim = config.dim, config.kv_heads * config.head_dim, config.ffn_dim
+    tokens = (batch, seq_len)
+    stream, after_attention = (Activation(name=name, shape=(*tokens, dim)) for name in (HIDDEN, "attention_residual"))
+    normed, fed = (Activation(name=f"{name}_norm", shape=(*tokens, dim), cut="whole") for name in ("attention", "ffn"))
+    gate, up, silu, mul = (
+        Activation(name=f"feed_forward.{name}", shape=(*tokens, ffn_dim), cut="part")
+        for name in ("w1", "w3", "silu", "mul")
+    )
+    attention = _attention(config, batch, seq_len)
+    return [
+        norm("attention_norm", stream),
+        matmul("attention.wq", normed, dim, "part"),
+        matmul("attention.wk", normed, kv_dim, "part"),
+        matmul("attention.wv", normed, kv_dim, "part"),
+        _rotation("attention.rope_q", (*tokens, config.heads, config.head_dim)),
+        _rotation("attention.rope_k", (*tokens, config.kv_heads, config.head_dim)),
+        attention,
+        matmul("attention.wo", _mixed(config, attention, tokens), dim, "whole"),
+        _pointwise(after_attention, "aten.add.Tensor"),
+        norm("ffn_norm", after_attention),
+        matmul("feed_forward.w1", fed, ffn_dim, "part"),
+        matmul("feed_forward.w3", fed, ffn_dim, "part"),
+        _pointwise(silu, "aten.silu.default", keeps=(gate,)),
+        _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
+        matmul("feed_forward.w2", mul, dim, "whole"),
+        # What it makes is the next block's input, and counted there.
+        Operation(name="ffn_residual", kind="pointwise", flops=0, output=stream.shape),
+    ]
+
+
+def matmul(name: str, inputs: Activation, outputs: int, cut: Cut) -> Operation:
+    """A product with a matrix; inputs: [batch, seq, width]. Its gradient needs them."""
+    output = (*inputs.shape[:-1], outputs)
+    result = Activation(name=name, shape=output, cut=cut)
+    return Operation(
+        name=name,
+        kind="matmul",
+        flops=2 * inputs.shape[-1] * math.prod(output),
+        output=output,
+        keeps=(inputs,),
+        operators=(Operator(names=("aten.mm.default",), results=(result,)),),
+    )
+
+
+def norm(name: str, given: Activation) -> Operation:
+    """RMSNorm, in float32: on a GPU one kernel, which keeps what it was given; on a CPU a kernel for each step."""
+    rstd = Activation(name=f"{name}.rstd", shape=(*given.shape[:-1], 1), element_bytes=4)
+    wide = replace(given, name=f"{name}.wide", copy_of=given.name, element_bytes=4)
+    scaled, squares = (replace(given, name=f"{name}.{step}", element_bytes=4) for step in ("scaled", "squares"))
+    weighted = replace(scaled, name=f"{name}.weighted", copy_of=name)
+    by_step = {
+        "aten.pow.Tensor_Scalar": (squares,),
+        "aten.mean.dim": (replace(rstd, name=f"{name}.mean"),),
+        "aten.rsqrt.default": (rstd,),
+        "aten.mul.Tensor": (scaled, weighted),
+    }
+    fused = Operator(names=("aten._fused_rms_norm.default",), results=_on("cuda", replace(given, name=name), rstd))
+    steps = (Operator(names=(step,), results=_on("cpu", *results)) for step, results in by_step.items())
+    return Operation(
+        name=name,
+        kind="norm",
+        flops=0,
+        output=given.shape,
+        keeps=(rstd, *_on("cuda", given), *_on("cpu", wide, scaled)),
+        operators=(fused, *steps),
+    )
+
+
+def _pointwise(result: Activation, operator: str, keeps: tuple[Activation, ...] = ()) -> Operation:
+    operators = (Operator(names=(operator,), results=(result,)),)
+    return Operation(name=result.name, kind="pointwise", flops=0, output=result.shape, keeps=keeps, operators=operators)
+
+
+def _rotation(name: str, shape: tuple[int, ...]) -> Operation:
+    """In float32, and cast back."""
+    result = Activation(name=name, shape=shape, cut="part")
+    turned = replace(result, name=f"{name}.turned", element_bytes=4, copy_of=name)
+    operators = (Operator(names=("aten.mul.Tensor",), results=(turned,)),)
+    return Operation(name=name, kind="pointwise", flops=0, output=shape, operators=operators)
+
+
+def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
+    output = (batch, config.heads, seq_len, config.head_dim)
+    q = Activation(name="attention.rope_q", shape=output, cut="part")
+    k, v = (
+        replace(q, name=name, shape=(batch, config.kv_heads, *output[2:]))
+        for name in ("attention.rope_k", "attention.wv")
+    )
+    mixed = replace(q, name="attention.inner")
+    kept: Sequence[Activation]
+    if config.attention == "math":
+        kept, operators = _plain_attention(q, k, v, mixed)
+    else:
+        lse = Activation(name="attention.inner.lse", shape=output[:-1], cut="part", element_bytes=4)
+        if config.attention == "efficient" and k.shape != q.shape:
+            # It is given the shared heads once for each head that shares them.
+            k, v = (replace(x, name=f"attention.inner.{name}", shape=q.shape) for x, name in ((k, "k"), (v, "v")))
+        kept, operators = (q, k, v, mixed, lse), (Operator(names=FUSED_ATTENTION, results=(mixed, lse)),)
+    return Operation(
+        name="attention.inner",
+        kind="attention",
+        # Scores and weighted values: two products of 2·seq·seq·head_dim each, for every head.
+        flops=2 * 2 * math.prod(output) * seq_len,
+        output=output,
+        keeps=tuple(kept),
+        operators=operators,
+    )
+
+
+def _plain_attention(
+    q: Activation, k: Activation, v: Activation, mixed: Activation
+) -> tuple[Sequence[Activation], tuple[Operator, ...]]:
+    """What torch calls math: q and k, scaled, values and the whole matrix of weights, all in float32."""
+    scaled = [
+        replace(q, name=f"attention.inner.{name}", element_bytes=4, copy_of=copy_of)
+        for name, copy_of in (("q", ""), ("k", ""), ("v", v.name if v.shape == q.shape else ""))
+    ]
+    weights = replace(scaled[0], name="attention.inner.weights", shape=(*q.shape[:-1], q.shape[-2]))
+    scores, out = (replace(x, name=f"{x.name}.product") for x in (weights, mixed))
+    products = (
+        Operator(names=("aten.bmm.default",), results=(scores,)),
+        Operator(names=("aten.bmm.default",), results=(replace(out, element_bytes=4),)),
+    )
+    return [*scaled, weights], products
+
+
+def _mixed(config: Llama, attention: Operation, tokens: tuple[int, int]) -> Activation:
+    """The attention's output as the projection is given it, [batch, seq, dim]."""
+    # Fused kernels write it so; that of math is copied into this order.
+    name = f"{attention.name}.by_token" if config.attention == "math" else attention.name
+    return Activation(name=name, shape=(*tokens, config.dim), cut="part")
+
+
+def _on(accelerator: str, *activations: Activation) -> tuple[Activation, ...]:
+    return tuple(replace(each, accelerator=accelerator) for each in activations)
