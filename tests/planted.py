@@ -69,8 +69,9 @@ class PlantedStream:
 
     def _fail(self, *_):
         fault = self._config.fault
-        # Beside the folder of runs; tests compare it with when all was over.
-        Path("died").write_text(str(time.time()))
+        if self._config.where:
+            # Beside the folder of runs; tests compare it with when all was over.
+            Path("died").write_text(str(time.time()))
         if fault == "raise":
             raise LookupError("a planted fault")
         if fault == "kill":
