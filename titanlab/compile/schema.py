@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.metadata
+import os
+import shutil
+from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
+from titanlab.setting import Setting
 
-BACKENDS = ("inductor", "aot_eager", "eager")
+# Of those that torch has, the ones with which a model can train.
+BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager", "cudagraphs")
+# Where torch looks for backends of other packages.
+ENTRY_POINTS = "torch_dynamo_backends"
+MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
+# These have CUDA graphs recorded.
+RECORDING = ("reduce-overhead", "max-autotune")
+# Precisions in which parameters stay where they are: the others are cast by FSDP2, in one process too.
+STILL = ("fp32", "bf16_full")
 
 
 @option("compile")
@@ -17,13 +29,77 @@ class Compile:
 
     Attributes:
         blocks: every block, each as one graph; equal blocks share one compilation.
-        backend: inductor generates kernels; aot_eager and eager only trace, to find out where something fails.
+        loss: the loss function, as one graph; of logits that stay split over the vocabulary, what a rank computes
+            before and after it has heard from the others.
+        backend: inductor generates kernels; aot_eager and eager only trace, to find out where something fails;
+            aot_eager_decomp_partition also takes operators apart as inductor does; cudagraphs records the graphs of
+            aot_eager. Backends of installed packages are known too.
+        mode: of inductor. `max-autotune-no-cudagraphs` tries several kernels for each product and keeps the fastest;
+            `reduce-overhead` records CUDA graphs; `max-autotune` does both.
     """
 
     blocks: bool = False
+    loss: bool = field(default=False, metadata={"before": False})
     backend: str = "inductor"
+    mode: str = field(default="default", metadata={"before": "default"})
+
+    @property
+    def compiles(self) -> bool:
+        """Whether anything is compiled at all."""
+        return self.blocks or self.loss
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            known = ", ".join(BACKENDS)
-            raise ConfigError("compile.backend", self.backend, "no such backend", f"choose one of {known}")
+            others = sorted(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
+            if self.backend not in others:
+                known = ", ".join([*BACKENDS, *others])
+                raise ConfigError("compile.backend", self.backend, "no such backend", f"choose one of {known}")
+        if self.mode not in MODES:
+            raise ConfigError("compile.mode", self.mode, "no such mode", f"choose one of {', '.join(MODES)}")
+        if self.mode == "default":
+            return
+        if not self.compiles:
+            raise ConfigError("compile.mode", self.mode, "nothing is compiled", "try compile=block")
+        if self.backend != "inductor":
+            rule = f"is a mode of inductor, and {self.backend} has none"
+            raise ConfigError("compile.mode", self.mode, rule, "try default, or compile.backend=inductor")
+
+    def check(self, setting: Setting) -> None:
+        """Hold the rest of a recipe to what the backend can do.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if not self.compiles:
+            return
+        if self.backend == "inductor":
+            _check_tools(setting)
+        if self.backend == "cudagraphs":
+            _check_recording(setting, "compile.backend", self.backend, "try inductor")
+        if self.mode in RECORDING:
+            other = "max-autotune-no-cudagraphs" if "max" in self.mode else "default"
+            _check_recording(setting, "compile.mode", self.mode, f"try {other}")
+
+
+def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
+    """CUDA graphs run again on the addresses that they were recorded with."""
+    if setting.accelerator != "cuda":
+        raise ConfigError(key, value, "records CUDA graphs, and this runs on a CPU", cure)
+    if setting.layout.world > 1:
+        rule = f"records CUDA graphs of parameters that stay where they are, which {setting.layout.label} moves"
+        raise ConfigError(key, value, rule, cure)
+    precision = setting.kinds.get("precision", STILL[0])
+    if precision not in STILL:
+        rule = f"records CUDA graphs of parameters that stay where they are, and {precision} casts them for each use"
+        raise ConfigError(key, value, rule, f"{cure}, or precision={STILL[1]}")
+
+
+def _check_tools(setting: Setting) -> None:
+    """Inductor writes C++ for a CPU. (What it needs for a GPU comes with torch, and is not looked for: a recipe may be
+    checked on a machine that has none.)
+    """
+    compiler = os.environ.get("CXX") or "g++"
+    if setting.accelerator == "cpu" and shutil.which(compiler) is None:
+        rule = f"writes C++ for a CPU, and there is no {compiler}"
+        cure = "install one or name it in the environment as CXX, or try compile.backend=aot_eager"
+        raise ConfigError("compile.backend", "inductor", rule, cure)

@@ -1,0 +1,163 @@
+"""Compiled runs train as eager ones, and compile each function once: 5 steps, gradients and parameters compared.
+
+The bar is 1e-6 in fp32, relative, as `tests/test_parity_matrix.py` measures it. Traced code (aot_eager) holds the same
+operations in the same order. Inductor fuses: it takes other exponentials and sums rows in another order, which is a few
+units of the last place (6e-8) in losses and gradients. Parameters show five times as much, because Adam divides by the
+gradient's own size: they have a bar of their own there.
+"""
+
+import os
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._dynamo import utils
+
+from tests import tiny
+from titanlab import parity
+from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.memory_budget_schema import MemoryBudget
+from titanlab.ac.selective_layer_schema import SelectiveLayer
+from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.parity import compare
+from titanlab.precision.float8_rowwise_schema import Float8Rowwise
+from titanlab.ranks import ALONE, joined
+from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
+from titanlab.schedule.zbv_schema import ZBV
+
+BAR = 1e-6
+INDUCTOR_PARAMETERS = 5e-6
+COMMON = {"layers": 3, "steps": 5, "global_batch": 8, "eps": 1e-6}
+
+
+def traced(made, run, cache=None):
+    """The trace of a run, and how often each function was compiled."""
+    if cache is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch._dynamo.reset()
+    utils.clear_compilation_metrics()
+    utils.counters.clear()
+    trace = parity.trace(made, run, joined(os.environ) or ALONE)
+    compiled = Counter(record.co_name for record in utils.get_compilation_metrics() if record.co_name)
+    assert sum(compiled.values()) == utils.counters["stats"]["unique_graphs"]
+    return trace, dict(compiled)
+
+
+@pytest.fixture(scope="module")
+def eager(pool, tmp_path_factory):
+    """The trace of a recipe that compiles nothing; each trained once."""
+    known = {}
+
+    def reference(given):
+        # Checkpointed blocks are held to those that keep everything.
+        given = {name: value for name, value in given.items() if name != "ac"}
+        key = repr(sorted(given.items()))
+        if key not in known:
+            made = tiny.recipe(tmp_path_factory.mktemp("eager"), **{**COMMON, **given})
+            known[key] = pool.run(made.world, traced, made, tiny.begin(made))[0][0]
+        return known[key]
+
+    return reference
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Inductor's cache, kept between rows: what two rows have in common is generated once."""
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+def row(name, functions, *, full=True, **given):
+    return pytest.param(given, functions, id=name, marks=[pytest.mark.full] if full else [])
+
+
+LOSS, PARTS = {"loss_sum": 1}, {"_own": 1, "_whole": 1, "_slope": 1}
+WHOLE, SPLIT = {"forward": 1, **LOSS}, {"forward": 1, **PARTS}
+AGAIN, IN_PART = {"_computed_again": 1}, {"_computed_in_part": 1}
+INTERLEAVED = {"pipeline": 2, "layers": 6, "microbatch": 2}
+ROWS = [
+    row("alone", WHOLE, full=False),
+    # Without gradients everything is compiled once more; 3 rows are left for the last batch, which is filled up.
+    row("validated", {"forward": 2, "loss_sum": 2}, validate_every=2, validation_sequences=11),
+    row("ddp", WHOLE, replicate=2),
+    row("fsdp", WHOLE, shard=2),
+    row("fsdp, accumulated", WHOLE, shard=2, microbatch=2),
+    row("fsdp, offloaded", WHOLE, shard=2, cpu_offload=True),
+    row("tp", SPLIT, tensor=2, full=False),
+    row("tp without sequence parallelism", SPLIT, tensor=2, sequence_parallel=False),
+    row("tp, whole logits", WHOLE, tensor=2, loss_parallel=False),
+    row("fsdp, tp", SPLIT, shard=2, tensor=2),
+    row("cp, ring", WHOLE, context=2),
+    row("cp, gathered", WHOLE, context=2, context_method="all_gather"),
+    row("fsdp, cp, tp", SPLIT, shard=2, context=2, tensor=2),
+    # Only the last stage has a loss.
+    row("pp, several stages a rank", WHOLE, pipeline_schedule=Interleaved1F1B(), **INTERLEAVED),
+    row("pp, split backwards", WHOLE, pipeline_schedule=ZBV(), **INTERLEAVED),
+    row("pp, fsdp", WHOLE, pipeline=2, shard=2, layers=4, microbatch=1),
+    row("bf16", WHOLE, shard=2, bf16=True),
+    row("ac: full", AGAIN | LOSS, ac=FullCheckpointing()),
+    # Two kinds of blocks are two functions.
+    row("ac: selective_layer", WHOLE | AGAIN, ac=SelectiveLayer(every=2)),
+    row("ac: selective_op", IN_PART | LOSS, ac=SelectiveOp()),
+    row("ac: memory_budget", WHOLE, ac=MemoryBudget(budget=0.5)),
+    row("ac: full, ddp", AGAIN | LOSS, ac=FullCheckpointing(), replicate=2),
+    row("ac: full, fsdp, tp", AGAIN | PARTS, ac=FullCheckpointing(), shard=2, tensor=2),
+    row("float8", WHOLE, precision=Float8Rowwise(), shard=2),
+]
+
+
+@pytest.mark.parametrize(("given", "functions"), ROWS)
+def test_traced_blocks_train_as_eager_ones_and_are_compiled_once(pool, tmp_path, eager, given, functions):
+    made = tiny.recipe(tmp_path, **{**COMMON, **given}, blocks=True, loss=True, backend="aot_eager")
+    every = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300.0)
+    difference = compare(eager(given), every[0][0])
+    assert difference.largest <= BAR, difference
+    whole = {name: max(compiled.get(name, 0) for _, compiled in every) for name in functions}
+    assert whole == functions
+    assert {name for _, compiled in every for name in compiled} == functions.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"mode": "max-autotune-no-cudagraphs"},
+        {"tensor": 2},
+        {"shard": 2, "tensor": 2},
+        {"context": 2},
+        {"shard": 2, "ac": FullCheckpointing()},
+        {"ac": SelectiveOp()},
+        {"ac": MemoryBudget(budget=0.5)},
+        {"validate_every": 2, "validation_sequences": 11},
+    ],
+    ids=lambda given: ", ".join(map(str, given)) or "alone",
+)
+def test_generated_kernels_train_as_eager_ones(pool, tmp_path, eager, cache, given):
+    made = tiny.recipe(tmp_path, **{**COMMON, **given}, blocks=True, loss=True)
+    trace, compiled = pool.run(made.world, traced, made, tiny.begin(made), cache, limit_seconds=600.0)[0]
+    difference = compare(eager({name: value for name, value in given.items() if name != "mode"}), trace)
+    assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= BAR, difference
+    assert difference.parameter[0] <= INDUCTOR_PARAMETERS, difference
+    assert set(compiled.values()) == ({2} if "validate_every" in given else {1})
+
+
+def settings_while_compiling(made, run):
+    """What the budget is for each graph that is cut into forward and backward."""
+    from torch._functorch import config, partitioners
+
+    seen, cut = [], partitioners.min_cut_rematerialization_partition
+
+    def noted(*arguments, **named):
+        seen.append(config.activation_memory_budget)
+        return cut(*arguments, **named)
+
+    with patch("torch._dynamo.backends.debugging.min_cut_rematerialization_partition", noted):
+        traced(made, run)
+    return seen, config.activation_memory_budget
+
+
+def test_a_memory_budget_holds_for_blocks_only(pool, tmp_path):
+    given = {"ac": MemoryBudget(budget=0.25), "blocks": True, "loss": True, "backend": "aot_eager_decomp_partition"}
+    made = tiny.recipe(tmp_path, steps=2, **given)
+    assert pool.run(1, settings_while_compiling, made, tiny.begin(made)) == [([0.25, 1.0], 1.0)]

@@ -1,0 +1,168 @@
+"""Compilations are counted and timed, and told once where they should not have been necessary."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch._dynamo import utils
+from torch.nn.attention import SDPBackend
+
+from tests import tiny
+from titanlab import meter
+from titanlab import train as story
+from titanlab.compile import watch
+from titanlab.compile.watch import RECOMPILATIONS, SECONDS, Watch
+from titanlab.ranks import ALONE, joined
+
+
+def compiled(function):
+    return torch.compile(function, backend="eager", fullgraph=True, dynamic=False)
+
+
+def test_a_first_compilation_is_expected_and_the_next_is_not():
+    watched = Watch()
+    # The function's name is what is told.
+    double = compiled(lambda x: x * 2)
+    double(torch.ones(2))
+    found = watched.look(first=True)
+    assert [(each.reason, each.surprise) for each in found.compilations] == [("", False)]
+    assert found.compilations[0].function.startswith("<lambda> (test_watch.py:")
+    assert found.seconds > 0
+    assert watched.look() == watch.Found()
+    double(torch.ones(3))
+    (again,) = watched.look().compilations
+    assert again.surprise
+    assert "size mismatch" in again.reason
+    assert watched.metrics()[SECONDS] > found.seconds
+
+
+def test_a_validation_may_compile_everything_once_more():
+    watched = Watch()
+    weight = torch.ones(1, requires_grad=True)
+    double = compiled(lambda x: x * weight)
+    double(torch.ones(2))
+    watched.look()
+    with torch.no_grad():
+        double(torch.ones(2))
+        assert [each.surprise for each in watched.look(evaluating=True).compilations] == [False]
+        double(torch.ones(3))
+        assert [each.surprise for each in watched.look(evaluating=True).compilations] == [True]
+
+
+def test_optimizers_compile_once_for_each_shape(monkeypatch):
+    watched = Watch()
+    place = {"start_time_us": 0, "end_time_us": 2_000_000, "co_filename": "/packages/torchao/optim/adam.py"}
+
+    def records(*spans):
+        return [
+            utils.CompilationMetrics(
+                co_name="update", co_firstlineno=7, recompile_reason="0/0: size", **{**place, **span}
+            )
+            for span in spans
+        ]
+
+    given = records({}, {"start_time_us": 1_000_000, "end_time_us": 3_000_000})
+    monkeypatch.setattr(utils, "get_compilation_metrics", lambda: given)
+    found = watched.look(first=True)
+    # Of what overlaps, the time counts once.
+    assert found.seconds == 3.0
+    assert [each.surprise for each in found.compilations] == [False, False]
+    given += records({"start_time_us": 5_000_000, "end_time_us": 6_000_000})
+    assert [each.surprise for each in watched.look().compilations] == [True]
+
+
+def test_the_first_surprise_is_told():
+    notes, warnings = [], []
+    watched = Watch(note=notes.append, warn=warnings.append)
+    assert watched.metrics() == {}
+    double = compiled(lambda x: x * 2)
+    for step in (1, 2, 3, 4):
+        double(torch.ones(step))
+        assert watched.after_step(step, first=step == 1) > 0
+    assert watched.after_step(5, first=False) == 0
+    assert len(notes) == 1
+    assert "which no step counts: <lambda> (test_watch.py:" in notes[0]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("step 2: <lambda> (test_watch.py:")
+    assert watched.metrics()[RECOMPILATIONS] == 3
+
+
+def test_what_was_compiled_before_does_not_count():
+    compiled(lambda x: x + 1)(torch.ones(2))
+    assert Watch().look() == watch.Found()
+
+
+class Meddler(story.Observer):
+    """Changes after two steps what every block has been compiled for, and after three once more."""
+
+    def with_gradients(self, step, model):
+        self.model = model
+
+    def after_step(self, step, totals):
+        if step in (2, 3):
+            for block in self.model.layers.values():
+                block.attention.inner._backends = [SDPBackend.MATH] * (step - 1)
+
+
+def meddled(made, run):
+    torch._dynamo.reset()
+    return story.train(made, run, joined(os.environ) or ALONE, observer=Meddler())
+
+
+def undisturbed(made, run):
+    torch._dynamo.reset()
+    return story.train(made, run, joined(os.environ) or ALONE)
+
+
+def test_a_recompilation_is_told_once_and_counted(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=5, blocks=True, backend="aot_eager")
+    run = tiny.begin(made)
+    pool.run(1, meddled, made, run)
+    assert json.loads((run.path / "result.json").read_text())["metrics"][RECOMPILATIONS] == 2
+    assert [row[RECOMPILATIONS] for row in run.metrics("train")] == [0, 0, 1, 2, 2]
+    log = (run.logs / "rank-0.log").read_text()
+    assert log.count("was compiled again") == 1
+    assert "step 3: forward (llama.py:" in log
+    assert "_backends" in log.partition("was compiled again")[2]
+
+
+def test_compilation_is_reported_and_belongs_to_no_step(pool, tmp_path):
+    made = tiny.recipe(
+        tmp_path, steps=4, blocks=True, loss=True, backend="aot_eager", validate_every=2, validation_sequences=15
+    )
+    run = tiny.begin(made)
+    pool.run(1, undisturbed, made, run)
+    rows = run.metrics("train")
+    # Validation compiles what is without gradients; its last batch, of 3 rows, is filled up.
+    assert [row[RECOMPILATIONS] for row in rows] == [0] * 4
+    assert 0 < rows[0][SECONDS] == rows[1][SECONDS] < rows[2][SECONDS] == rows[3][SECONDS]
+    result = json.loads((run.path / "result.json").read_text())["metrics"]
+    assert result[SECONDS] == rows[-1][SECONDS]
+    assert result[RECOMPILATIONS] == 0
+    # What is left of the first step is less than compiling took, which is hundreds of such steps.
+    assert rows[0][meter.STEP_SECONDS] < rows[0][SECONDS] < result[meter.PAUSED_SECONDS]
+    log = (run.logs / "rank-0.log").read_text()
+    assert log.count("compiled in ") == 1
+    assert "loss_sum (loss.py:" in log
+
+
+def test_a_run_that_compiles_nothing_says_nothing_of_it(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=2)
+    run = tiny.begin(made)
+    pool.run(1, undisturbed, made, run)
+    assert not [key for row in run.metrics("train") for key in row if key.startswith("compile/")]
+    assert "compiled" not in (run.logs / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("reason", "short"),
+    [
+        ("0/0: GLOBAL_STATE changed: grad_mode ", "GLOBAL_STATE changed: grad_mode"),
+        ("12/3: tensor 'x' size mismatch\n11/2: another", "tensor 'x' size mismatch"),
+        ("", ""),
+        ("no number: here", "no number: here"),
+    ],
+)
+def test_a_reason_is_one_line(reason, short):
+    assert watch._short(reason) == short
