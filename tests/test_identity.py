@@ -78,6 +78,8 @@ def test_everything_that_changes_numbers_changes_it():
         hashed(Root(), data="e"),
         hashed(Root(), hardware="NVIDIA H100"),
         hashed(Root(), repeat=1),
+        hashed(Root(), weights="w"),
+        hashed(Root(), weights="v"),
         hashed(Root(steps=11)),
         # Another kind with equal values.
         hashed(Root(optimizer=Sgd())),

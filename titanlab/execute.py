@@ -25,6 +25,7 @@ from titanlab.ranks import Ranks, joined
 from titanlab.recipe import Recipe, resolve, to_mapping
 from titanlab.recipe_rules import check
 from titanlab.run_folder import RunFolder, check_runs, create_run
+from titanlab.starting_weights import check_start, start_fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,12 @@ class Ready:
     ranks: Ranks | None
 
 
-def prepare(recipes: Sequence[Recipe], report: Callable[[str], None]) -> list[Ready]:
+def prepare(recipes: Sequence[Recipe], report: Callable[[str], None], *, started: bool = False) -> list[Ready]:
     """Resolve and check recipes, and prepare their data; no run's folder is made and nothing starts.
 
     Args:
         report: told, line by line, what takes long.
+        started: the runs go on from checkpoints of their own; what they were to begin with may be gone.
 
     Raises:
         ConfigError: a rule is broken.
@@ -49,8 +51,8 @@ def prepare(recipes: Sequence[Recipe], report: Callable[[str], None]) -> list[Re
     host = this_host()
     ranks = joined(os.environ)
     # What is told at once comes before any data is prepared.
-    resolved = [_resolved(recipe, host, ranks) for recipe in recipes]
-    return [_with_data(recipe, host, ranks, report) for recipe in resolved]
+    resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
+    return [_with_data(recipe, host, ranks, report, started=started) for recipe in resolved]
 
 
 def execute(ready: Ready, console: Console) -> Outcome:
@@ -102,12 +104,15 @@ def _keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
             shutil.copy(kept, run.tokenizer)
 
 
-def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None) -> Recipe:
+def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
     """The recipe with nothing left open, after every check that needs no data."""
     recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
     check(recipe)
     _fits(recipe, host, ranks)
     check_runs(recipe.runs)
+    if started:
+        return recipe
+    check_start(recipe)
     if recipe.checkpoint.load_from is not None:
         checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
         account = account_of(recipe.model).account(recipe.model)
@@ -116,12 +121,19 @@ def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None) -> Recipe:
     return recipe
 
 
-def _with_data(recipe: Recipe, host: Host, ranks: Ranks | None, report: Callable[[str], None]) -> Ready:
+def _with_data(
+    recipe: Recipe, host: Host, ranks: Ranks | None, report: Callable[[str], None], *, started: bool
+) -> Ready:
     source.prepare(recipe.data, report=report)
     # Some rules need the corpus itself: its length, its tokenizer's vocabulary.
     check(recipe)
     identity = identify(
-        recipe, data=source.fingerprint(recipe.data), hardware=str(recipe.cluster.device), repeat=recipe.repeat
+        recipe,
+        data=source.fingerprint(recipe.data),
+        hardware=str(recipe.cluster.device),
+        repeat=recipe.repeat,
+        # A run that has begun has its name.
+        weights=None if started else start_fingerprint(recipe),
     )
     return Ready(recipe=recipe, identity=identity, host=host, ranks=ranks)
 

@@ -1,9 +1,10 @@
-"""Sampling: text from a run's checkpoint."""
+"""Sampling: text from a run's checkpoint, or from a folder of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +13,21 @@ from titanlab.checkpoint.folders import find
 from titanlab.checkpoint.store import load_model
 from titanlab.data import tokenizer as tokenizers
 from titanlab.errors import ConfigError
+from titanlab.huggingface.folder import is_hf_folder
 from titanlab.model.contract import LanguageModel
 from titanlab.options import implementation
 from titanlab.ranks import ALONE
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.run_folder import RunFolder
+from titanlab.stage import default_dtype, dtypes_of
+from titanlab.starting_weights import open_folder
+from titanlab.weights.fill import fill
+from titanlab.weights.folder import is_weights_folder
+from titanlab.weights.source import usual_dtype
 from titanlab.world import open_world
+
+# Tokens of context at most: a folder of weights may say 131,072, and all of them are computed anew for each token.
+_MOST_CONTEXT = 4096
 
 
 def generate(
@@ -33,7 +43,7 @@ def generate(
     """The text that follows the prompt, piece by piece as it is sampled.
 
     Args:
-        run: folder of a run; its latest checkpoint is used.
+        run: folder of a run, whose latest checkpoint is used, or of weights: imported, or Hugging Face's.
         tokens: how many to sample at most; an end-of-text token ends earlier.
         temperature: 0 takes the likeliest token every time.
         top_k: sample among this many likeliest tokens only; 0: among all.
@@ -41,14 +51,18 @@ def generate(
     Raises:
         ConfigError: no checkpoint, or data without a tokenizer.
     """
-    checkpoint = find(str(run), "run")
-    recipe = from_mapping(RunFolder(run).config())
-    folder = RunFolder(run).tokenizer
-    if not folder.is_dir():
-        raise ConfigError("run", run, "was trained on data without a tokenizer", "train on data=stdlib or data=files")
-    tokenizer = tokenizers.load(folder, "run")
+    source = open_folder(run, "run")
+    tokenizer = tokenizers.load(_tokenizer_folder(run), "run")
     with open_world(ALONE, accelerator=device, seed=seed, deterministic=False) as world:
-        model = _load(recipe, checkpoint, world.device)
+        if source is not None:
+            seq_len = min(int(source.about.get("max_position_embeddings") or _MOST_CONTEXT), _MOST_CONTEXT)
+            model = _empty(source.model, seq_len, getattr(torch, usual_dtype(source)), world.device)
+            fill(model, source)
+        else:
+            checkpoint = find(str(run), "run")
+            recipe = from_mapping(RunFolder(run).config())
+            seq_len = recipe.training.seq_len
+            model = _load(recipe, checkpoint, world.device)
     ids = tokenizer.encode(prompt)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     if not (begin or ids):
@@ -57,7 +71,7 @@ def generate(
     # With the prompt: alone, a first word would lose the space before it.
     shown = len(tokenizer.decode(ids))
     for _ in range(tokens):
-        context = [*begin, *ids][-recipe.training.seq_len :]
+        context = [*begin, *ids][-seq_len:]
         token = _next(model, context, temperature, top_k, generator, tokenizer.vocab_size)
         if token == tokenizer.eos_id:
             break
@@ -69,12 +83,28 @@ def generate(
             shown = len(text)
 
 
+def _tokenizer_folder(run: Path) -> Path:
+    if is_hf_folder(run):
+        return run
+    folder = RunFolder(run).tokenizer
+    if not folder.is_dir():
+        if is_weights_folder(run):
+            raise ConfigError("run", run, "has no tokenizer", "import a model whose folder has one")
+        raise ConfigError("run", run, "was trained on data without a tokenizer", "train on data=stdlib or data=files")
+    return folder
+
+
 def _load(recipe: Recipe, checkpoint: Path, device: torch.device) -> LanguageModel:
-    with torch.device("meta"):
-        model: LanguageModel = implementation(recipe.model).build(recipe.model, seq_len=recipe.training.seq_len)
+    model = _empty(recipe.model, recipe.training.seq_len, dtypes_of(recipe).master, device)
+    load_model(checkpoint, model)
+    return model
+
+
+def _empty(config: Any, seq_len: int, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    with torch.device("meta"), default_dtype(dtype):
+        model: LanguageModel = implementation(config).build(config, seq_len=seq_len)
     model.to_empty(device=device)
     model.init_buffers(device)
-    load_model(checkpoint, model)
     model.eval()
     return model
 

@@ -1,8 +1,8 @@
 """What makes two runs the same run: the hash in a run folder's name, fixed when the run is born.
 
 Hashed are the resolved recipe without the fields marked `metadata={"identity": False}` (whole groups may
-be), the data's fingerprint, the kind of hardware and the repeat's number. The name, the tracker, paths,
-logging and the code are not.
+be), the data's fingerprint, that of weights which the run begins with, the kind of hardware and the repeat's
+number. The name, the tracker, paths, logging and the code are not.
 
 Every other field is hashed whether or not it has its default value: leaving defaults out would give two
 recipes the same hash when a default changes between versions, and an old result would pass for a new
@@ -50,7 +50,7 @@ class Identity:
         return self.sha256[:8]
 
 
-def identify(recipe: Any, *, data: str, hardware: str, repeat: int = 0) -> Identity:
+def identify(recipe: Any, *, data: str, hardware: str, repeat: int = 0, weights: str | None = None) -> Identity:
     """The identity of a resolved recipe.
 
     Args:
@@ -58,8 +58,11 @@ def identify(recipe: Any, *, data: str, hardware: str, repeat: int = 0) -> Ident
         data: the data's fingerprint.
         hardware: kind of device, such as `NVIDIA H100 80GB HBM3` or `cpu`.
         repeat: number of this repetition of an otherwise equal run.
+        weights: fingerprint of those that the run begins with; None: the recipe's seed makes them.
     """
     content = {"schema": SCHEMA, "recipe": canonical(recipe), "data": data, "hardware": hardware, "repeat": int(repeat)}
+    if weights is not None:
+        content["weights"] = weights
     return Identity(sha256=hashlib.sha256(canonical_json(content).encode()).hexdigest(), content=content)
 
 

@@ -39,6 +39,7 @@ class Position:
         data: the data stream's own state.
         tracker: id under which the tracker knows the run.
         layout: degrees of the layout that saved it, for people.
+        loss_scale: state of the loss's scale, see `titanlab.precision.loss_scale`; empty: there was none.
     """
 
     step: int = 0
@@ -46,6 +47,7 @@ class Position:
     data: dict[str, Any] = field(default_factory=dict)
     tracker: str | None = None
     layout: dict[str, int] = field(default_factory=dict)
+    loss_scale: dict[str, float] = field(default_factory=dict)
 
 
 def save(

@@ -29,7 +29,7 @@ COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _titanlab titanlab
 """
 _FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package", "--resolve")
-_OF_RUNS = ("resume", "generate")
+_OF_RUNS = ("resume", "generate", "export")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,21 +1,23 @@
-"""`titanlab generate RUN`: text from a run's latest checkpoint."""
+"""`titanlab generate RUN`: text from a run's latest checkpoint, or from a folder of weights."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from titanlab.checkpoint.folders import find
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.host import this_host
+from titanlab.interchange import is_weights
 from titanlab.run_search import find_run
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the prompt and what the model makes of it, as it is sampled."""
-    parser = Arguments("generate", "Write text with a run's latest checkpoint.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
+    parser = Arguments("generate", "Write text with a run's latest checkpoint, or with weights of a folder.")
+    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash; or a folder of weights")
     parser.add_argument("--prompt", default="", help="what the text begins with")
     parser.add_argument("--tokens", type=int, default=200, help="tokens at most (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default 0.8)")
@@ -31,11 +33,13 @@ def main(arguments: Sequence[str]) -> int:
                 f"--{name.replace('_', '-')}", getattr(given, name), f"must be at least {least}", f"try {least}"
             )
     _hold_device(given.device)
-    run = find_run(given.run, given.runs)
-    find(str(run.path), "run")
+    folder = Path(given.run).expanduser()
+    if not is_weights(folder):
+        folder = find_run(given.run, given.runs).path
+        find(str(folder), "run")
     # Not at the top: a mistake in the arguments is told without waiting for torch.
     pieces = importlib.import_module("titanlab.generate").generate(
-        run.path,
+        folder,
         given.prompt,
         tokens=given.tokens,
         temperature=given.temperature,

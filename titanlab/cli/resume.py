@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from titanlab.checkpoint.folders import latest
 from titanlab.cli.arguments import Arguments
 from titanlab.cli.translate import value_error
 from titanlab.console import Console
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     # It may have moved since it was born.
     recipe = replace(recipe, runs=str(run.path.parent.parent))
     with Console() as console:
-        (ready,) = prepare([recipe], console.note)
+        (ready,) = prepare([recipe], console.note, started=latest(run.checkpoints) is not None)
         return continue_run(run, ready.recipe, ready.host, ready.ranks, console).kind.exit_code
 
 

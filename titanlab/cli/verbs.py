@@ -20,6 +20,8 @@ VERBS = {
     "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),
     "tokenize": ("titanlab.cli.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),
     "download-tokenizer": ("titanlab.cli.download_tokenizer", "fetch a model's tokenizer from the Hugging Face hub"),
+    "import": ("titanlab.cli.import_weights", "take over the weights of a Hugging Face model, for train init_from=…"),
+    "export": ("titanlab.cli.export", "write a run's weights as a folder that transformers opens"),
     "completion": (
         "titanlab.cli.completion",
         'print the shell\'s completion script: eval "$(titanlab completion bash)"',

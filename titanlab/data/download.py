@@ -12,6 +12,7 @@ from typing import Any
 
 from titanlab.data import tokenizer as tokenizers
 from titanlab.errors import ConfigError
+from titanlab.hub import explained, is_absent
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _NEEDED = ("tokenizer.json", "tokenizer.model")
@@ -64,27 +65,11 @@ def _fetch(repo: str, name: str, folder: Path, token: str | None, report: Callab
         hub.hf_hub_download(repo_id=repo, filename=name, local_dir=str(folder), token=token)
     # The library raises its own errors, those of its HTTP library and of the system, with no base in common.
     except Exception as error:
-        kinds = {each.__name__ for each in type(error).__mro__}
-        if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
+        if is_absent(error):
             return False
-        raise _explained(error, kinds, repo) from error
+        raise explained(error, repo) from error
     report(f"fetched {name}")
     return True
-
-
-def _explained(error: Exception, kinds: set[str], repo: str) -> ConfigError:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if "GatedRepoError" in kinds or status in (401, 403):
-        return ConfigError(
-            "repo",
-            repo,
-            "does not let you in: it is gated or private",
-            "accept its terms on its page, then give a token with --token or HF_TOKEN",
-        )
-    if kinds & {"RepositoryNotFoundError", "HFValidationError"} or status == 404:
-        return ConfigError("repo", repo, "is no model of the hub, or a private one", "check its name; give a --token")
-    message = " ".join(str(error).split())[:120]
-    return ConfigError("repo", repo, f"cannot be fetched ({message})", "check the network, or copy the files by hand")
 
 
 def _first_readable(folder: Path, fetched: list[str]) -> str:

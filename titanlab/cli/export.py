@@ -1,0 +1,53 @@
+"""`titanlab export RUN_OR_FOLDER`: weights that transformers opens, or a weights folder of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlab.cli.arguments import Arguments
+from titanlab.cli.import_weights import option_name
+from titanlab.cli.sizes import bytes_of
+from titanlab.errors import ConfigError
+from titanlab.interchange import is_weights, write_hf, write_ours
+from titanlab.origin import from_folder, from_run
+from titanlab.weights.folder_writer import hold_apart, hold_place
+from titanlab.weights.source import DTYPES
+
+_FORMATS = ("hf", "titanlab")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write it, and say how to open it."""
+    parser = Arguments("export", "Write a run's weights, or an imported folder's, for transformers or for init_from.")
+    parser.add_argument("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
+    parser.add_argument("--into", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--format", default="hf", help="hf or titanlab (default hf)")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES.values())} (default: as saved)")
+    parser.add_argument("--step", type=int, help="of the checkpoint (default: the latest)")
+    parser.add_argument("--shard-size", default="5GB", help="most bytes of a file (default 5GB)")
+    parser.add_argument("--name", help="of the model's option, for --format titanlab (default: from --into)")
+    parser.add_argument("--force", action="store_true", help="replace weights that are there")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    for key, known in (("format", _FORMATS), ("dtype", DTYPES.values())):
+        value = getattr(given, key)
+        if value is not None and value not in known:
+            raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
+    shard_bytes = bytes_of(given.shard_size, "--shard-size")
+    name = option_name(given.name, str(given.into))
+    hold_place(given.into, is_weights, force=given.force)
+    folder = Path(given.run).expanduser()
+    if is_weights(folder):
+        if given.step is not None:
+            raise ConfigError("--step", given.step, "is of a run, and this is a folder of weights", "leave it out")
+        hold_apart(folder, given.into)
+        origin = from_folder(folder, "run")
+    else:
+        origin = from_run(given.run, given.runs, step=given.step)
+    if given.format == "titanlab":
+        print(write_ours(origin, given.into, name=name, dtype=given.dtype, shard_bytes=shard_bytes, report=print))
+    else:
+        write_hf(origin, given.into, dtype=given.dtype, shard_bytes=shard_bytes, report=print)
+        print(f"AutoModelForCausalLM.from_pretrained({str(given.into)!r})")
+    return 0

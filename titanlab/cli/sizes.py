@@ -1,0 +1,23 @@
+"""Sizes of files as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from titanlab.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
+
+
+def bytes_of(text: str, key: str) -> int:
+    """The bytes that `5GB`, `500 MiB` or `1e9` say.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise ConfigError(key, text, "is no size of a file", "try 5GB")
+    return int(float(match[1]) * unit)

@@ -1,0 +1,1 @@
+"""Models as Hugging Face keeps them: folders, tokenizers, the hub."""

@@ -1,0 +1,185 @@
+"""Llamas as Hugging Face keeps them: config.json and names of tensors, both ways. Torch-free.
+
+Sources: the config.json files that were released with Llama 2, 3, 3.1 and 3.2, in the style of transformers 4
+(`rope_theta`, `rope_scaling`) and in that of transformers 5 (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.foreign import Foreign
+from titanlab.model.llama_account import EMBEDDING, HEAD, account
+from titanlab.model.llama_schema import Llama
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+# Tensors that follow from config.json, in files of 2023.
+DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+_IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+# Rotary position embedding turns (i, i + head_dim/2) there and neighbours here.
+_TURNED = ("attention.wq", "attention.wk")
+_SIZES = {
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+_SCALING = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_context": "original_max_position_embeddings",
+}
+# What this Llama does not compute, by the value under which it is not asked for.
+_PLAIN: Mapping[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "sliding_window": None,
+}
+
+
+def tensors(config: Llama) -> dict[str, Foreign]:
+    """Where Hugging Face keeps each of our parameters, by our name."""
+    found = {}
+    for name in account(config).parameters:
+        if name in _OUTSIDE:
+            found[name] = Foreign(name=_OUTSIDE[name])
+            continue
+        _, layer, rest = name.split(".", 2)
+        module = rest.removesuffix(".weight")
+        head = config.head_dim if module in _TURNED else 0
+        found[name] = Foreign(name=f"model.layers.{layer}.{_IN_BLOCK[module]}.weight", head=head)
+    return found
+
+
+def copies(config: Llama) -> dict[str, str]:
+    """Tensors that a folder of theirs may have and that must equal another one: a tied head that was saved too."""
+    return {_OUTSIDE[HEAD]: _OUTSIDE[EMBEDDING]} if config.tied_embeddings else {}
+
+
+def from_hf(config: Mapping[str, Any]) -> Llama:
+    """The model that a config.json describes.
+
+    Raises:
+        ConfigError: it describes one that is not computed here, or no whole one.
+    """
+    for name, plain in _PLAIN.items():
+        value = config.get(name, plain)
+        if value != plain and value is not None:
+            cure = f"import a Llama with {name}={_json(plain)}"
+            raise _wrong(name, value, "is not computed here", cure)
+    sizes: dict[str, Any] = {ours: _whole(config, theirs) for ours, theirs in _SIZES.items()}
+    heads = sizes["heads"]
+    head_dim = _whole(config, "head_dim", sizes["dim"] // max(heads, 1))
+    if head_dim * heads != sizes["dim"]:
+        rule = f"heads are hidden_size / num_attention_heads = {sizes['dim']} / {heads} wide here"
+        raise _wrong("head_dim", head_dim, rule, "import a Llama whose heads are as wide")
+    return Llama(
+        **sizes,
+        kv_heads=_whole(config, "num_key_value_heads", heads),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        **_rope(config),
+    )
+
+
+def to_hf(config: Llama, *, context: int) -> dict[str, Any]:
+    """config.json of a model, in the older style, which transformers 4 and 5 both read.
+
+    Args:
+        config: of the model.
+        context: tokens that a sequence may have, for `max_position_embeddings`.
+    """
+    scaling = {theirs: getattr(config, ours) for ours, theirs in _SCALING.items()}
+    return {
+        "architectures": list(ARCHITECTURES),
+        "model_type": "llama",
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "max_position_embeddings": context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": {"rope_type": "llama3", **scaling} if config.rope_factor != 1 else None,
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_cache": True,
+    }
+
+
+def stretched_context(config: Llama) -> int:
+    """Tokens for which the rotary frequencies were scaled; 0 where they were not."""
+    return int(config.rope_factor * config.rope_original_context) if config.rope_factor != 1 else 0
+
+
+def difference(config: Llama, other: Llama) -> str:
+    """The first field by which two models compute differently from the same weights; empty: there is none."""
+    names = [*_SIZES, "kv_heads", "tied_embeddings", "norm_eps", "rope_theta", "rope_factor"]
+    if config.rope_factor != 1:
+        names += _SCALING
+    return next((name for name in names if getattr(config, name) != getattr(other, name)), "")
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise _wrong("rope_scaling", given, "must be an object", "restore the file")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise _wrong("rope_type", kind, "is a scaling that is not computed here", "known: default, llama3")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        rule = "turns only part of a head, which is not computed here"
+        raise _wrong("partial_rotary_factor", given["partial_rotary_factor"], rule, "import a Llama without it")
+    theta = _number(given if "rope_theta" in given else config, "rope_theta", 10000.0)
+    if kind == "default":
+        return {"rope_theta": theta}
+    found: dict[str, Any] = {"rope_theta": theta}
+    for ours, theirs in _SCALING.items():
+        found[ours] = (_whole if ours == "rope_original_context" else _number)(given, theirs)
+    return found
+
+
+def _whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _wrong(name, value, "must be a whole number of at least 1", "restore the file")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _wrong(name, value, "must be a number", "restore the file")
+    return float(value)
+
+
+def _wrong(name: str, value: object, rule: str, cure: str) -> ConfigError:
+    return ConfigError(f"config.json:{name}", value, rule, cure)
+
+
+def _json(value: object) -> str:
+    return {False: "false", None: "null"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)

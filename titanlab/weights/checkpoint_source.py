@@ -1,0 +1,66 @@
+"""Weights of a run's checkpoint, whatever layout saved it: one whole tensor in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from titanlab.errors import ConfigError
+from titanlab.options import account_of
+from titanlab.weights.source import DTYPES, Entry
+
+
+class CheckpointSource:
+    """A Source; no process group is needed.
+
+    Args:
+        checkpoint: folder of one step.
+        model: config of the run's model.
+        key: for errors.
+
+    Raises:
+        ConfigError: it lacks a parameter, or keeps one in a format that no weights have.
+    """
+
+    def __init__(self, checkpoint: Path, model: Any, key: str) -> None:
+        self.model = model
+        self.entries: dict[str, Entry] = {}
+        self._name, self._whole = "", torch.empty(0)
+        words = {getattr(torch, name): word for word, name in DTYPES.items()}
+        # Read once: of a run on hundreds of ranks it has a hundred thousand entries.
+        self._reader = dcp.FileSystemReader(checkpoint)
+        self._metadata = self._reader.read_metadata()
+        saved = self._metadata.state_dict_metadata
+        for name in account_of(model).account(model).parameters:
+            found = saved.get(f"model.{name}")
+            if not isinstance(found, TensorStorageMetadata) or found.properties.dtype not in words:
+                rule = f"has no plain tensor {name}"
+                raise ConfigError(key, checkpoint, rule, "give a checkpoint of the run that saved it")
+            self.entries[name] = Entry(dtype=words[found.properties.dtype], shape=tuple(found.size))
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """As in Source."""
+        if name != self._name:
+            # The one before goes first.
+            self._name, self._whole = "", torch.empty(0)
+            entry = self.entries[name]
+            whole = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
+            self._load(name, whole)
+            self._name, self._whole = name, whole
+        box: Tensor = self._whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        return box
+
+    def _load(self, name: str, whole: Tensor) -> None:
+        """What `dcp.load` does in a process without a group, where it warns that there is none."""
+        planner = dcp.DefaultLoadPlanner()
+        planner.set_up_planner({f"model.{name}": whole}, self._metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
+        self._reader.read_data(planner.finish_plan(plan), planner).wait()

@@ -1,0 +1,75 @@
+"""Weights from any source into safetensors files, a piece at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titanlab.errors import ConfigError
+from titanlab.foreign import Foreign
+from titanlab.weights.safetensors_writer import SafetensorsWriter, index_of, split_in_files, torch_dtype
+from titanlab.weights.source import DTYPES, Entry, Source, chunks, in_halves
+
+
+def write_weights(
+    source: Source,
+    folder: Path,
+    *,
+    stem: str,
+    index: str,
+    foreign: Mapping[str, Foreign],
+    dtype: str | None,
+    shard_bytes: int,
+) -> str:
+    """Write all tensors of a source into a folder: files of a bounded size, and an index where there are several.
+
+    Args:
+        source: read piece by piece, in the order of its entries.
+        folder: written into.
+        stem: what names of files begin with.
+        index: name of the index.
+        foreign: name and order of rows that each parameter has in the files.
+        dtype: number format, such as `bfloat16`; None: each as it is.
+        shard_bytes: of a file.
+
+    Returns:
+        SHA-256 over names, shapes, formats and contents of all tensors; the same for any size of files.
+
+    Raises:
+        ConfigError: a number does not fit the format.
+    """
+    word = next((word for word, name in DTYPES.items() if name == dtype), None)
+    entries = {
+        foreign[name].name: Entry(dtype=word or entry.dtype, shape=entry.shape)
+        for name, entry in source.entries.items()
+    }
+    ours = {foreign[name].name: name for name in source.entries}
+    files = split_in_files(entries, most=shard_bytes, stem=stem)
+    hashes = []
+    for file, names in files.items():
+        with SafetensorsWriter(folder / file, {name: entries[name] for name in names}) as writer:
+            for name in names:
+                head = foreign[ours[name]].head
+                digest = hashlib.sha256()
+                for offsets, sizes in chunks(source.entries[ours[name]], rows=max(head, 1)):
+                    piece = source.read(ours[name], offsets, sizes)
+                    piece = _cast(piece, torch_dtype(entries[name].dtype), ours[name])
+                    digest.update(writer.write(in_halves(piece, head) if head else piece))
+                hashes.append([name, entries[name].dtype, list(entries[name].shape), digest.hexdigest()])
+    if len(files) > 1:
+        (folder / index).write_text(json.dumps(index_of(entries, files), indent=2) + "\n", encoding="utf-8")
+    return hashlib.sha256(json.dumps(sorted(hashes)).encode()).hexdigest()
+
+
+def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    if piece.dtype == dtype:
+        return piece
+    cast = piece.to(dtype)
+    if dtype is torch.float16 and bool((cast.isinf() & piece.isfinite()).any()):
+        raise ConfigError("--dtype", "float16", f"{name} has numbers beyond its 65,504", "try bfloat16")
+    return cast

@@ -1,0 +1,107 @@
+"""A weights folder: a model's parameters in our names, and what makes it usable in a recipe. Read without torch.
+
+weights.json                     the model, its context, a digest of the content
+weights-00001-of-00003.safetensors …, weights.index.json
+conf/model/NAME.yaml             the model as an option: --config-dir FOLDER/conf model=NAME
+tokenizer/                       where the source has one
+generation_config.json           likewise
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.foreign import Foreign
+from titanlab.options import account_of, schema_of
+from titanlab.weights.source import SafetensorsSource, hold_entries, read_entries
+
+MANIFEST = "weights.json"
+INDEX = "weights.index.json"
+STEM = "weights"
+TOKENIZER = "tokenizer"
+GENERATION = "generation_config.json"
+SCHEMA = 1
+
+
+def is_weights_folder(path: Path) -> bool:
+    """Whether a path is one, by its manifest."""
+    return (path / MANIFEST).is_file()
+
+
+def open_weights(path: Path, key: str) -> SafetensorsSource:
+    """The weights in a folder; nothing but names, shapes and sizes is read.
+
+    Raises:
+        ConfigError: it is not whole.
+    """
+    manifest = read_object(path / MANIFEST, key)
+    try:
+        model = model_of(manifest["model"])
+        about, digest = dict(manifest.get("about", {})), str(manifest["digest"])
+        if manifest["schema"] != SCHEMA:
+            raise ValueError("another version of titanlab's")
+    except (KeyError, TypeError, ValueError) as error:
+        rule = f"its {MANIFEST} cannot be used ({type(error).__name__}: {error})"
+        raise ConfigError(key, path, rule, "import the weights again") from error
+    entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
+    expected = account_of(model).account(model).parameters
+    hold_entries(path, key, expected, entries)
+    return SafetensorsSource(
+        model=model,
+        entries={name: entries[name] for name in expected},
+        files=places,
+        foreign={name: Foreign(name=name) for name in expected},
+        about=about,
+        digest=digest,
+    )
+
+
+def model_of(mapping: Mapping[str, Any]) -> Any:
+    """The config of a model from plain values.
+
+    Raises:
+        KeyError, TypeError: they are none.
+        ConfigError: no installed package has this kind of model, or a value breaks its rule.
+    """
+    return schema_of("model", mapping["kind"])(**mapping)
+
+
+def indexed_files(path: Path, index: str, single: str, key: str) -> list[Path]:
+    """The safetensors files of a folder: those that its index names, or the one that needs none.
+
+    Raises:
+        ConfigError: the index cannot be used, or names a file that is not there.
+    """
+    if not (path / index).is_file():
+        return [path / single]
+    found = read_object(path / index, key).get("weight_map")
+    names = sorted(set(found.values())) if isinstance(found, dict) and found else []
+    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise ConfigError(key, path / index, "names no files of this folder", "fetch the file again")
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        rule = f"names {len(names)} files, and {len(missing)} are missing: {missing[0]}"
+        raise ConfigError(key, path / index, rule, "fetch the folder again, whole")
+    return [path / name for name in names]
+
+
+def read_object(path: Path, key: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(key, path.parent, f"has no {path.name}", "name a folder that has one") from error
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:80]
+        raise ConfigError(key, path, f"cannot be read ({reason})", "fetch the file again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(key, path, "holds no JSON object", "fetch the file again")
+    return value
