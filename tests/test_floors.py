@@ -24,23 +24,23 @@ FLOORS: dict[int, list[str]] = {
     # Sums: no torch at all.
     1: [
         """account layout hardware flops meter outcome identity host ranks stop
-        run_folder run_status run_search metrics_file config_file git_state provenance failure_signs
-        traffic_table setting""",
+        run_folder run_status run_search quiet_import metrics_file config_file git_state provenance failure_signs
+        traffic_table setting attention_order foreign""",
         "schedule.action schedule.placement schedule.order schedule.timeline schedule.split",
     ],
     # Declarations: what each part says about itself. Torch-free too; one group for each part, by DECLARES.
     2: [],
     # Machine.
-    3: ["world", "mesh", "launch", "precision.dtypes"],
+    3: ["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale"],
     # Parts.
     4: [
         *["model", "precision", "parallelism", "optimizer", "data", "checkpoint", "tracker", "cluster", "schedule"],
-        *["ac", "compile", "initialise", "totals", "peak", "traffic"],
+        *["ac", "compile", "initialise weights huggingface", "totals", "peak", "traffic"],
     ],
     # Assembly.
     5: ["recipe recipe_rules assemble stage stage_pieces layout_rules"],
     # Story.
-    6: ["train recorder facts generate parity execute"],
+    6: ["train recorder facts generate parity conformance execute starting_weights origin interchange"],
     # Doors.
     7: ["cli __main__", "worker"],
 }

@@ -17,6 +17,12 @@ from titanlab.mesh import build_mesh
 from titanlab.model import llama_account
 from titanlab.options import account_of, implementation
 from titanlab.parallelism.gradients import Gradients
+from titanlab.precision.account import matched
+from titanlab.precision.bf16_full_schema import Bf16Full
+from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.float8_rowwise_schema import Float8Rowwise
+from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
+from titanlab.precision.fp16_schema import Fp16
 from titanlab.ranks import joined
 from titanlab.recipe import Recipe, pieces_by_stage
 from titanlab.schedule.gpipe_schema import GPipe
@@ -35,6 +41,7 @@ def traffic_of(made: Recipe, steps: int):
     with open_world(joined(os.environ), accelerator="cpu", seed=made.seed, deterministic=False) as world:
         mesh = build_mesh(made.layout, "cpu")
         assembled = assemble.assemble(made, world, mesh)
+        assembled.after_update()
         parameters = list(assembled.model.parameters())
         gradients = Gradients(parameters, world.size // made.layout.pipeline)
         stream = source.open_train(
@@ -70,6 +77,7 @@ def traffic_of(made: Recipe, steps: int):
 def step_of(made: Recipe) -> Step:
     """What the formulas need to know of a recipe."""
     config, dtypes = made.parallelism, implementation(made.precision).dtypes(made.precision)
+    account = account_of(made.model).account(made.model)
     piped = {}
     if made.layout.pipeline > 1:
         schedule, ranks = implementation(made.schedule), made.layout.pipeline
@@ -84,13 +92,16 @@ def step_of(made: Recipe) -> Step:
             ],
         }
     return Step(
-        account=account_of(made.model).account(made.model),
+        account=account,
         layout=made.layout,
         seq_len=made.training.seq_len,
         microbatch=made.microbatch,
         microbatches=made.microbatches,
         compute_bytes=dtypes.compute.itemsize,
         reduce_bytes=dtypes.reduce.itemsize,
+        master_bytes=dtypes.master.itemsize,
+        fp32_parts=matched(account, dtypes.fp32_parts),
+        float8_gathered=made.precision.float8_gathered(account) if hasattr(made.precision, "float8_gathered") else (),
         mixed=dtypes.mixed,
         reshards=stage._reshards(made),
         sequence_parallel=config.sequence_parallel,
@@ -122,8 +133,31 @@ LAYOUTS = [
     {"pipeline": 2, "tensor": 2},
     {"pipeline": 2, "layers": 4, "schedule": Interleaved1F1B()},
     {"pipeline": 2, "layers": 4, "shard": 2, "schedule": ZBV()},
+    {"shard": 2, "tensor": 2, "microbatch": 3, "precision": Bf16(fp32_parts=["embedding", "head"])},
+    {
+        "shard": 2,
+        "tensor": 2,
+        "loss_parallel": False,
+        "precision": Bf16(reduce="bf16", fp32_parts=["head", "layers.1"]),
+    },
+    {"replicate": 2, "precision": Bf16Full(reduce="bf16")},
+    {"shard": 2, "microbatch": 3, "precision": Float8Tensorwise()},
+    {"shard": 2, "tensor": 2, "precision": Float8Tensorwise(skip=["output", "wk"])},
 ]
 FULL = [
+    {"replicate": 2, "shard": 2, "precision": Float8Tensorwise()},
+    {"shard": 2, "precision": Float8Rowwise()},
+    {"pipeline": 2, "shard": 2, "precision": Float8Tensorwise()},
+    {"shard": 2, "microbatch": 3, "precision": Bf16(reduce="bf16")},
+    {"shard": 2, "microbatch": 3, "precision": Bf16(fp32_parts=["layers.*"])},
+    {"replicate": 2, "shard": 2, "precision": Fp16(reduce="fp16", fp32_parts=["norm"])},
+    {"shard": 2, "tied_embeddings": True, "precision": Bf16(reduce="bf16", fp32_parts=["embedding", "head"])},
+    {"tensor": 2, "tied_embeddings": True, "precision": Bf16(fp32_parts=["embedding", "head", "norm"])},
+    {"context": 2, "tensor": 2, "precision": Bf16(fp32_parts=["layers.0", "norm"])},
+    {"pipeline": 2, "shard": 2, "precision": Bf16(reduce="bf16", fp32_parts=["embedding", "head"])},
+    {"pipeline": 2, "tensor": 2, "precision": Fp16(fp32_parts=["*"])},
+    {"tensor": 2, "shard": 2, "precision": Bf16Full()},
+    {"tensor": 2, "precision": Bf16Full(reduce="bf16")},
     {"shard": 2, "bf16": True, "tied_embeddings": True},
     {"shard": 3},
     {"shard": 2, "cpu_offload": True},

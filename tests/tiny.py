@@ -42,7 +42,7 @@ def recipe(runs, **given) -> Recipe:
         training=Training(**training),
         parallelism=Parallelism(**_taken(given, Parallelism)),
         checkpoint=Checkpoint(**_taken(given, Checkpoint)),
-        model=Llama(**{**model, **_taken(given, Llama)}),
+        model=given.pop("model", None) or Llama(**{**model, **_taken(given, Llama)}),
         optimizer=given.pop("optimizer", None) or AdamW(**optimizer),
         compile=Compile(**_taken(given, Compile)),
         precision=given.pop("precision", None) or (Bf16() if given.pop("bf16", False) else Fp32()),

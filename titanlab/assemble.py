@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titanlab.compile.blocks import compile_function
 from titanlab.data.source import Batch
 from titanlab.mesh import Mesh
 from titanlab.options import account_of, implementation
 from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
+from titanlab.precision.loss_scale import LossScale
 from titanlab.recipe import Recipe, pieces_by_stage
 from titanlab.stage import Stage, build_stage, dtypes_of, together
 from titanlab.world import World
@@ -54,22 +57,26 @@ class Assembled:
         model: a module that has all parameters of this rank, named as in the model's account.
         place: this rank's part of its data-parallel rank's sequences, on its device.
         forward_backward: runs all microbatches of a step; leaves gradients of
-            loss_sum / recipe.tokens_per_step, summed over data-parallel ranks.
+            loss_sum / recipe.tokens_per_step · scale of the loss, summed over data-parallel ranks.
+        loss_scale: that scale; it also takes the optimizer's step, or leaves it out.
         evaluate: the same sums without gradients, for up to `evaluation_rows` sequences.
+        after_update: to be called when parameters have changed, and before the first step.
     """
 
     model: nn.Module
     place: Callable[[Batch], StepBatch]
     forward_backward: Callable[[StepBatch], Sums]
+    loss_scale: LossScale
     evaluate: Callable[[StepBatch], Sums]
     evaluation_rows: int
+    after_update: Callable[[], None] = lambda: None
 
 
 def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     """Build, spread, materialise and initialise the recipe's model."""
-    loss = _loss(recipe, mesh)
+    loss, loss_scale = _loss(recipe, mesh), _loss_scale(recipe, world)
     if recipe.layout.pipeline > 1:
-        return _pipelined(recipe, world, mesh, loss)
+        return _pipelined(recipe, world, mesh, loss, loss_scale)
     stage = build_stage(recipe, world, mesh)
     answers = mesh.place("tensor") == 0
     # A model that is given whole sequences knows by itself where each token is.
@@ -77,13 +84,15 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     return Assembled(
         model=stage.model,
         place=_placer(recipe, world, mesh, answers=answers),
-        forward_backward=_trainer(stage, recipe, loss, positions, answers=answers),
+        forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, answers=answers),
+        loss_scale=loss_scale,
         evaluate=_evaluator(stage, recipe, loss, positions, answers=answers),
         evaluation_rows=recipe.microbatch,
+        after_update=_updater(recipe, stage.model),
     )
 
 
-def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss) -> Assembled:
+def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale: LossScale) -> Assembled:
     """One stage or several on this rank, and the schedule that runs them."""
     # Half a second that other layouts do not need.
     from titanlab.parallelism.pipeline import Pipeline
@@ -105,7 +114,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss) -> Assemble
         group=mesh.axis("pipeline").get_group(),
         device=world.device,
         loss=loss,
-        scale=divides_by / recipe.tokens_per_step,
+        scale=loss_scale.multiplier(divides_by / recipe.tokens_per_step),
         hidden_shape=_hidden_shape(recipe),
         hidden_dtype=dtypes_of(recipe).compute,
         microbatch=recipe.microbatch,
@@ -124,13 +133,22 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss) -> Assemble
         total = pipeline.evaluate(batch.tokens, batch.labels, positions)
         return Sums(total if answers else torch.zeros_like(total), batch.valid)
 
+    model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
     return Assembled(
-        model=together({piece: stage.model for number, stage in built.items() for piece in pieces[number]}),
+        model=model,
         place=_placer(recipe, world, mesh, answers=answers),
         forward_backward=forward_backward,
+        loss_scale=loss_scale,
         evaluate=evaluate,
         evaluation_rows=recipe.local_batch,
+        after_update=_updater(recipe, model),
     )
+
+
+def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
+    """What a precision does with new parameters: nothing, for most."""
+    update = getattr(implementation(recipe.precision), "after_update", None)
+    return (lambda: None) if update is None else (lambda: update(recipe.precision, model))
 
 
 def _hidden_shape(recipe: Recipe) -> tuple[int, int, int]:
@@ -143,9 +161,16 @@ def _hidden_shape(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def _loss(recipe: Recipe, mesh: Mesh) -> Loss:
+    compiled = functools.partial(compile_function, config=recipe.compile)
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
-        return SplitLoss(mesh.axis("tensor").get_group(), vocab_size=recipe.model.vocab_size)
-    return loss_sum
+        group = mesh.axis("tensor").get_group()
+        return SplitLoss(group, vocab_size=recipe.model.vocab_size, compiled=compiled)
+    return compiled(loss_sum)
+
+
+def _loss_scale(recipe: Recipe, world: World) -> LossScale:
+    bring = getattr(implementation(recipe.precision), "loss_scale", None)
+    return bring(recipe.precision, world.device) if bring is not None else LossScale()
 
 
 def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
@@ -173,12 +198,18 @@ def _placer(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Calla
 
 
 def _trainer(
-    stage: Stage, recipe: Recipe, loss: Loss, positions: torch.Tensor | None, *, answers: bool
+    stage: Stage,
+    recipe: Recipe,
+    loss: Loss,
+    loss_scale: LossScale,
+    positions: torch.Tensor | None,
+    *,
+    answers: bool,
 ) -> Callable[[StepBatch], Sums]:
     # A constant known to all ranks: dividing by it here keeps gradients small in low precision, and
     # the loop corrects them exactly where fewer labels were valid.
     sharded = stage.sharded
-    scale = sharded.divides_by / recipe.tokens_per_step
+    scale = loss_scale.multiplier(sharded.divides_by / recipe.tokens_per_step)
     size = recipe.microbatch
 
     def forward_backward(batch: StepBatch) -> Sums:
@@ -204,8 +235,9 @@ def _evaluator(
     @torch.no_grad()
     def evaluate(batch: StepBatch) -> Sums:
         tokens, labels = batch.tokens, batch.labels
-        if recipe.layout.tensor > 1:
-            # The tokens of a full microbatch can be shared out over the ranks, those of less perhaps not.
+        if recipe.layout.tensor > 1 or recipe.compile.compiles:
+            # The tokens of a full microbatch can be shared out over the ranks, those of less perhaps not; and they
+            # are of the shape that has been compiled.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
         found = loss(stage.sharded.forward(tokens, positions), labels)

@@ -32,7 +32,8 @@ def model_account(recipe: Recipe) -> ModelAccount:
 def work(recipe: Recipe, device: torch.device) -> Work:
     """The constants from which throughput becomes TFLOP/s and MFU."""
     compute = implementation(recipe.precision).dtypes(recipe.precision).compute
-    peak, source = peak_flops(recipe.cluster, device, compute)
+    reason = getattr(recipe.precision, "no_mfu", "")
+    peak, source = (None, reason) if reason else peak_flops(recipe.cluster, device, compute)
     return Work(
         devices=recipe.layout.world,
         flops_per_token=flops.per_token(model_account(recipe), seq_len=recipe.training.seq_len),
@@ -58,7 +59,7 @@ def start_rows(
         ("model", f"{recipe.model.kind}, {account.layers} layers of {grouped(account.dim)}, vocabulary {vocabulary}"),
         ("parameters", grouped(account.parameter_count)),
         ("layout", f"{recipe.layout.label}, {processes} on {device.type}"),
-        ("precision", recipe.precision.kind),
+        ("precision", _precision(recipe, account)),
         ("tokens per step", f"{grouped(recipe.tokens_per_step)} ({batch})"),
         ("FLOPs per token", f"{short(constants.flops_per_token)} ({CONVENTION})"),
         ("peak per device", _peak(constants)),
@@ -126,8 +127,17 @@ def tracked_run(recipe: Recipe, run: RunFolder, position: Position, attempt: int
 
 def _peak(constants: Work) -> str:
     if constants.peak_flops is None:
-        return "unknown: no MFU"
+        return constants.peak_source if constants.peak_source.startswith("no MFU") else "unknown: no MFU"
     return f"{constants.peak_flops / 1e12:.3g} TFLOP/s ({constants.peak_source})"
+
+
+def _precision(recipe: Recipe, account: ModelAccount) -> str:
+    """The option, and what it says of itself."""
+    describe = getattr(recipe.precision, "describe", None)
+    if describe is None:
+        return str(recipe.precision.kind)
+    cluster = recipe.cluster
+    return str(describe(account, accelerator=cluster.accelerator, device=str(cluster.device)))
 
 
 def _shown(path: Path) -> str:

@@ -12,9 +12,10 @@ def per_token(account: ModelAccount, *, seq_len: int) -> int:
 
     Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
     layer for H heads of width Q over T positions, without a discount for causality and without
-    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb is the embedding's table, which is
-    looked up, not multiplied; where it is tied it is also the head, which multiplies, so that
-    nothing is subtracted. Norm weights count in N, as is usual, though they cost no matmul.
+    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb are the tables, of tokens and, where a
+    model learns them, of positions, which are looked up, not multiplied; where the head is tied to
+    one, that multiplies, and is not subtracted. Norm weights and biases count in N, as is usual,
+    though they cost no matmul.
     """
     weights = 6 * (account.parameter_count - account.embedding_count)
     attention = 12 * account.layers * account.heads * account.head_dim * seq_len

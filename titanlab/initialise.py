@@ -48,13 +48,19 @@ def initialise(model: nn.Module, values: Mapping[str, Init], seed: int) -> None:
         ValueError: a parameter has no entry in `values`, is on meta, or is a partial sum.
     """
     for name, parameter in model.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
+        name = plain_name(name)
         if name not in values:
             raise ValueError(f"no initial value is declared for {name}")
         if parameter.is_meta:
             raise ValueError(f"{name} is on meta: materialise it first")
         _fill(parameter, values[name], key(seed, name))
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def key(seed: int, name: str) -> int:
@@ -64,7 +70,7 @@ def key(seed: int, name: str) -> int:
 
 
 def _fill(parameter: Tensor, init: Init, state: int) -> None:
-    local, offsets = _local_part(parameter)
+    local, offsets = local_part(parameter)
     if init.kind == "ones":
         local.fill_(1.0)
     elif init.kind == "zeros" or init.std == 0:
@@ -75,7 +81,7 @@ def _fill(parameter: Tensor, init: Init, state: int) -> None:
         _fill_box(local, init.std, state + (start + 1) * _GAMMA, strides)
 
 
-def _local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
     """What this rank holds, and where in the full tensor it begins."""
     nowhere = (0,) * parameter.dim()
     if type(parameter) is nn.Parameter:

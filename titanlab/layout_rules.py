@@ -55,7 +55,7 @@ def _cuts(account: ModelAccount, degree: int) -> list[_Cut]:
     found: dict[tuple[tuple[int, ...], str], _Cut] = {}
     for name, shape in account.parameters.items():
         style = style_of(account.tensor_plan, name.rpartition(".")[0])
-        if not style:
+        if style in ("", "gathered"):
             rule = f"the model's plan says nothing about {name}"
             raise ConfigError(
                 "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
@@ -125,6 +125,9 @@ def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel
     if kernel == "math":
         rule = f"writes out all scores, and context={layout.context} puts attention together of parts that are not"
         raise ConfigError("model.attention", kernel, rule, "try auto")
+    if kernel == "flash_attn":
+        rule = f"is no kernel of torch's, of which context={layout.context} puts attention together"
+        raise ConfigError("model.attention", kernel, rule, "try auto or flash")
 
 
 def check_pipeline(

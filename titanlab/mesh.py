@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -32,7 +33,12 @@ class Mesh:
         """The ranks that differ from this one in one axis only."""
         if name == "context" and self.context is not None:
             return self.context
-        return self.root[name]
+        return self._views[name]
+
+    @functools.cached_property
+    def _views(self) -> dict[str, DeviceMesh]:
+        """One object an axis: compiled blocks ask whether what two tensors lie on is the same, not equal."""
+        return {str(name): self.root[name] for name in self.root.mesh_dim_names or ()}
 
     @property
     def data_parallel(self) -> DeviceMesh:
@@ -54,7 +60,7 @@ class Mesh:
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The process group of every axis, and of the folded one, whose degree is more than 1."""
-        views = {str(name): self.root[name] for name in self.root.mesh_dim_names or ()}
+        views = dict(self._views)
         if self.context is not None:
             views["context"] = self.context
         return {name: view.get_group() for name, view in views.items() if view.size() > 1}

@@ -19,6 +19,8 @@ from typing import Any
 LOSS = "loss_metrics/global_avg_loss"
 GRAD_NORM = "grad_norm"
 LEARNING_RATE = "lr"
+LOSS_SCALE = "loss_scale"
+SKIPPED_STEPS = "skipped_steps"
 TOKENS_PER_SECOND = "throughput(tps)"
 TFLOPS = "tflops"
 MFU = "mfu(%)"
@@ -165,6 +167,11 @@ class Meter:
                 elapsed = self._clock() - start
                 self._step_paused += elapsed
                 self._paused_total += elapsed
+
+    def leave_out(self, seconds: float) -> None:
+        """Of the step under way this much belongs to no step, as is found when it has been spent: compilation."""
+        self._step_paused += seconds
+        self._paused_total += seconds
 
     def end_step(self, tokens: int) -> float:
         """A step over `tokens` tokens, of all devices, ends now. Returns its seconds.

@@ -149,4 +149,8 @@ def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # Into a tensor of torch's own: a precision's may be of a kind that clones itself.
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    whole.copy_(tensor)
+    return whole

@@ -33,6 +33,8 @@ class Recipe:
         seed: of initial values and of the order of data.
         repeat: number of this repetition of an otherwise equal run.
         world: number of processes; null: the product of the degrees.
+        init_from: weights that a new run begins with, and nothing else of where they are from: a folder that
+            `titanlab import` made, one of Hugging Face's, or a run; null: the seed makes them.
     """
 
     name: str = field(default="run", metadata={"identity": False})
@@ -41,6 +43,8 @@ class Recipe:
     seed: int = 0
     repeat: int = 0
     world: int | None = None
+    # Not part of the identity by name: the weights' own fingerprint is.
+    init_from: str | None = field(default=None, metadata={"identity": False})
     training: Training = MISSING
     model: Any = MISSING
     parallelism: Parallelism = MISSING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 
 from titanlab import layout_rules
@@ -113,12 +114,16 @@ def _offload(recipe: Recipe) -> None:
 
 def _attention(recipe: Recipe) -> None:
     backend = getattr(recipe.model, "attention", "auto")
-    if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient"):
+    if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient", "flash_attn"):
         raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
-    if recipe.cluster.accelerator == "cuda" and recipe.precision.kind == "fp32" and backend in ("flash", "cudnn"):
+    narrow = ("flash", "cudnn", "flash_attn")
+    if recipe.cluster.accelerator == "cuda" and recipe.precision.kind == "fp32" and backend in narrow:
         raise ConfigError(
             "model.attention", backend, "computes in 16 bits only on a GPU", "try precision=bf16, or auto"
         )
+    if backend == "flash_attn" and importlib.util.find_spec(backend) is None:
+        rule = "is a kernel of the package flash-attn, which is not installed"
+        raise ConfigError("model.attention", backend, rule, "pip install flash-attn, or try auto")
 
 
 def _options(recipe: Recipe) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from titanlab import facts, meter
 from titanlab.checkpoint.store import Position
+from titanlab.compile.watch import Watch
 from titanlab.console import Console
 from titanlab.mesh import Mesh
 from titanlab.meter import Meter
@@ -92,6 +93,7 @@ class LoggingRecorder(Recorder):
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         self._validation_loss: float | None = None
+        self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
         console.start(f"titanlab · {recipe.name}", facts.start_rows(recipe, run, world.device, work, position))
 
     def start(self) -> None:
@@ -137,8 +139,10 @@ class LoggingRecorder(Recorder):
 
         with self._meter.paused():
             yield report
+            self._watch.after_validation(step)
 
     def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
+        self._meter.leave_out(self._watch.after_step(step, first=self._meter.steps == 0))
         seconds = self._meter.end_step(totals.tokens)
         self._step = step
         self._last_loss = totals.loss
@@ -159,7 +163,9 @@ class LoggingRecorder(Recorder):
             meter.GRAD_NORM: totals.grad_norm,
             meter.LEARNING_RATE: rate,
             meter.TOKENS_SEEN: tokens_seen,
+            **_scaling(totals),
             **speed.metrics(),
+            **self._watch.metrics(),
             **memory(self._world.device),
         }
         self._metrics.write("train", step, row)
@@ -185,6 +191,7 @@ class LoggingRecorder(Recorder):
             "first_loss": self._first_loss,
             meter.LOSS: self._last_loss,
             meter.VALIDATION_LOSS: self._validation_loss,
+            **self._watch.metrics(),
             **memory(self._world.device),
         }
         outcome = replace(outcome, metrics=summary)
@@ -247,6 +254,13 @@ def open_recorder(
         except BaseException as error:
             recorder.abandon(error)
             raise
+
+
+def _scaling(totals: Totals) -> dict[str, object]:
+    """Of a precision that scales its loss: the step's scale, and how many steps have updated nothing so far."""
+    if totals.scaled is None:
+        return {}
+    return {meter.LOSS_SCALE: totals.scaled.scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
 
 
 def memory(device: torch.device) -> dict[str, object]:

@@ -22,6 +22,7 @@ from titanlab.parallelism.gradients import sum_gradients
 from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
 from titanlab.parallelism.tensor import Cut, parallelise
 from titanlab.precision.dtypes import Dtypes
+from titanlab.precision.parts import keep_in_fp32
 from titanlab.recipe import Recipe
 from titanlab.world import World
 
@@ -34,18 +35,20 @@ class Stage:
         model: its modules; call `sharded.forward`.
         sharded: how it is spread over data-parallel ranks.
         summands: parameters whose gradients still have to be summed over the tensor axis after the backward.
+        summed_in: the dtype of that sum.
         mesh: of all ranks.
     """
 
     model: LanguageModel
     sharded: Sharded
     summands: Sequence[nn.Parameter]
+    summed_in: torch.dtype
     mesh: Mesh
 
     def finish_gradients(self) -> None:
         """What is left to do when a step's backward passes are over."""
         if self.summands:
-            sum_gradients(self.summands, self.mesh.axis("tensor").get_group())
+            sum_gradients(self.summands, self.mesh.axis("tensor").get_group(), self.summed_in)
 
 
 def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[str] | None = None) -> Stage:
@@ -56,8 +59,8 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     with torch.device("meta"), default_dtype(dtypes.master):
         model: LanguageModel = part.build(recipe.model, seq_len=recipe.training.seq_len)
     if pieces is not None:
-        _thin(model, account.pieces, pieces)
-    model = precision.convert(recipe.precision, model)
+        thin(model, account.pieces, pieces)
+    model = precision.convert(recipe.precision, model, world.device)
     summands: frozenset[str] = frozenset()
     if layout.tensor > 1:
         cut = Cut(
@@ -65,15 +68,23 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
             seq_len=recipe.training.seq_len // layout.context,
             sequence_parallel=config.sequence_parallel,
             loss_parallel=config.loss_parallel,
+            products=precision.tensor_styles(recipe.precision),
         )
         summands = parallelise(model, account.tensor_plan, cut)
     if layout.context > 1:
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
     implementation(recipe.ac).apply(recipe.ac, {int(index): block for index, block in model.layers.items()})
-    compile_blocks(model.layers.values(), recipe.compile, async_tensor=config.async_tensor)
+    compile_blocks(
+        model.layers.values(),
+        recipe.compile,
+        async_tensor=config.async_tensor,
+        memory_budget=getattr(recipe.ac, "budget", None),
+    )
     sharded = _spread(model, recipe, world, mesh)
     held = [parameter for name, parameter in model.named_parameters() if name in summands]
-    return Stage(model=model, sharded=sharded, summands=held, mesh=mesh)
+    # Few numbers, which need not be rounded once more.
+    summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
+    return Stage(model=model, sharded=sharded, summands=held, summed_in=summed_in, mesh=mesh)
 
 
 def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> Sharded:
@@ -86,6 +97,7 @@ def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> S
     if layout.data * layout.context > 1 or dtypes.mixed:
         # FSDP2 also casts for compute, so that one process in bf16 computes what many do; and it reduces the
         # gradients of replicas where DDP cannot: under split backwards, and those of DTensors.
+        units = keep_in_fp32(model, account_of(recipe.model).account(recipe.model), dtypes)
         sharded = fully_shard_model(
             model,
             list(model.layers.values()),
@@ -93,12 +105,14 @@ def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> S
             dtypes,
             reshard_after_forward=_reshards(recipe),
             cpu_offload=recipe.parallelism.cpu_offload,
+            whole=units.whole,
+            apart=units.apart,
         )
     materialise(model, recipe, world)
     return sharded
 
 
-def _thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> None:
+def thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> None:
     """Take from a model on meta what other stages have."""
     for piece in pieces:
         if piece not in kept:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from titanlab.precision.loss_scale import LossScale, ScaledStep
 from titanlab.world import World
 
 STOPS = (int(signal.SIGINT), int(signal.SIGTERM))
@@ -20,17 +21,25 @@ class Totals(NamedTuple):
     grad_norm: norm of the gradient of that loss, before clipping
     tokens: valid labels of the step
     stop: the signal that any rank has received (the larger of two), or 0
+    scaled: of a precision that scales its loss: by how much, and what came of it
     """
 
     loss: float
     grad_norm: float
     tokens: int
     stop: int
+    scaled: ScaledStep | None = None
 
     @property
     def finite(self) -> bool:
         """False if loss or norm is NaN or infinite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def lost(self) -> bool:
+        """True if no later step can make good what is not finite."""
+        tolerated = self.scaled is not None and self.scaled.tolerated
+        return not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or tolerated)
 
 
 class Reduction:
@@ -49,14 +58,16 @@ class Reduction:
         tokens: int,
         stop: int,
         nominal_tokens: int,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """Sum over ranks.
 
         Args:
             squared_norm: this rank's share of the squared norm of the gradients of
-                loss_sum / nominal_tokens.
+                loss_sum / nominal_tokens, times the scale of the loss.
             loss_sum: this rank's loss, summed over its valid labels.
             nominal_tokens: labels of a step in which all are valid.
+            loss_scale: is told the norm; None: nothing was scaled.
         """
         device = loss_sum.device
         # One place a signal, so that a sum over ranks tells which were received.
@@ -67,9 +78,12 @@ class Reduction:
         # Gradients that are offloaded have their norm on the host.
         measured = torch.stack([squared_norm.to(device), loss_sum.double()])
         sums = world.sum(torch.cat([measured, known]))
-        self._correction = nominal_tokens / sums[2]
+        loss_scale = loss_scale or LossScale()
+        self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
         self._norm = sums[0].sqrt() * self._correction
-        self._values = torch.cat([torch.stack([sums[1] / sums[2], self._norm]), sums[2:]])
+        scaled = loss_scale.judge(self._norm)
+        told = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
+        self._values = torch.cat(told if scaled is None else [*told, scaled])
         if device.type == "cuda":
             self._values = self._values.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
@@ -77,7 +91,7 @@ class Reduction:
         self._exact = device.type == "cpu"
 
     def gradient_factor(self, max_norm: float | None) -> torch.Tensor | None:
-        """What to multiply the gradients by: the correction for labels that do not count, and clipping.
+        """What to multiply the gradients by: the correction for labels that do not count and the scale, and clipping.
 
         Returns None where it is known without waiting that nothing changes.
         """
@@ -91,6 +105,10 @@ class Reduction:
         """The totals as numbers; waits until they have arrived."""
         if not self._exact:
             self._arrived.synchronize()
-        loss, norm, tokens, *flags = self._values.tolist()
+        loss, norm, tokens, *rest = self._values.tolist()
+        flags, scaled = rest[: len(STOPS)], rest[len(STOPS) :]
         stop = max((number for number, count in zip(STOPS, flags, strict=True) if count), default=0)
-        return Totals(loss, norm, int(tokens), stop)
+        if not scaled:
+            return Totals(loss, norm, int(tokens), stop)
+        scale, skipped, tolerated = scaled
+        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), bool(tolerated)))

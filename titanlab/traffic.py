@@ -54,6 +54,9 @@ def traced(axes: Mapping[str, str]) -> Iterator[Traffic]:
 
 
 class _Tracer(TorchDispatchMode):
+    # Compiled code that computes a block again has operators around attention that keep the state of generators.
+    supports_higher_order_operators = True
+
     def __init__(self, axes: Mapping[str, str], traffic: Traffic) -> None:
         super().__init__()
         self._axes, self._traffic = axes, traffic

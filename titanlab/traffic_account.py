@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from titanlab.account import ModelAccount, style_of
@@ -17,7 +17,7 @@ from titanlab.traffic_table import Row, Traffic
 
 # The step's totals: loss, norm, labels and two flags, in float64 (`titanlab.totals`).
 TOTALS_BYTES = 5 * 8
-# Styles of a tensor plan by the dim of a weight that they cut; norms stay whole, the others have no weight.
+# Styles of a tensor plan by the dim of a parameter that they cut; norms stay whole, the others have no parameters.
 _CUTS = {"colwise": 0, "rowwise": 1, "embedding": 0, "head": 0}
 _MAKES_WHOLE = ("gathered", "head")
 _MAKES_STREAM = ("rowwise", "embedding")
@@ -44,6 +44,9 @@ class Step:
         microbatches: forward passes of a step, of one rank.
         compute_bytes: of an element of gathered parameters and of activations.
         reduce_bytes: of an element of a gradient while it is summed over ranks.
+        master_bytes: of an element of a parameter at rest, and of its gradient when that has been summed.
+        fp32_parts: pieces that compute and reduce in float32, whatever the rest does.
+        float8_gathered: names of the parameters that FSDP2 gathers in one byte an element.
         mixed: parameters are cast before they compute: then replicas are FSDP2's, never DDP's.
         reshards: blocks let go of gathered parameters between forward and backward.
         sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
@@ -61,6 +64,9 @@ class Step:
     microbatches: int = 1
     compute_bytes: int = 4
     reduce_bytes: int = 4
+    master_bytes: int = 4
+    fp32_parts: Sequence[str] = ()
+    float8_gathered: Collection[str] = ()
     mixed: bool = False
     reshards: bool = True
     sequence_parallel: bool = True
@@ -121,29 +127,36 @@ def step_traffic(step: Step, place: Place) -> list[Row]:
 
 def _ddp(step: Step, traffic: Traffic) -> None:
     """All gradients, once a step. In a run's first step DDP takes them for one bucket, later for buckets of 25 MiB."""
-    size = step.account.parameter_count * step.reduce_bytes
+    size = step.account.parameter_count * step.master_bytes
     traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate)
 
 
 def _fsdp(step: Step, place: Place, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
     """Each block is gathered and reduced as one, and so is all the rest of a stage.
 
+    A part of another dtype than the rest is a unit of its own, which is treated as the rest is.
     The last block and the rest are gathered once a step, the other blocks too where they stay whole, else twice a
     microbatch: without a pipeline and with resharding 2·M·(L − 1) + 2 all-gathers, else L + 1; L + 1 reduce-scatters.
     """
     ranks = step.layout.fsdp
     blocks = [(piece,) for piece in pieces if piece.startswith("layers.")]
-    rest = tuple(piece for piece in pieces if not piece.startswith("layers."))
-    for unit in (*blocks, rest):
+    edges = [piece for piece in pieces if not piece.startswith("layers.")]
+    # A tied table is one with its head, and both are parts or neither.
+    parts = [(piece,) for piece in edges if piece in step.fp32_parts]
+    rest = tuple(piece for piece in edges if piece not in step.fp32_parts)
+    for unit in (*blocks, *parts, rest):
         names = _names(step.account, unit)
         if not names:
             continue
-        size = sum(_padded(step, place, name) for name in names)
+        elements = {name: _padded(step, place, name) for name in names}
+        size = sum(elements.values())
+        compute, reduce = (4, 4) if unit[0] in step.fp32_parts else (step.compute_bytes, step.reduce_bytes)
         times = _gathers(step, number, reshards=step.reshards and unit in blocks[:-1])
-        traffic.add(step.axis("fsdp"), "all_gather", size * step.compute_bytes, ranks=ranks, times=times)
-        traffic.add(step.axis("fsdp"), step.scatter, size * step.reduce_bytes, ranks=ranks)
+        gathered = sum(n * (1 if name in step.float8_gathered else compute) for name, n in elements.items())
+        traffic.add(step.axis("fsdp"), "all_gather", gathered, ranks=ranks, times=times)
+        traffic.add(step.axis("fsdp"), step.scatter, size * reduce, ranks=ranks)
         if step.layout.replicate > 1:
-            shard = size // ranks * step.reduce_bytes
+            shard = size // ranks * reduce
             traffic.add(step.axis("replicate"), "all_reduce", shard, ranks=step.layout.replicate)
 
 
@@ -169,37 +182,41 @@ def _tensor(step: Step, place: Place, pieces: Sequence[str], traffic: Traffic) -
     ranks, axis = step.layout.tensor, step.axis("tensor")
     if ranks == 1:
         return
-    size, times = step.tokens * step.account.dim * step.compute_bytes, step.microbatches
-    styles = [style for piece in pieces for style in _styles(step.account, piece)]
-    meetings = sum(style in (*_MAKES_WHOLE, *_MAKES_STREAM) for style in styles)
-    for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
-        traffic.add(axis, kind, size, ranks=ranks, times=times * meetings)
+    times = step.microbatches
+    for piece in pieces:
+        size = step.tokens * step.account.dim * _element(step, piece)
+        meetings = sum(style in (*_MAKES_WHOLE, *_MAKES_STREAM) for style in _styles(step.account, piece))
+        for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
+            traffic.add(axis, kind, size, ranks=ranks, times=times * meetings)
     if step.account.pieces[-1] in pieces:
         part = -(-step.account.vocab_size // ranks)
-        logits = step.tokens * part * ranks * step.compute_bytes
+        logits = step.tokens * part * ranks * _element(step, step.account.pieces[-1])
         size = step.tokens * ranks * _LOSS_BYTES if step.loss_parallel else logits
         traffic.add(axis, "all_gather", size, ranks=ranks, times=times)
     if step.sequence_parallel:
-        # The gradients of norms, which have seen a share of the tokens, are summed in one reduction.
-        size = sum(_norm_shard(step, name) for name in _names(step.account, pieces))
+        # The gradients of whole parameters, which have seen a share of the tokens, are summed in one reduction.
+        size = sum(_whole_shard(step, name) for name in _names(step.account, pieces))
         if size:
-            traffic.add(axis, "all_reduce", size * step.reduce_bytes, ranks=ranks)
+            traffic.add(axis, "all_reduce", size * max(step.master_bytes, step.reduce_bytes), ranks=ranks)
 
 
-def _norm_shard(step: Step, name: str) -> int:
-    """Elements of a norm's parameter that this rank has, none of another's; FSDP2's shards are taken as even."""
-    size = math.prod(step.account.parameters[name]) if _style(step.account, name) == "norm" else 0
+def _whole_shard(step: Step, name: str) -> int:
+    """Elements that this rank has of a parameter that is not cut, none of another; FSDP2's shards are taken as even."""
+    size = math.prod(step.account.parameters[name]) if _cut_dim(step.account, name) is None else 0
     return size // step.layout.fsdp if _under_fsdp(step) else size
 
 
 def _context(step: Step, place: Place, pieces: Sequence[str], traffic: Traffic) -> None:
     """Keys and values there, forward and backward, and their gradients back."""
-    ranks, rank = step.layout.context, place.context
-    if ranks == 1:
-        return
-    axis, account = step.axis("context"), step.account
-    times = step.microbatches * sum(piece.startswith("layers.") for piece in pieces)
-    whole = step.tokens * account.kv_heads // step.layout.tensor * account.head_dim * step.compute_bytes
+    if step.layout.context > 1:
+        for block in (piece for piece in pieces if piece.startswith("layers.")):
+            _context_of(step, block, place, traffic)
+
+
+def _context_of(step: Step, block: str, place: Place, traffic: Traffic) -> None:
+    ranks, rank, account = step.layout.context, place.context, step.account
+    axis, times = step.axis("context"), step.microbatches
+    whole = step.tokens * account.kv_heads // step.layout.tensor * account.head_dim * _element(step, block)
     half = whole // 2
     after, before = ranks - 1 - rank, rank
     if step.context_method == "all_gather":
@@ -228,6 +245,11 @@ def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
                 traffic.add(step.axis("pipeline"), kind, size, ranks=step.layout.pipeline, times=step.microbatches)
 
 
+def _element(step: Step, piece: str) -> int:
+    """Bytes of an element of what a piece computes."""
+    return 4 if piece in step.fp32_parts else step.compute_bytes
+
+
 def _under_fsdp(step: Step) -> bool:
     return step.layout.data * step.layout.context > 1 or step.mixed
 
@@ -247,14 +269,16 @@ def _styles(account: ModelAccount, piece: str) -> list[str]:
     return found
 
 
-def _style(account: ModelAccount, parameter: str) -> str:
-    return style_of(account.tensor_plan, parameter.rpartition(".")[0])
+def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
+    """The dim that tensor parallelism cuts; None of what it leaves whole: norms, and biases that follow a sum."""
+    dim = _CUTS.get(style_of(account.tensor_plan, parameter.rpartition(".")[0]))
+    return dim if dim is not None and dim < len(account.parameters[parameter]) else None
 
 
 def _padded(step: Step, place: Place, name: str) -> int:
     """Elements of a parameter that FSDP2 gathers: this rank's part of it, with what makes all shards equal."""
     shape, ranks, tensor = list(step.account.parameters[name]), step.layout.fsdp, step.layout.tensor
-    dim = _CUTS.get(_style(step.account, name)) if tensor > 1 else None
+    dim = _cut_dim(step.account, name) if tensor > 1 else None
     even = dim != 0 or shape[0] % (tensor * ranks) == 0
     if dim is not None:
         part = -(-shape[dim] // tensor)

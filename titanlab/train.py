@@ -31,6 +31,7 @@ from titanlab.ranks import Ranks
 from titanlab.recipe import Recipe
 from titanlab.recorder import open_recorder
 from titanlab.run_folder import RunFolder
+from titanlab.starting_weights import fill_start
 from titanlab.stop import StopRequest, stop_request
 from titanlab.totals import Reduction, Totals
 from titanlab.world import World, open_world
@@ -95,6 +96,8 @@ def train(
         optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
         gradients = Gradients(parameters.values(), world.size // recipe.layout.pipeline)
         position = _resume(recipe, run, model, optimizer, world)
+        assembled.loss_scale.restore(position.loss_scale)
+        assembled.after_update()
         stream = source.open_train(
             recipe.data,
             seed=recipe.seed,
@@ -112,7 +115,11 @@ def train(
             with recorder.saving():
                 # Ranks that share their sequences stand at the same place.
                 states = dict(world.gather((mesh.data_rank, stream.state())))
-                whole = replace(at, data=source.merge_states([states[rank] for rank in sorted(states)]))
+                whole = replace(
+                    at,
+                    data=source.merge_states([states[rank] for rank in sorted(states)]),
+                    loss_scale=assembled.loss_scale.state(),
+                )
                 store.save(
                     run.checkpoints, whole, model=model, optimizer=optimizer, world=world, keep=recipe.checkpoint.keep
                 )
@@ -146,13 +153,15 @@ def train(
                     tokens=sums.tokens,
                     stop=stop.signal,
                     nominal_tokens=recipe.tokens_per_step,
+                    loss_scale=assembled.loss_scale,
                 )
             factor = reduction.gradient_factor(recipe.training.max_grad_norm)
             if factor is not None:
                 gradients.scale(factor)
             observer.with_gradients(step, model)
             rate = _set_rate(optimizer, recipe, step)
-            optimizer.step()
+            assembled.loss_scale.step(optimizer)
+            assembled.after_update()
             optimizer.zero_grad()
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
@@ -188,7 +197,7 @@ def train(
 def _resume(
     recipe: Recipe, run: RunFolder, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> Position:
-    """Continue from the run's own latest checkpoint, or start from the one that the recipe names."""
+    """Continue from the run's own latest checkpoint, or start from the one, or the weights, that the recipe names."""
     own = latest(run.checkpoints)
     if own is not None:
         return store.load(own, model=model, optimizer=optimizer, world=world)
@@ -196,6 +205,8 @@ def _resume(
         other = find(recipe.checkpoint.load_from, "checkpoint.load_from")
         # Another run's tracker id stays with that run.
         return replace(store.load(other, model=model, optimizer=optimizer, world=world), tracker=None)
+    if recipe.init_from is not None:
+        fill_start(recipe, model)
     return Position()
 
 
@@ -211,7 +222,7 @@ def _judge(outcome: Outcome, step: int, totals: Totals) -> Outcome:
     if outcome.kind is OutcomeKind.NAN:
         return outcome
     # Also where a stop was on its way: the state is lost, and must not be saved.
-    if not totals.finite:
+    if totals.lost:
         return replace(
             outcome,
             kind=OutcomeKind.NAN,

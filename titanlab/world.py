@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -71,7 +71,9 @@ def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool
     """
     device = _claim(accelerator, ranks.local_rank)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - third-party code may draw from the global generator
+    with contextlib.suppress(ImportError):
+        # Third-party code may draw from its global generator; we ourselves need none of it to compute.
+        importlib.import_module("numpy").random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)

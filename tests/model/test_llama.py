@@ -1,6 +1,5 @@
 """Llama against its formulas, written out, and what the module promises to those who take it apart."""
 
-import contextlib
 import math
 
 import pytest
@@ -152,17 +151,6 @@ def test_backends_agree(backend):
     model = built(load("debug", attention=backend), std=0.1)
     tokens = random_tokens(model.config, 2, SEQ)
     torch.testing.assert_close(model(tokens), reference(tokens), rtol=1e-4, atol=1e-4)
-
-
-def test_auto_leaves_the_choice_to_torch(monkeypatch):
-    asked = []
-    monkeypatch.setattr(llama, "sdpa_kernel", lambda kernel: asked.append(kernel) or contextlib.nullcontext())
-    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
-    outputs = {name: llama.InnerAttention(name)(q, k, v) for name in ("auto", "efficient", "cudnn")}
-    assert asked == [llama.SDPBackend.EFFICIENT_ATTENTION, llama.SDPBackend.CUDNN_ATTENTION]
-    # `efficient` is given as many key/value heads as there are of queries.
-    torch.testing.assert_close(outputs["efficient"], outputs["auto"])
-    torch.testing.assert_close(outputs["cudnn"], outputs["auto"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from titanlab.attention_order import order
 from titanlab.parallelism import attention_kernels
 from titanlab.parallelism.attention_kernels import Cpu, Cudnn, Efficient, Flash, choose, repeated, summed
 
@@ -71,6 +72,16 @@ def test_the_kernel_asked_for_or_the_next_that_can(monkeypatch, asked, able, cho
     for name in ("flash", "cudnn", "efficient"):
         monkeypatch.setitem(attention_kernels._CAN_USE, name, lambda parameters, name=name: name in able)
     assert choose(asked, *tensors(torch.bfloat16)) is attention_kernels._KERNELS[chosen]
+
+
+def test_a_hopper_asks_for_another_kernel_first(monkeypatch):
+    monkeypatch.setattr(attention_kernels, "order", lambda name, capability: order(name, (9, 0)))
+    for name in ("flash", "cudnn", "efficient"):
+        monkeypatch.setitem(attention_kernels._CAN_USE, name, lambda parameters: True)
+    assert choose("auto", *tensors(torch.bfloat16)) is attention_kernels._KERNELS["cudnn"]
+    assert choose("flash", *tensors(torch.bfloat16)) is attention_kernels._KERNELS["flash"]
+    monkeypatch.setitem(attention_kernels._CAN_USE, "cudnn", lambda parameters: False)
+    assert choose("auto", *tensors(torch.bfloat16)) is attention_kernels._KERNELS["flash"]
 
 
 def test_no_kernel_at_all_is_told():

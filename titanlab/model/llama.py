@@ -11,17 +11,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlab.model import llama_schema
+from titanlab.model.attention import InnerAttention
 from titanlab.model.contract import LanguageModel
-
-_KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 def build(config: llama_schema.Llama, *, seq_len: int) -> Llama:
@@ -64,6 +57,9 @@ class Llama(LanguageModel):
         """Compute what no checkpoint holds, on `device` (the buffers' own where it is None)."""
         table = rope_table(self.config, seq_len=self.rope.shape[0])
         self.rope = table.to(self.rope.device if device is None else device)
+        for module in self.layers.modules():
+            if isinstance(module, InnerAttention):
+                module.prepare(self.rope.device)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of every position.
@@ -135,26 +131,6 @@ class Attention(nn.Module):
         mixed = self.inner(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         output: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return output
-
-
-class InnerAttention(nn.Module):
-    """softmax(q·kᵀ/√head_dim)·v, causal, for q [batch, heads, seq, head_dim] and k, v with kv_heads.
-
-    A module of its own so that context parallelism can take its place.
-    """
-
-    def __init__(self, backend: str) -> None:
-        super().__init__()
-        self.kernel = _KERNELS.get(backend)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.kernel is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        if self.kernel is SDPBackend.EFFICIENT_ATTENTION and q.shape[1] != k.shape[1]:
-            # The one kernel that takes no shared key/value heads (torch's sdp_utils.cpp).
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        with sdpa_kernel(self.kernel):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class FeedForward(nn.Module):

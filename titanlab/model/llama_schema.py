@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
-# Which kernels torch's scaled dot-product attention may use; `auto` leaves the choice to torch.
-ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
+# Which kernel computes attention; `auto` is the fastest that the device has for the inputs.
+ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math", "flash_attn")
 # The ones that exist without a GPU.
 CPU_ATTENTION_BACKENDS = ("auto", "flash", "math")
 
@@ -34,7 +34,8 @@ class Llama:
             1 is off.
         rope_low_freq_factor, rope_high_freq_factor, rope_original_context: see rope_factor.
         tied_embeddings: the head is the embedding's table (Llama 3.2).
-        attention: kernel of the attention: auto, flash, cudnn, efficient or math.
+        attention: kernel of the attention: auto, the fastest that takes the inputs; flash, cudnn, efficient, math,
+            one of torch's; flash_attn, that of the package flash-attn.
 
     Raises:
         ConfigError: a value breaks a rule.

@@ -20,6 +20,8 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 
+from titanlab.attention_order import order
+
 aten = torch.ops.aten
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -135,19 +137,20 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     """The kernel to use for these inputs: the one that was asked for if it can, else the next that can.
 
     Args:
-        name: `flash`, `cudnn`, `efficient`, or `auto`: flash where it can (16 bits), else efficient. CPUs have but one.
+        name: `flash`, `cudnn`, `efficient`, or `auto`: the fastest that can; of 32 bits that is efficient. CPUs have
+            but one.
 
     Raises:
         RuntimeError: no kernel of this device takes the inputs.
     """
     if q.device.type == "cpu":
         return Cpu()
-    for candidate in (name, "flash", "efficient"):
-        if candidate in _KERNELS:
-            shared = candidate != "efficient" and q.shape[1] != k.shape[1]
-            k_, v_ = (k, v) if shared else (_broadcast(x, q.shape[1]) for x in (k, v))
-            if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
-                return _KERNELS[candidate]
+    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
+    for candidate in order(name, capability):
+        shared = candidate != "efficient" and q.shape[1] != k.shape[1]
+        k_, v_ = (k, v) if shared else (_broadcast(x, q.shape[1]) for x in (k, v))
+        if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
+            return _KERNELS[candidate]
     raise RuntimeError(
         f"no attention kernel of {q.device.type} takes {q.dtype} with a head_dim of {q.shape[-1]}; "
         "fused kernels need a device of compute capability 8.0 or more and a head_dim that is a multiple of 8"

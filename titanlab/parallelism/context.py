@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 
 # Private, but what functional collectives name groups by, in torch 2.11 as in 2.13: operators take no groups.
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.nn.attention import SDPBackend
 
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
@@ -23,15 +22,6 @@ from titanlab.parallelism.gather_kv import GatherKv
 from titanlab.parallelism.ring import Ring
 
 EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}
-
-_KERNELS = {
-    None: "auto",
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.CUDNN_ATTENTION: "cudnn",
-    SDPBackend.EFFICIENT_ATTENTION: "efficient",
-    # It would write the whole matrix of scores.
-    SDPBackend.MATH: "auto",
-}
 
 
 def positions(seq_len: int, *, ranks: int, rank: int) -> Tensor:
@@ -62,17 +52,17 @@ class ContextAttention(nn.Module):
     Args:
         method: `ring` or `all_gather`.
         group: the ranks of the context axis.
-        kernel: the kernel that the model asks for, None for the best. One that gives no denominators, or does not take
-            the inputs, is replaced by the next that does; CPUs have but one.
+        kernel: the kernel that the model asks for, `auto` for the best. One that gives no denominators, or does not
+            take the inputs, is replaced by the next that does; CPUs have but one.
     """
 
-    def __init__(self, method: str, group: ProcessGroup, kernel: SDPBackend | None = None) -> None:
+    def __init__(self, method: str, group: ProcessGroup, kernel: str = "auto") -> None:
         super().__init__()
         if method not in EXCHANGES:
             raise ValueError(f"context_method {method!r}: choose one of {', '.join(EXCHANGES)}")
         self.method = method
         self.group_name: str = group.group_name
-        self.kernel = _KERNELS[kernel]
+        self.kernel = kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = attention(q, k, v, self.method, self.group_name, self.kernel)[0]
@@ -90,7 +80,7 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
     container, _, name = path.rpartition(".")
     for block in model.get_submodule("layers").children():
         replaced = block.get_submodule(path)
-        attention = ContextAttention(method, group, getattr(replaced, "kernel", None))
+        attention = ContextAttention(method, group, getattr(replaced, "kernel", "auto"))
         setattr(block.get_submodule(container), name, attention)
 
 

@@ -39,26 +39,31 @@ class Gradients:
         for parameters in self._by_copies.values():
             gradients = _local(parameters)
             if gradients:
-                torch._foreach_mul_(gradients, factor.to(gradients[0]))
+                # Gradients in 16 bits are multiplied by a factor that has more.
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of some parameters over a group, all in one reduction, in place."""
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Sum the gradients of some parameters over a group, all in one reduction in the given dtype, in place."""
     gradients = _local(parameters)
     if gradients:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
         dist.all_reduce(flat, group=group)
         torch._foreach_copy_([g.flatten() for g in gradients], flat.split([g.numel() for g in gradients]))
 
 
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Sum of squares of all elements: float64 scalar on their device."""
+    # Of gradients in 16 bits the norm is taken in 32.
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
         # There float32 squares are added one after another: the norm of 2^26 elements would be off by 0.5 %,
         # and by another share in another layout. So row by row first; small tensors need no rows.
-        gradients = [g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1) for g in gradients]
-        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-    return torch.nn.utils.get_total_norm(gradients).double().square()
+        gradients = [
+            g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1, dtype=dtype) for g in gradients
+        ]
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype))
+    return norms.double().square().sum()
 
 
 def _parts(parameter: nn.Parameter) -> int:

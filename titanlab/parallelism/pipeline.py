@@ -36,7 +36,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         loss: Loss,
-        scale: float,
+        scale: float | Tensor,
         hidden_shape: Sequence[int],
         hidden_dtype: torch.dtype,
         microbatch: int | None = None,

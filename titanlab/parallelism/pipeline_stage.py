@@ -36,7 +36,7 @@ class Stage(PipelineStage):
         device: torch.device,
         hidden: tuple[torch.Size, torch.dtype],
         loss: Loss,
-        scale: float,
+        scale: float | Tensor,
         split_backward: bool,
     ) -> None:
         """Stage `number` of a pipeline of which `placement` names each stage's rank.

@@ -10,8 +10,8 @@ while a backward for the inputs runs; everything else is computed at once. (Zero
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,8 @@ class DeferredWeights:
             if isinstance(layer, nn.Linear):
                 setattr(layer, _ATTRIBUTE, self)
                 if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
-                    layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+                    # As a method, so that compilers find one function for all layers.
+                    layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def collect(self, microbatch: int) -> Iterator[None]:

@@ -52,6 +52,8 @@ def fully_shard_model(
     *,
     reshard_after_forward: bool,
     cpu_offload: bool,
+    whole: Sequence[nn.Module] = (),
+    apart: Sequence[nn.Module] = (),
 ) -> Sharded:
     """FSDP2: each block a unit, and the rest of the model another. A 2-D mesh makes it HSDP.
 
@@ -59,32 +61,38 @@ def fully_shard_model(
         mesh: `[shard]` or `[replicate, shard]`.
         reshard_after_forward: blocks let go of what they have gathered until the backward; but not the last one, nor
             the rest of the model, which are needed again as soon as that starts.
+        whole: units that compute and reduce in float32, beside others that do not; the model stands for its rest.
+        apart: modules outside of blocks that are units of their own, since they are not of the rest's dtype.
     """
     # Imported here: 0.3 s that a single process in fp32 does not need.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtypes.compute if dtypes.mixed else None,
-        reduce_dtype=dtypes.reduce if dtypes.mixed else None,
-        # A block's inputs have the right type already, or are not to be rounded: positions do not survive that.
-        cast_forward_inputs=False,
-    )
+    def policy(unit: nn.Module) -> MixedPrecisionPolicy:
+        in_fp32 = unit in whole
+        return MixedPrecisionPolicy(
+            param_dtype=torch.float32 if in_fp32 else dtypes.compute if dtypes.mixed else None,
+            reduce_dtype=torch.float32 if in_fp32 else dtypes.reduce if dtypes.mixed else None,
+            # Inputs have the right type already, or are not to be rounded: positions do not survive that.
+            cast_forward_inputs=False,
+        )
+
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     shard = functools.partial(
         fully_shard,
         mesh=mesh,
-        mp_policy=policy,
         offload_policy=offload,
         shard_placement_fn=functools.partial(_sharded_dim, parts=mesh.size(mesh.ndim - 1)),
     )
-    for block in blocks:
-        shard(block, reshard_after_forward=reshard_after_forward and block is not blocks[-1])
-    shard(model, reshard_after_forward=False)
+    for module in (*blocks, *apart, model):
+        module.register_forward_hook(_without_views)
+    for unit in (*blocks, *apart, model):
+        frees = reshard_after_forward and unit in blocks[:-1]
+        shard(unit, mp_policy=policy(unit), reshard_after_forward=frees)
     root = model
     assert isinstance(root, FSDPModule)
 
-    units = [module for module in (*blocks, root) if isinstance(module, FSDPModule)]
-    kept = [*units[-2:]] if reshard_after_forward else units
+    units = [module for module in (*blocks, *apart, root) if isinstance(module, FSDPModule)]
+    kept = [unit for unit in units if not (reshard_after_forward and unit in blocks[:-1])]
     if mesh.device_type == "cpu":
         for unit in units:
             # The protocol's class has no public name.
@@ -104,6 +112,25 @@ def fully_shard_model(
             unit.reshard()
 
     return Sharded(forward=model, microbatch=microbatch, release=release, divides_by=mesh.size())
+
+
+class _NoView(torch.autograd.Function):
+    """The same numbers as a tensor that is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
+    """What a unit of FSDP2 returns: of views it warns, and a linear layer with a bias makes one."""
+    if isinstance(output, torch.Tensor) and output.requires_grad and output._base is not None:
+        return _NoView.apply(output)
+    return output
 
 
 class _ReduceScatter:

@@ -9,19 +9,25 @@ of all tokens, [1, batch·seq / ranks, dim]: cut along the flattened tokens, gat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+# Private, but what functional collectives name groups by, in torch 2.11 as in 2.13.
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from titanlab.account import style_of
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
-from titanlab.parallelism.pipeline_weights import linear as product
+from titanlab.parallelism.pipeline_weights import linear as plain_product
+
+_functional = torch.ops._c10d_functional
+# (layer, inputs, bias) → inputs · weightᵀ + bias, with what this rank has of the layer's weight.
+Product = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +39,29 @@ class Cut:
         seq_len: tokens of a sequence that each of these ranks has.
         sequence_parallel: the residual stream is shared out, too.
         loss_parallel: logits stay cut over the vocabulary.
+        products: by style, how a precision multiplies in layers that it has exchanged.
     """
 
     mesh: DeviceMesh
     seq_len: int
     sequence_parallel: bool
     loss_parallel: bool
+    products: Mapping[str, Product] = field(default_factory=dict)
+    # Name and size of the mesh's group. The mesh itself, as a part of a block that is computed again, would be saved
+    # for the backward in compiled code, which torch 2.13 cannot.
+    _group: tuple[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_group", (self.mesh.get_group().group_name, self.mesh.size()))
+
+    def product(self, style: str, layer: nn.Module) -> Product:
+        """How a layer multiplies: the precision's way, unless it has left the layer as it was."""
+        return plain_product if type(layer) is nn.Linear else self.products.get(style, plain_product)
 
     def whole(self, stream: Tensor) -> Tensor:
         """The residual stream as all ranks need it: all tokens, [batch·seq, dim]. Gradients that return are summed."""
-        if torch.compiler.is_compiling():
-            return self._compiled_whole(stream.flatten(0, 1))
-        group = self.mesh.get_group()
         gathering = _Gather if self.sequence_parallel else _Copy
-        whole: Tensor = gathering.apply(stream.flatten(0, 1), group)
+        whole: Tensor = gathering.apply(stream.flatten(0, 1), *self._group)
         return whole
 
     def by_sequence(self, tokens: Tensor) -> Tensor:
@@ -56,33 +71,9 @@ class Cut:
 
     def stream(self, summand: Tensor) -> Tensor:
         """The sum of all ranks' [batch, seq, dim] as the residual stream has it."""
-        if torch.compiler.is_compiling():
-            return self._compiled_stream(summand)
-        group = self.mesh.get_group()
-        if not self.sequence_parallel:
-            total: Tensor = _Sum.apply(summand, group)
-            return total
-        scattered: Tensor = _SumScatter.apply(summand, group)
-        return scattered
-
-    # In compiled code the same is said with DTensors: their collectives are what torch's compiler knows, and fuses
-    # with products for AsyncTP.
-
-    def _compiled_whole(self, tokens: Tensor) -> Tensor:
-        share = self._dtensor(tokens, Shard(0) if self.sequence_parallel else Replicate())
-        whole: Tensor = share.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return whole
-
-    def _compiled_stream(self, summand: Tensor) -> Tensor:
-        if not self.sequence_parallel:
-            total: Tensor = self._dtensor(summand, Partial()).redistribute(placements=[Replicate()]).to_local()
-            return total
-        tokens = self._dtensor(summand.flatten(0, 1), Partial()).redistribute(placements=[Shard(0)])
-        local: Tensor = tokens.to_local()
-        return local.unsqueeze(0)
-
-    def _dtensor(self, local: Tensor, placement: Placement) -> DTensor:
-        return DTensor.from_local(local, self.mesh, [placement], run_check=False)
+        summing = _SumScatter if self.sequence_parallel else _Sum
+        stream: Tensor = summing.apply(summand, *self._group)
+        return stream
 
 
 Style = Callable[[nn.Module, Cut], None]
@@ -91,15 +82,17 @@ Style = Callable[[nn.Module, Cut], None]
 def colwise(linear: nn.Module, cut: Cut) -> None:
     """A linear layer whose outputs are cut; of all tokens [batch·seq, dim] it makes [batch, seq, its part]."""
     _distribute(linear, cut.mesh, weight=Shard(0), bias=Shard(0))
+    product = cut.product("colwise", linear)
     linear.forward = lambda tokens: cut.by_sequence(product(linear, tokens, _local(linear.bias)))
 
 
 def rowwise(linear: nn.Module, cut: Cut) -> None:
     """A linear layer whose inputs are cut; it gives the residual stream."""
     _distribute(linear, cut.mesh, weight=Shard(1), bias=Replicate())
+    product = cut.product("rowwise", linear)
 
     def forward(part: Tensor) -> Tensor:
-        total: Tensor = cut.stream(product(linear, part))
+        total: Tensor = cut.stream(product(linear, part, None))
         if linear.bias is not None:
             total = total + _local(linear.bias)
         return total
@@ -120,7 +113,7 @@ def norm(module: nn.Module, cut: Cut) -> None:
 
     Its `forward` may use parameters and plain attributes of its own, as torch's norms do; no methods, no modules.
     """
-    _distribute(module, cut.mesh, weight=Replicate(), bias=Replicate())
+    _distribute(module, cut.mesh, **{name: Replicate() for name, _ in module.named_parameters(recurse=False)})
     compute = type(module).forward
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
 
@@ -154,19 +147,20 @@ def embedding(table: nn.Module, cut: Cut) -> None:
 def head(module: nn.Module, cut: Cut) -> None:
     """The last product, cut over the vocabulary; or one that is handed the embedding's table, which is cut alike."""
     _distribute(module, cut.mesh, weight=Shard(0), bias=Shard(0))
+    product = cut.product("head", module)
 
     def forward(stream: Tensor, table: Any = None) -> Tensor:
         weight: Any = module.weight if table is None else table
-        tokens = cut.by_sequence(cut.whole(stream))
-        logits = product(module, tokens, _local(module.bias)) if table is None else F.linear(tokens, _local(weight))
+        tokens, bias = cut.by_sequence(cut.whole(stream)), _local(getattr(module, "bias", None))
+        logits = product(module, tokens, bias) if table is None else F.linear(tokens, _local(weight), bias)
         if cut.loss_parallel:
             return logits
         shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
         strides = (shape[1] * shape[2], shape[2], 1)
         # Parts may be uneven: DTensor knows how to gather those.
         parts = DTensor.from_local(logits, cut.mesh, [Shard(2)], run_check=False, shape=shape, stride=strides)
-        output: Tensor = _NoView.apply(parts.redistribute(placements=[Replicate()]).to_local())
-        return output
+        whole: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
+        return whole
 
     module.forward = forward
 
@@ -228,65 +222,79 @@ class _StandIn:
             setattr(self, name, value)
 
 
+# Compilers know functional collectives, and fuse them with products for AsyncTP; eager mode has faster ones. Groups go
+# by their names, for which torch 2.13 has a type of its own.
+
+
+def _gathered(part: Tensor, group: Any, size: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        whole: Tensor = _functional.wait_tensor(_functional.all_gather_into_tensor(part.contiguous(), size, group))
+        return whole
+    return gather_first(part, _resolve_process_group(group))
+
+
+def _scattered(summand: Tensor, group: Any, size: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        part: Tensor = _functional.wait_tensor(
+            _functional.reduce_scatter_tensor(summand.contiguous(), "sum", size, group)
+        )
+        return part
+    return sum_and_scatter_first(summand, _resolve_process_group(group))
+
+
+def _summed(summand: Tensor, group: Any) -> Tensor:
+    if torch.compiler.is_compiling():
+        total: Tensor = _functional.wait_tensor(_functional.all_reduce(summand.contiguous(), "sum", group))
+        return total
+    return sum_all(summand, _resolve_process_group(group))
+
+
 class _Copy(torch.autograd.Function):
     """Forward nothing, backward the sum over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, group: Any, size: int) -> Tensor:
         ctx.group = group
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return sum_all(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(gradients[0], ctx.group), None, None
 
 
 class _Sum(torch.autograd.Function):
     """Forward the sum over ranks, backward nothing."""
 
     @staticmethod
-    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return sum_all(summand, group)
+    def forward(ctx: Any, summand: Tensor, group: Any, size: int) -> Tensor:
+        return _summed(summand, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
 
 
 class _Gather(torch.autograd.Function):
     """This rank's tokens [n, dim] → all of them; backward its part of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gather_first(part, group)
+    def forward(ctx: Any, part: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return _gathered(part, group, size)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return sum_and_scatter_first(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(gradients[0], ctx.group, ctx.size), None, None
 
 
 class _SumScatter(torch.autograd.Function):
     """[batch, seq, dim] → this rank's tokens of the sum, [1, n, dim]; backward the gradients of all tokens."""
 
     @staticmethod
-    def forward(ctx: Any, summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.shape = group, summand.shape
-        return sum_and_scatter_first(summand.flatten(0, 1), group).unsqueeze(0)
+    def forward(ctx: Any, summand: Tensor, group: Any, size: int) -> Tensor:
+        ctx.group, ctx.size, ctx.shape = group, size, summand.shape
+        return _scattered(summand.flatten(0, 1), group, size).unsqueeze(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole: Tensor = gather_first(gradients[0].squeeze(0), ctx.group).view(ctx.shape)
-        return whole, None
-
-
-class _NoView(torch.autograd.Function):
-    """The same numbers as a tensor that is no view: FSDP2 warns of those that a module returns."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(gradients[0].squeeze(0), ctx.group, ctx.size).view(ctx.shape), None, None

@@ -1,0 +1,343 @@
+"""Float8: which modules change and into what, with which scales they multiply, and what a checkpoint has of them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests import tiny
+from titanlab import assemble, generate, parity
+from titanlab.checkpoint.folders import checkpoints, latest
+from titanlab.facts import work
+from titanlab.mesh import build_mesh
+from titanlab.model import llama_account
+from titanlab.options import implementation
+from titanlab.parallelism.tensor import Cut
+from titanlab.precision import float8
+from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.float8_rowwise_schema import Float8Rowwise
+from titanlab.precision.float8_rowwise_with_gw_hp_schema import Float8RowwiseWithGwHp
+from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
+from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.ranks import ALONE, joined
+from titanlab.world import open_world
+
+RECIPES = [Float8Tensorwise, Float8Rowwise, Float8RowwiseWithGwHp, Mxfp8]
+# Names of layers in a block, which are all that changes by default.
+LAYERS = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [
+    f"feed_forward.w{number}" for number in (1, 2, 3)
+]
+CPU = torch.device("cpu")
+
+
+def converted(config, **model):
+    """A tiny model on meta, converted; and its account."""
+    made = tiny.recipe("runs", precision=config, **model)
+    with torch.device("meta"):
+        plain = implementation(made.model).build(made.model, seq_len=32)
+    return implementation(config).convert(config, plain, CPU), llama_account.account(made.model)
+
+
+def changed(model):
+    """Names of linear layers that are none of torch's, with their types."""
+    return {
+        name: type(m).__name__
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and type(m) is not nn.Linear
+    }
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_linear_layers_of_blocks_change_and_no_others(kind):
+    model, account = converted(kind())
+    expected = "Mxfp8Linear" if kind is Mxfp8 else "Float8Linear"
+    assert changed(model) == {f"layers.{block}.{name}": expected for block in (0, 1) for name in LAYERS}
+    assert type(model.output) is nn.Linear
+    assert type(model.tok_embeddings) is nn.Embedding
+    # What the account says, which rules and tables read.
+    assert list(kind().conversion(account).converted) == list(changed(model))
+    # Names and shapes are those of the model.
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == account.parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "left"),
+    [
+        (Float8Rowwise(skip=[]), {}, set()),
+        (Float8Rowwise(skip=["output", "wk", "wv"]), {}, {"wk", "wv", "output"}),
+        (Float8Rowwise(skip=["attention"]), {}, {"wq", "wk", "wv", "wo"}),
+        (Float8Rowwise(skip=["feed_forward.w*", "output"]), {}, {"w1", "w2", "w3", "output"}),
+        # 24 rows of keys and values, 200 of the feed-forward: no multiples of 16.
+        (Float8Rowwise(), {"dim": 96, "heads": 4, "kv_heads": 1}, {"wk", "wv", "output"}),
+        (Float8Rowwise(), {"ffn_dim": 200}, {"w1", "w2", "w3", "output"}),
+        (Float8Rowwise(skip=[]), {"vocab_size": 257}, {"output"}),
+        (Mxfp8(), {"ffn_dim": 208}, {"w1", "w2", "w3", "output"}),
+        (Float8Tensorwise(), {"tied_embeddings": True}, set()),
+    ],
+)
+def test_what_is_left_as_it_is(config, model, left):
+    found, account = converted(config, **model)
+    plain = {name for name, m in found.named_modules() if type(m) is nn.Linear}
+    assert {name.rpartition(".")[2] for name in plain} == left
+    told = config.conversion(account)
+    assert {*told.skipped, *told.uneven} == plain
+    assert set(told.converted) == set(changed(found))
+
+
+def test_one_block_can_be_left_out():
+    model, _ = converted(Float8Rowwise(skip=["layers.0", "output"]))
+    assert all(name.startswith("layers.1.") for name in changed(model))
+    assert len(changed(model)) == len(LAYERS)
+
+
+def test_the_table_at_the_start_tells_what_is_converted():
+    account = llama_account.account(tiny.recipe("runs", ffn_dim=200).model)
+    told = Float8Tensorwise().describe(account, accelerator="cpu", device="cpu")
+    left = "not output, layers.0.feed_forward.w1 (200×64), 5 more"
+    assert told == f"float8_tensorwise: 8 linear layers, {left}, emulated"
+    for device, emulated in {
+        "NVIDIA A100-SXM4-80GB": True,
+        "NVIDIA H100 80GB HBM3": False,
+        "unheard of": False,
+    }.items():
+        assert Float8Rowwise().describe(account, accelerator="cuda", device=device).endswith("emulated") == emulated
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_there_is_no_mfu(kind):
+    constants = work(tiny.recipe("runs", precision=kind()), CPU)
+    assert constants.peak_flops is None
+    assert "convention" in constants.peak_source
+    assert constants.flops_per_token > 0
+    assert work(tiny.recipe("runs", precision=Bf16()), CPU).peak_flops is not None
+
+
+@pytest.mark.parametrize("kind", RECIPES[:3])
+def test_the_product_is_float8s_and_not_the_plain_one(kind):
+    # The layer that the recipe made, with weights, against the product cast by hand.
+    torch.manual_seed(0)
+    layer = _layer(kind())
+    inputs = torch.randn(4, 8, 64, dtype=torch.bfloat16)
+    output = layer(inputs)
+    plain = nn.functional.linear(inputs, layer.weight)
+    distance = (output - plain).float().norm() / plain.float().norm()
+    # e4m3 has 3 bits behind the point: 2⁻⁴ at most and 0.026 on average, for both factors.
+    assert 0.01 < distance < 0.06
+    if kind is Float8Tensorwise:
+        cast = [_cast(each.float(), each.float().abs().max()) for each in (inputs, layer.weight)]
+        assert torch.equal(output, (cast[0] @ cast[1].t()).bfloat16())
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(kind):
+    """Forward and backward, to the bit, for the rows or columns of a rank."""
+    torch.manual_seed(0)
+    config = kind()
+    product = implementation(config).tensor_styles(config)["colwise"]
+    for rows, columns in ((slice(0, 32), slice(None)), (slice(None), slice(32, 64))):
+        whole, part = _layer(config), _layer(config)
+        part.weight = nn.Parameter(whole.weight.detach()[rows, columns].clone())
+        inputs = torch.randn(2, 32, part.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+        bias = torch.randn(part.weight.shape[0], dtype=torch.bfloat16)
+        found = product(part, inputs, bias)
+        assert torch.equal(found, part(inputs) + bias)
+        gradient = torch.randn_like(found)
+        assert torch.equal(torch.autograd.grad(found, part.weight, gradient)[0], _gradient(part, inputs, gradient))
+
+
+def test_the_layers_that_a_precision_has_left_multiply_plainly():
+    product = implementation(Float8Rowwise()).tensor_styles(Float8Rowwise())
+    cut = Cut(mesh=None, seq_len=1, sequence_parallel=False, loss_parallel=False, products=product)
+    assert cut.product("colwise", _layer(Float8Rowwise())) is product["colwise"]
+    assert cut.product("colwise", nn.Linear(2, 2)) is not product["colwise"]
+    for kind in ("fp32", "bf16", "fp16", "bf16_full"):
+        part = __import__(f"titanlab.precision.{kind}", fromlist=["tensor_styles"])
+        assert part.tensor_styles(None) == {}
+
+
+def scales(made):
+    """Of every converted weight: the scale that is computed for all, torchao's two, and the one of the whole weight."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp as torchaos
+
+    with open_world(joined(os.environ) or ALONE, accelerator="cpu", seed=0, deterministic=False) as world:
+        mesh = build_mesh(made.layout, "cpu")
+        built = assemble.assemble(made, world, mesh)
+        found = {}
+        layers = float8._layers(built.model)
+        names = [name for name, module in built.model.named_modules() if module in set(layers)]
+        for name, layer in zip(names, layers, strict=True):
+            assert layer.weight._local_tensor._precomputed_scale is None
+            found[name] = [None, None, None, None]
+            if made.layout.tensor == 1 and made.layout.replicate == 1:
+                # As a gather without a scale computes it.
+                _, (scale,) = layer.weight._local_tensor.fsdp_pre_all_gather(mesh.data_parallel)
+                found[name][1] = scale.item()
+            largest = layer.weight.detach().full_tensor().abs().max().double()
+            found[name][3] = float((448 / largest).float())
+        if made.layout.tensor == 1:
+            torchaos(built.model)
+            for name, layer in zip(names, layers, strict=True):
+                found[name][2] = layer.weight._local_tensor._precomputed_scale.item()
+        built.after_update()
+        for name, layer in zip(names, layers, strict=True):
+            found[name][0] = layer.weight._local_tensor._precomputed_scale.item()
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"shard": 2},
+        pytest.param({"shard": 2, "tensor": 2}, marks=pytest.mark.full),
+        pytest.param({"replicate": 2, "shard": 2}, marks=pytest.mark.full),
+        pytest.param({"pipeline": 2, "shard": 2}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_scales_are_those_of_whole_weights(pool, tmp_path, layout):
+    made = tiny.recipe(tmp_path, precision=Float8Tensorwise(), **layout)
+    told = pool.run(made.world, scales, made)
+    assert sum(len(each) for each in told[:: made.world // made.layout.pipeline]) == 14
+    for each in told:
+        for name, (computed, *others) in each.items():
+            assert {computed} == {other for other in others if other is not None}, name
+
+
+def what_is_gathered(made):
+    """Types and bytes of the weights while a block computes."""
+    with open_world(joined(os.environ) or ALONE, accelerator="cpu", seed=0, deterministic=False) as world:
+        built = assemble.assemble(made, world, build_mesh(made.layout, "cpu"))
+        built.after_update()
+        block = built.model.layers["0"]
+        block.unshard()
+        layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+        return {name: (type(layer.weight.data).__name__, layer.weight.shape) for name, layer in layers.items()}
+
+
+def test_weights_are_gathered_in_float8(pool, tmp_path):
+    made = tiny.recipe(tmp_path, precision=Float8Tensorwise(skip=["output", "wo"]), shard=2)
+    told = pool.run(2, what_is_gathered, made)[0]
+    kinds = {name: "Tensor" if name == "attention.wo" else "Float8TrainingTensor" for name in LAYERS}
+    assert {name: kind for name, (kind, _) in told.items()} == kinds
+
+
+def traced(made, run):
+    return parity.trace(made, run, joined(os.environ) or ALONE)
+
+
+class Beginner(parity._Tracer):
+    """Also keeps the parameters that the first step has used."""
+
+    def with_gradients(self, step, model):
+        super().with_gradients(step, model)
+        if not hasattr(self, "begun"):
+            self.begun = parity._everywhere(dict(model.named_parameters()), self.layout)
+
+
+def begun(made, run):
+    """The parameters with which an attempt begins, and its trace."""
+    observer = Beginner(made.layout)
+    tiny.as_rank(made, run, observer)
+    return observer.begun, observer.trace
+
+
+def test_float8_starts_from_fp32s_parameters(pool, tmp_path):
+    values = []
+    for number, (config, layout) in enumerate([(tiny.Fp32(), {}), (Float8Tensorwise(), {"shard": 2})]):
+        made = tiny.recipe(tmp_path, name=f"run-{number}", precision=config, steps=2, **layout)
+        values.append(pool.run(made.world, begun, made, tiny.begin(made))[0][0])
+    assert values[0].keys() == values[1].keys()
+    assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
+    assert all(type(each) is torch.Tensor for each in values[1].values())
+
+
+RESUMES = [
+    (Float8Tensorwise(), {"shard": 2}, Float8Tensorwise(), {"tensor": 2}),
+    (Float8Tensorwise(), {"shard": 2, "tensor": 2}, Bf16(), {}),
+    (Bf16(), {"shard": 2}, Float8Tensorwise(), {"pipeline": 2}),
+    (Float8Tensorwise(), {"pipeline": 2}, Float8Rowwise(), {"shard": 2}),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("before", "layout", "after", "other"), RESUMES, ids=lambda each: getattr(each, "kind", str(each))
+)
+def test_a_run_goes_on_under_another_layout_and_precision(pool, tmp_path, before, layout, after, other):
+    """From the very bits that were saved, whichever precision reads them."""
+    keys = {"kv_heads": 4, "global_batch": 4, "microbatch": 1, "eps": 1e-6}
+    first = tiny.recipe(tmp_path, precision=before, steps=2, name="first", **keys, **layout)
+    run = tiny.begin(first)
+    saved = pool.run(first.world, traced, first, run)[0]
+    second = tiny.recipe(tmp_path, precision=after, steps=3, name="second", load_from=str(run.path), **keys, **other)
+    parameters, trace = pool.run(second.world, begun, second, tiny.begin(second))[0]
+    assert len(trace.losses) == 1
+    assert parameters.keys() == saved.parameters.keys()
+    assert all(torch.equal(saved.parameters[name], parameters[name]) for name in parameters)
+
+
+def test_a_checkpoint_knows_nothing_of_float8(pool, tmp_path):
+    made = tiny.recipe(tmp_path, precision=Float8Tensorwise(), steps=2, shard=2)
+    run = tiny.begin(made)
+    trained = pool.run(2, traced, made, run)[0]
+    folder = latest(run.checkpoints)
+    assert not any(b"torchao" in path.read_bytes() for path in folder.iterdir())
+    # As `titanlab generate` loads it: a plain model of one process.
+    with open_world(ALONE, accelerator="cpu", seed=0, deterministic=False):
+        model = generate._load(made, folder, CPU)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(torch.equal(p.detach(), trained.parameters[name]) for name, p in model.named_parameters())
+
+
+def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
+    """To the bit: scales are computed before the first step, too."""
+    straight = tiny.recipe(tmp_path, precision=Float8Tensorwise(), steps=4, name="straight", shard=2, every=2, keep=0)
+    run = tiny.begin(straight)
+    whole = pool.run(2, traced, straight, run)[0]
+    again = tiny.recipe(
+        tmp_path,
+        precision=Float8Tensorwise(),
+        steps=4,
+        name="again",
+        shard=2,
+        load_from=str(checkpoints(run.checkpoints)[0]),
+    )
+    rest = pool.run(2, traced, again, tiny.begin(again))[0]
+    assert rest.losses == whole.losses[2:]
+    assert all(torch.equal(whole.parameters[name], rest.parameters[name]) for name in whole.parameters)
+
+
+def test_importing_is_quiet_and_lazy():
+    source = (
+        "import sys, warnings, torch; warnings.simplefilter('error')\n"
+        "import titanlab.precision.float8_tensorwise, titanlab.precision.mxfp8 as m\n"
+        "assert 'torchao' not in sys.modules\n"
+        "m._multiplier(emulate=True); titanlab.precision.float8_tensorwise.tensor_styles(None)\n"
+        "assert 'torchao' in sys.modules\n"
+        "import logging; assert logging.root.manager.disable == 0"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
+
+
+def _layer(config):
+    """A layer of 64 × 64, as the recipe exchanges it, in bfloat16 and without FSDP2's kind of weight."""
+    holder = nn.ModuleDict({"wq": nn.Linear(64, 64, bias=False, device="meta")})
+    if isinstance(config, Float8Tensorwise):
+        config = Float8Tensorwise(all_gather=False)
+    layer = implementation(config).convert(config, holder, CPU)["wq"]
+    layer.weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+    return layer
+
+
+def _cast(values, largest):
+    scale = (448 / largest.double()).float()
+    return (values * scale).to(torch.float8_e4m3fn).float() / scale
+
+
+def _gradient(layer, inputs, gradient):
+    return torch.autograd.grad(layer(inputs), layer.weight, gradient)[0]

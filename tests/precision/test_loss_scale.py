@@ -1,0 +1,210 @@
+"""The scale of the loss by itself: when it grows, when it shrinks, and how an optimizer's step is left out."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from titanlab.precision import fp16
+from titanlab.precision.fp16_schema import LARGEST, Fp16
+from titanlab.precision.loss_scale import LossScale
+from titanlab.totals import Reduction
+from titanlab.world import World
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
+
+
+class Step:
+    """An optimizer that counts."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def step(self):
+        self.taken += 1
+
+
+def scale_of(**given):
+    return fp16.loss_scale(Fp16(**{"init_scale": 8.0, "growth_interval": 3, **given}), CPU)
+
+
+def told(scale, *norms):
+    """What steps with these gradient norms tell: scale, skipped, tolerated; and how many updates there were."""
+    optimizer, steps = Step(), []
+    for norm in norms:
+        steps.append(tuple(scale.judge(torch.tensor(norm, dtype=torch.float64)).tolist()))
+        scale.step(optimizer)
+    return steps, optimizer.taken
+
+
+def test_it_grows_after_so_many_good_steps_in_a_row():
+    steps, taken = told(scale_of(), *[1.0] * 7)
+    assert [scale for scale, *_ in steps] == [8, 8, 8, 16, 16, 16, 32]
+    assert taken == 7
+    steps, taken = told(scale_of(growth_factor=4.0), 1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0)
+    # A skipped step starts the count anew.
+    assert [scale for scale, *_ in steps] == [8, 8, 8, 4, 4, 4, 16]
+    assert taken == 6
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -math.inf])
+def test_it_shrinks_after_an_overflow_and_the_step_updates_nothing(bad):
+    steps, taken = told(scale_of(backoff_factor=0.25), 1.0, bad, 1.0, bad)
+    assert steps == [(8, 0, 1), (8, 1, 1), (2, 1, 1), (2, 2, 1)]
+    assert taken == 2
+
+
+def test_at_the_smallest_scale_an_overflow_is_the_end():
+    steps, taken = told(scale_of(min_scale=3.0), *[math.inf] * 4)
+    assert steps == [(8, 1, 1), (4, 2, 1), (3, 3, 0), (3, 4, 0)]
+    assert taken == 0
+
+
+def test_too_many_skips_in_a_row_are_the_end():
+    steps, _ = told(scale_of(max_skips=2, min_scale=2**-6), math.inf, 1.0, math.inf, math.inf, 1.0, math.inf)
+    assert [tolerated for *_, tolerated in steps] == [1, 1, 1, 0, 1, 1]
+    steps, _ = told(scale_of(dynamic=False, max_skips=3, min_scale=8.0), 1.0, *[math.inf] * 3)
+    assert steps == [(8, 0, 1), (8, 1, 1), (8, 2, 1), (8, 3, 0)]
+
+
+def test_a_scale_that_stays_stays():
+    steps, _ = told(scale_of(dynamic=False, growth_interval=1), 1.0, 1.0, math.inf, 1.0)
+    assert [scale for scale, *_ in steps] == [8] * 4
+
+
+def test_it_never_grows_out_of_float32():
+    scale = scale_of(init_scale=LARGEST, growth_interval=1)
+    steps, taken = told(scale, *[1.0] * 3)
+    assert [each for each, *_ in steps] == [LARGEST] * 3
+    assert taken == 3
+
+
+def test_multipliers_keep_up():
+    scale = scale_of(growth_interval=1)
+    first, second = scale.multiplier(0.5), scale.multiplier(3.0)
+    told(scale, 1.0, 1.0)
+    assert (first.item(), second.item()) == (16.0, 96.0)
+    told(scale, math.inf)
+    assert (first.item(), second.item()) == (8.0, 48.0)
+
+
+def test_a_state_goes_on_where_it_was():
+    norms = [1.0, 1.0, math.inf, 1.0, 1.0, math.inf, math.inf, 1.0]
+    whole, _ = told(scale_of(max_skips=3), *norms)
+    for stop in range(len(norms) + 1):
+        first, second = scale_of(max_skips=3), scale_of(max_skips=3)
+        product = second.multiplier(2.0)
+        before, _ = told(first, *norms[:stop])
+        second.restore(first.state())
+        assert product.item() == 2.0 * first.state()["scale"]
+        after, _ = told(second, *norms[stop:])
+        assert before + after == whole
+    # A checkpoint of a precision without a scale.
+    fresh = scale_of()
+    fresh.restore({})
+    assert fresh.state() == scale_of().state()
+
+
+def test_without_a_scale_nothing_changes():
+    plain, optimizer = LossScale(), Step()
+    assert plain.multiplier(0.3) == 0.3
+    assert plain.judge(torch.tensor(math.nan)) is None
+    assert plain.state() == {}
+    plain.restore({"scale": 2.0})
+    plain.step(optimizer)
+    assert optimizer.taken == 1
+
+
+OPTIMIZERS = {
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3, foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.3),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.3, fused=True),
+    "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_any_optimizer_can_be_kept_from_a_step(kind):
+    def trained(bad):
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 3)
+        optimizer, scale = OPTIMIZERS[kind](layer.parameters()), scale_of()
+        for step, inputs in enumerate(torch.randn(6, 4, 5)):
+            if step in (0, 3) and not bad:
+                continue
+            layer(inputs).square().sum().backward()
+            norm = torch.tensor(1.0)
+            if step in (0, 3):
+                # Nothing of it arrives anywhere.
+                for parameter in layer.parameters():
+                    parameter.grad.fill_(math.inf)
+                norm = torch.tensor(math.inf)
+            scale.judge(norm)
+            before = [parameter.clone() for parameter in layer.parameters()]
+            scale.step(optimizer)
+            moved = [not torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True)]
+            assert moved == [step not in (0, 3)] * 2
+            optimizer.zero_grad()
+        assert not hasattr(optimizer, "found_inf")
+        return list(layer.parameters()) + [each for s in optimizer.state.values() for each in s.values()]
+
+    # As if the bad steps had not been: the counts by which Adam corrects its averages, too.
+    for with_skips, without in zip(trained(bad=True), trained(bad=False), strict=True):
+        assert torch.equal(torch.as_tensor(with_skips), torch.as_tensor(without))
+
+
+def reduction(scale, *, squared_norm, loss_sum=30.0):
+    return Reduction(
+        ALONE,
+        squared_norm=torch.tensor(squared_norm, dtype=torch.float64),
+        loss_sum=torch.tensor(loss_sum),
+        tokens=10,
+        stop=0,
+        nominal_tokens=10,
+        loss_scale=scale,
+    )
+
+
+def test_totals_tell_of_unscaled_gradients():
+    # Scaled by 8, a norm of 2 is one of 16.
+    found = reduction(scale_of(), squared_norm=256.0)
+    totals = found.read()
+    assert (totals.loss, totals.grad_norm, totals.scaled) == (3.0, 2.0, (8.0, 0, True))
+    assert totals.finite
+    assert found.gradient_factor(None) == 1 / 8
+    assert found.gradient_factor(0.5) == pytest.approx(1 / 8 / 4, rel=1e-6)
+
+
+def test_what_is_lost_and_what_is_not():
+    bad = reduction(scale_of(), squared_norm=math.inf).read()
+    assert (bad.finite, bad.lost, bad.scaled) == (False, False, (8.0, 1, True))
+    last = reduction(scale_of(min_scale=8.0), squared_norm=math.inf).read()
+    assert (last.finite, last.lost) == (False, True)
+    # No scale mends a loss that is no number.
+    forward = reduction(scale_of(), squared_norm=math.nan, loss_sum=math.nan).read()
+    assert forward.lost
+    plain = reduction(None, squared_norm=math.inf).read()
+    assert (plain.lost, plain.scaled) == (True, None)
+
+
+def test_nobody_waits_for_the_device(monkeypatch):
+    """Of a fused optimizer: no number is read from a tensor between the norm and the end of the update."""
+    layer = nn.Linear(5, 3)
+    optimizer, scale = OPTIMIZERS["fused adamw"](layer.parameters()), scale_of()
+    product = scale.multiplier(2.0)
+
+    def asked(*_):
+        raise AssertionError("a number was asked for")
+
+    for norm in (torch.tensor(1.0), torch.tensor(math.inf)):
+        (layer(torch.ones(2, 5)).sum() * product).backward()
+        with monkeypatch.context() as patch:
+            for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+                patch.setattr(torch.Tensor, name, asked)
+            scale.judge(norm)
+            scale.step(optimizer)
+    assert scale.state() == {"scale": 4.0, "good": 0, "row": 1, "skipped": 1}

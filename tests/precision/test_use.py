@@ -1,0 +1,101 @@
+"""What a run in 16 bits is used for: validated, sampled from, continued under another layout."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.planted_schema import Planted
+from titanlab import generate as sampling
+from titanlab import meter, parity
+from titanlab.checkpoint.folders import latest
+from titanlab.data import source
+from titanlab.data.files_schema import Files
+from titanlab.generate import generate
+from titanlab.outcome import OutcomeKind
+from titanlab.precision.bf16_full_schema import Bf16Full
+from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.fp16_schema import Fp16
+from titanlab.precision.fp32_schema import Fp32
+from titanlab.ranks import ALONE, joined
+from titanlab.world import open_world
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A small corpus, and the tokenizer that was trained on it; the cache is the corpus's folder."""
+    folder = tiny.corpus(tmp_path_factory.mktemp("text"))
+    data = Files(files=str(folder / "*.jsonl"), vocab_size=320, validation_fraction=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TITANLAB_CACHE", str(folder / "cache"))
+        source.prepare(data, report=lambda line: None)
+        yield data, source.tokenizer(data).file, str(folder / "cache")
+
+
+def trained(cache, made, run):
+    os.environ["TITANLAB_CACHE"] = cache
+    return parity.trace(made, run, joined(os.environ) or ALONE).parameters
+
+
+@pytest.mark.parametrize(
+    ("precision", "at_rest"),
+    [
+        (Fp16(fp32_parts=["head"]), torch.float32),
+        pytest.param(Bf16(), torch.float32, marks=pytest.mark.full),
+        (Bf16Full(), torch.bfloat16),
+    ],
+    ids=["fp16", "bf16", "bf16_full"],
+)
+def test_a_run_is_validated_and_sampled_from(pool, tmp_path, text, precision, at_rest):
+    data, tokenizer, cache = text
+    losses = {}
+    for each in (Fp32(), precision):
+        given = {"validate_every": 4, "validation_sequences": 12, "steps": 8, "vocab_size": 320, "rounding": "nearest"}
+        made = tiny.recipe(tmp_path, name=each.kind, data=data, precision=each, shard=2, **given)
+        run = tiny.begin(made)
+        parameters = pool.run(2, trained, cache, made, run)[0]
+        losses[each.kind] = [row[meter.VALIDATION_LOSS] for row in run.metrics("validation")]
+    assert len(losses[precision.kind]) == 2
+    # Of twelve sequences, after eight steps.
+    assert losses[precision.kind] == pytest.approx(losses["fp32"], rel=2e-3)
+    run.tokenizer.mkdir()
+    shutil.copy(tokenizer, run.tokenizer)
+    assert len("".join(generate(run.path, "ab", tokens=10, seed=1))) > 3
+    with open_world(ALONE, accelerator="cpu", seed=0, deterministic=False) as world:
+        model = sampling._load(made, latest(run.checkpoints), world.device)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == at_rest
+        assert torch.equal(parameter, parameters[name])
+
+
+def attempt(made, run):
+    tracer = parity._Tracer(made.layout)
+    outcome = tiny.as_rank(made, run, tracer)
+    return outcome.kind, tracer.trace
+
+
+@pytest.mark.parametrize(
+    ("precision", "bar"),
+    # The order of sums changes at the third step of six: roundings of 11 and 8 bits.
+    [
+        (Fp16(init_scale=256.0, growth_interval=2), 1e-4),
+        pytest.param(Bf16(fp32_parts=["embedding", "head"]), 1e-3, marks=pytest.mark.full),
+        pytest.param(Bf16Full(), 1e-3, marks=pytest.mark.full),
+    ],
+    ids=["fp16", "bf16", "bf16_full"],
+)
+def test_another_layout_goes_on(pool, tmp_path, precision, bar):
+    given = {"steps": 6, "precision": precision, "rounding": "nearest"}
+    straight = tiny.recipe(tmp_path, name="straight", data=Planted(), **given)
+    ((_, expected),) = pool.run(1, attempt, straight, tiny.begin(straight))
+    made = tiny.recipe(tmp_path, name="stopped", data=Planted(fault="SIGINT", step=3, rank=1), shard=2, **given)
+    run = tiny.begin(made)
+    before = pool.run(2, attempt, made, run)[0][1]
+    made = tiny.changed(made, data=Planted(), shard=1, tensor=2)
+    kind, after = pool.run(2, attempt, made, tiny.begin(made, run))[0]
+    assert kind is OutcomeKind.DONE
+    assert before.losses + after.losses == pytest.approx(expected.losses, rel=bar)
+    if isinstance(precision, Fp16):
+        assert [row[meter.LOSS_SCALE] for row in run.metrics("train")] == [256, 256, 512, 512, 1024, 1024]
