@@ -1,0 +1,1 @@
+"""A GPT for titanlab, from outside: a model, a way of checkpointing, a precision."""

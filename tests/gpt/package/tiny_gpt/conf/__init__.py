@@ -1,0 +1,1 @@
+"""YAMLs of config groups."""

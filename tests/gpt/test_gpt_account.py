@@ -1,0 +1,84 @@
+"""The account of a model from outside is held to its module by the library's own checks, and these find faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import yaml
+from tiny_gpt import gpt, gpt_account
+from tiny_gpt.gpt_schema import Gpt
+
+from tests.model.published import load
+from titanlab.conformance import faults
+from titanlab.errors import ConfigError
+
+SIZES = {"width": 24, "depth": 3, "heads": 4, "places": 20, "vocab_size": 50}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gpt_is_what_its_account_says(tied):
+    assert faults(Gpt(**SIZES, tied_head=tied)) == []
+
+
+def test_the_yaml_makes_one():
+    values = yaml.safe_load((Path(gpt.__file__).parent / "conf/model/gpt_tiny.yaml").read_text())
+    assert values.pop("defaults") == ["gpt_schema", "_self_"]
+    assert gpt_account.account(Gpt(**values)).parameter_count == 141_184
+
+
+@pytest.mark.parametrize("change", [{}, {"tied_embeddings": True}], ids=["untied", "tied"])
+def test_llama_is_what_its_account_says(change):
+    assert faults(load("debug", layers=3, **change)) == []
+
+
+def wrong(**given):
+    """The account with something in it that is not so."""
+    return patch.object(
+        gpt_account, "account", lambda config, right=gpt_account.account: replace(right(config), **given)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"lookups": ()}, "FLOPs: the sizes in the account make"),
+        ({"heads": 2}, "FLOPs: the sizes in the account make"),
+        ({"embedding": "table.weight"}, "account: table.weight is named, and no parameter"),
+        ({"layers": 2}, "layers: the module has ['0', '1', '2'], the account 2"),
+        ({"pieces": ("layers.0", "embedding", "layers.1", "layers.2", "norm", "head")}, "pieces: cut before embedding"),
+        ({"pieces": ("embedding", "layers.0", "layers.1", "layers.2", "head")}, "pieces: none of them has norm.weight"),
+        ({"attention": "attn.core"}, "attention: there is no module layers.0.attn.core"),
+        ({"tensor_plan": {"norm": "norm", "layers.*.ln_3": "norm"}}, "tensor_plan: there is no module layers.*.ln_3"),
+        ({"tensor_plan": {"norm": "whole"}}, "tensor_plan: norm is to be whole, and there is"),
+        ({"tensor_plan": {"norm": "norm"}}, "tensor_plan: nothing is said about head.bias"),
+    ],
+)
+def test_what_is_wrong_in_an_account_is_found(given, fault):
+    with wrong(**given):
+        # A wrong order of pieces may make a stage that cannot even run.
+        assert any(each.startswith(fault) for each in faults(Gpt(**SIZES)))
+
+
+def test_wrong_operations_are_found():
+    def operations(config, right=gpt_account.block_operations, **sizes):
+        return [each for each in right(config, **sizes) if each.name != "mlp.down"]
+
+    with patch.object(gpt_account, "block_operations", operations):
+        assert any(each.startswith("operations: a forward pass takes") for each in faults(Gpt(**SIZES)))
+
+
+def test_wrong_initial_values_are_found():
+    with patch.object(gpt_account, "initial_values", lambda config: {}):
+        assert "initial_values: norm.bias is in only one of initial_values and module" in faults(Gpt(**SIZES))
+
+
+def test_the_models_own_rules_are_heard(tmp_path):
+    from tests import tiny
+
+    with pytest.raises(
+        ConfigError, match=r"training.seq_len=32: is longer than the 20 positions that the model learns; try 20"
+    ):
+        tiny.recipe(tmp_path, model=Gpt(**{**SIZES, "vocab_size": 256}))
