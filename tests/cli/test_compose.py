@@ -34,6 +34,10 @@ from titanlab.tracker.jsonl_schema import Jsonl
 ROOT = Path(__file__).parents[2]
 
 
+def options(group):
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
 def the_recipe(*arguments):
     (recipe,) = compose(arguments)
     return recipe
@@ -267,7 +271,8 @@ def test_its_rules_and_names_are_ours(site):
     said = titanlab("train optimizer=cautious optimizer.caution=2")
     assert (said.returncode, said.stderr) == (2, "error: optimizer.caution=2.0: must lie between 0 and 1; try 0.5\n")
     said = titanlab("completion query", COMP_LINE="titanlab train optimizer=")
-    assert said.stdout.split() == ["optimizer=adamw", "optimizer=cautious"]
+    ours = [f"optimizer={name}" for name in options("optimizer")]
+    assert said.stdout.split() == sorted([*ours, "optimizer=cautious"])
 
 
 def test_without_the_package_the_frozen_recipe_is_told_from_ours(site):
@@ -287,9 +292,9 @@ def test_without_the_package_the_frozen_recipe_is_told_from_ours(site):
     [
         ("titanlab ", list(VERBS)),
         ("titanlab tr", list(VERBS)),
-        ("titanlab train precision=", ["precision=bf16", "precision=fp32"]),
+        ("titanlab train precision=", [f"precision={name}" for name in options("precision")]),
         ("titanlab train launch=", ["launch=local"]),
-        ("titanlab train +recipe=", ["+recipe=quickstart"]),
+        ("titanlab train +recipe=", [f"+recipe={name}" for name in options("recipe")]),
         ("titanlab train model=llama_5m training.lo", ["training.log_every="]),
         ("titanlab train data=files data.f", ["data.files="]),
         ("titanlab train optimizer.schedule.d", ["optimizer.schedule.decay=", "optimizer.schedule.decay_fraction="]),
@@ -329,7 +334,7 @@ def test_bash_completes(here, tmp_path):
             printf '<%s>' "${COMPREPLY[@]}"; echo
         }
         complete_line "titanlab tok"
-        complete_line "titanlab train precision=b"
+        complete_line "titanlab train precision=fp3"
         complete_line "titanlab train training.step"
         complete_line "titanlab train model=llama_"
         [[ "$COMP_WORDBREAKS" != *=* ]] && echo whole
@@ -337,7 +342,7 @@ def test_bash_completes(here, tmp_path):
     said = as_process("bash", "--norc", "-c", script, PATH=f"{program.parent}:{os.environ['PATH']}")
     assert said.splitlines() == [
         "<tokenize >",
-        "<precision=bf16 >",
+        "<precision=fp32 >",
         "<training.steps=>",
         "<model=llama_2m><model=llama_5m>",
         "whole",

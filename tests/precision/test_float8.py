@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,7 +151,8 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
 
 def test_the_layers_that_a_precision_has_left_multiply_plainly():
     product = implementation(Float8Rowwise()).tensor_styles(Float8Rowwise())
-    cut = Cut(mesh=None, seq_len=1, sequence_parallel=False, loss_parallel=False, products=product)
+    mesh = SimpleNamespace(get_group=lambda: SimpleNamespace(group_name="tensor"), size=lambda: 2)
+    cut = Cut(mesh=mesh, seq_len=1, sequence_parallel=False, loss_parallel=False, products=product)
     assert cut.product("colwise", _layer(Float8Rowwise())) is product["colwise"]
     assert cut.product("colwise", nn.Linear(2, 2)) is not product["colwise"]
     for kind in ("fp32", "bf16", "fp16", "bf16_full"):

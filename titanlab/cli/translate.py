@@ -30,6 +30,8 @@ ARGUMENTS = "arguments"
 """The key of a mistake that belongs to no key."""
 _COMPARE = "compare with `titanlab train --cfg job`"
 _HELP = "see `titanlab train --help`"
+# Options of a group that one line can name.
+_SHOWN = 20
 _SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
 _KEY = re.compile(r"[+~]*[\w./@:-]+")
 _QUOTED = re.compile(r"'([^']*)'")
@@ -99,9 +101,10 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     options = [each for each in (error.options or []) if not each.endswith("schema")]
     near = difflib.get_close_matches(option, options, n=1)
     cure = f"try {near[0]}; " if near else ""
-    return ConfigError(
-        group or "config", option, "is no option of this group", f"{cure}known: {', '.join(options) or 'none'}"
-    )
+    known = ", ".join(options) or "none"
+    if len(options) > _SHOWN:
+        known = f"{', '.join(options[:_SHOWN])} and {len(options) - _SHOWN} more; {_HELP}"
+    return ConfigError(group or "config", option, "is no option of this group", f"{cure}known: {known}")
 
 
 def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
