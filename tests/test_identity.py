@@ -15,6 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from tests import tiny
 from titanlab.identity import canonical, canonical_json, identify
 
 
@@ -196,3 +197,9 @@ def test_before_does_not_take_true_for_one():
     later = grown(before=1, default=1, kind=Any)
     assert hashed(later(fused=1)) == hashed(Root())
     assert hashed(later(fused=True)) != hashed(Root())
+
+
+@pytest.mark.parametrize(("keys", "hash8"), [({}, "0617de0e"), ({"bf16": True}, "73facad1")])
+def test_runs_of_the_last_version_keep_their_names(tmp_path, keys, hash8):
+    # What tests/tiny.py described before precisions, checkpointing and optimizers had the fields that they have now.
+    assert identify(tiny.recipe(tmp_path, **keys), data="d", hardware="cpu").hash8 == hash8

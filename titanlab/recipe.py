@@ -50,7 +50,7 @@ class Recipe:
     parallelism: Parallelism = MISSING
     schedule: Any = MISSING
     precision: Any = MISSING
-    ac: Any = MISSING
+    ac: Any = field(default=MISSING, metadata={"before": {"kind": "none"}})
     compile: Compile = MISSING
     optimizer: Any = MISSING
     data: Any = MISSING

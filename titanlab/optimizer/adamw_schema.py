@@ -49,7 +49,7 @@ class Rounded(Averaged):
             in bfloat16.
     """
 
-    rounding: str = "auto"
+    rounding: str = field(default="auto", metadata={"before": "auto"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titanlab.options import option
 from titanlab.precision.parts_schema import Parts, check_bf16, check_reduce
@@ -20,7 +20,7 @@ class Bf16(Parts):
     """
 
     kind: str = "bf16"
-    reduce: str = "fp32"
+    reduce: str = field(default="fp32", metadata={"before": "fp32"})
 
     def __post_init__(self) -> None:
         check_reduce(self.reduce, ("fp32", "bf16"), "is no dtype that bf16 gradients are summed in")

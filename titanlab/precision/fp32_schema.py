@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titanlab.options import option
 from titanlab.precision.parts_schema import check_reduce
@@ -18,7 +18,7 @@ class Fp32:
     """
 
     kind: str = "fp32"
-    reduce: str = "fp32"
+    reduce: str = field(default="fp32", metadata={"before": "fp32"})
 
     def __post_init__(self) -> None:
         check_reduce(self.reduce, ("fp32",), "fp32 is what other precisions are held to, and rounds nothing")

@@ -32,7 +32,7 @@ class Parts:
             in float32.
     """
 
-    fp32_parts: list[str] = field(default_factory=list)
+    fp32_parts: list[str] = field(default_factory=list, metadata={"before": []})
 
     def check(self, setting: Setting) -> None:
         """Every part is there, and no table would have to be in two dtypes.
