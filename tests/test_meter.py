@@ -98,6 +98,22 @@ def test_pauses_belong_to_no_step_wherever_they_fall():
     assert meter.summary()[names.TRAIN_SECONDS] == 5.0
 
 
+def test_what_happens_once_is_no_pause_to_come():
+    clock = Clock()
+    meter = metered(clock)
+    clock.run(32.0)
+    # Found when it has been spent: thirty seconds of compilation.
+    meter.leave_out(30.0)
+    assert meter.end_step(tokens=100) == 2.0
+    assert meter.seconds_left(10) == 20.0
+    with meter.paused():
+        clock.run(1.0)
+    clock.run(2.0)
+    assert meter.end_step(tokens=100) == 2.0
+    assert meter.seconds_left(10) == 10 * (2.0 + 1.0 / 2)
+    assert meter.summary()[names.PAUSED_SECONDS] == 31.0
+
+
 def test_a_pause_ends_with_an_exception_too():
     clock = Clock()
     meter = metered(clock)

@@ -60,6 +60,7 @@ def start_rows(
         ("parameters", grouped(account.parameter_count)),
         ("layout", f"{recipe.layout.label}, {processes} on {device.type}"),
         ("precision", _precision(recipe, account)),
+        *_techniques(recipe),
         ("tokens per step", f"{grouped(recipe.tokens_per_step)} ({batch})"),
         ("FLOPs per token", f"{short(constants.flops_per_token)} ({CONVENTION})"),
         ("peak per device", _peak(constants)),
@@ -69,6 +70,17 @@ def start_rows(
     ]
     if position.step:
         rows.insert(0, ("resumes at step", grouped(position.step)))
+    return rows
+
+
+def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
+    """What is done beside the layout, where something is."""
+    compiled = " and ".join(name for name in ("blocks", "loss") if getattr(recipe.compile, name))
+    rows: list[tuple[str, object]] = []
+    if recipe.ac.kind != "none":
+        rows.append(("checkpointing", recipe.ac.kind))
+    if compiled:
+        rows.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
     return rows
 
 

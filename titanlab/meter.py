@@ -123,6 +123,8 @@ class Meter:
         self._tokens = array("d")
         self._window_start = 0
         self._paused_total = 0.0
+        # Pauses that do not come back, which say nothing of the time that is left.
+        self._once_total = 0.0
         self._step_paused = 0.0
         self._step_data = 0.0
         self._depth = 0
@@ -171,7 +173,7 @@ class Meter:
     def leave_out(self, seconds: float) -> None:
         """Of the step under way this much belongs to no step, as is found when it has been spent: compilation."""
         self._step_paused += seconds
-        self._paused_total += seconds
+        self._once_total += seconds
 
     def end_step(self, tokens: int) -> float:
         """A step over `tokens` tokens, of all devices, ends now. Returns its seconds.
@@ -237,7 +239,7 @@ class Meter:
             MEASURED_STEPS: 0 if speed is None else speed.steps,
             TOKENS_SEEN: self._tokens_seen,
             TRAIN_SECONDS: sum(self._seconds),
-            PAUSED_SECONDS: self._paused_total,
+            PAUSED_SECONDS: self._paused_total + self._once_total,
             "flops_per_token": self._work.flops_per_token,
             "flops_convention": self._work.convention,
             "peak_tflops": None if self._work.peak_flops is None else self._work.peak_flops / 1e12,
