@@ -32,10 +32,10 @@ def checkpoint_block(block: nn.Module, contexts: Contexts | None = None) -> None
         # Somebody has exchanged it before.
         setattr(block, _FORWARD, block.forward)
     if contexts is None:
-        block.forward = types.MethodType(_computed_again, block)
+        block.forward = types.MethodType(block_computed_again, block)
     else:
         setattr(block, _CONTEXTS, contexts)
-        block.forward = types.MethodType(_computed_in_part, block)
+        block.forward = types.MethodType(block_computed_in_part, block)
 
 
 # Each pass over the block's forward begins with a new pair of contexts, so that policies that count begin anew, for
@@ -43,11 +43,11 @@ def checkpoint_block(block: nn.Module, contexts: Contexts | None = None) -> None
 # ends the repetition as soon as the last tensor that is needed is there.
 
 
-def _computed_again(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+def block_computed_again(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     return checkpoint(_once(block), *inputs, use_reentrant=False, **named)
 
 
-def _computed_in_part(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+def block_computed_in_part(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     contexts = getattr(block, _CONTEXTS)
     return checkpoint(_once(block), *inputs, use_reentrant=False, context_fn=contexts, **named)
 
