@@ -100,7 +100,11 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
     from titanlab.parallelism.context import spread_attention
     from titanlab.parallelism.tensor import Cut, parallelise
 
-    dist.init_process_group("gloo")
+    # Nothing is sent: gloo's threads free what they have sent when they come to it, which the profiler does not always
+    # see. What is held does not depend on the numbers.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
     batch, seq = 2, 256
     mesh = init_device_mesh("cpu", (tensor * context,))
     stack = build(config, NoCheckpointing(), torch.float32)
@@ -116,7 +120,7 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
     share = Share(
         element_bytes=4, accelerator="cpu", tensor=tensor, context=context, sequence_parallel=sequence_parallel
     )
-    return held_bytes(stack, hidden, rope, times=5), declared_bytes(config, policy, share, batch=batch, seq=seq)
+    return held_bytes(stack, hidden, rope), declared_bytes(config, policy, share, batch=batch, seq=seq)
 
 
 CUTS = {
@@ -141,8 +145,8 @@ ALWAYS = (("tensor", "selective_op"), ("ring", "none"))
 )
 def test_a_rank_holds_its_share(pool, layout, policy):
     config, *_ = SHAPES["shared heads"]
-    for held, declared in pool.run(2, _cut, config, POLICIES[policy], CUTS[layout]):
-        assert held == pytest.approx(declared, rel=BAR)
+    ((held, declared),) = pool.run(1, _cut, config, POLICIES[policy], CUTS[layout])
+    assert held == pytest.approx(declared, rel=BAR)
 
 
 def _cut(config, policy, layout):
