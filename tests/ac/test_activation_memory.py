@@ -96,13 +96,13 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
     """What one rank's blocks hold, and what is declared for it."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from titanlab.options import implementation
-    from titanlab.parallelism.context import spread_attention
-    from titanlab.parallelism.tensor import Cut, parallelise
-
     # Nothing is sent: gloo's threads free what they have sent when they come to it, which the profiler does not always
     # see. What is held does not depend on the numbers.
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from titanlab.options import implementation
+    from titanlab.parallelism.context import spread_attention
+    from titanlab.parallelism.tensor import Cut, parallelise
 
     dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
     batch, seq = 2, 256
