@@ -32,6 +32,9 @@ from typing import Any
 GRACE_SECONDS = 2.0
 START_SECONDS = 120.0
 CLEAR_SECONDS = 10.0
+# torch's compiler keeps some groups for good, and each has threads that wake up for nothing: after so many of them a
+# new worker is cheaper.
+MANY_THREADS = 150
 
 
 class RankFailure(Exception):
@@ -86,7 +89,7 @@ class Pool:
         workers = []
         for index in range(world):
             worker = self._workers[index]
-            if worker is None or not worker.process.is_alive():
+            if worker is None or not worker.process.is_alive() or worker.threads > MANY_THREADS:
                 self._drop(index)
                 worker = self._workers[index] = _Worker(self._filters)
             workers.append(worker)
@@ -145,6 +148,12 @@ class _Worker:
         )
         self.process.start()
         theirs.close()
+
+    @property
+    def threads(self) -> int:
+        """How many it has, those of libraries too; 0 where that cannot be asked."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
     def wait_ready(self, seconds: float) -> bool:
         """Wait until it has started, or has cleared up after its last call."""
@@ -273,6 +282,9 @@ def _leave_groups() -> None:
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
+    if "torch._dynamo" in sys.modules:
+        # Compiled code keeps models, and they keep their groups, whose threads go on.
+        sys.modules["torch._dynamo"].reset()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
