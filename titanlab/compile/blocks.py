@@ -55,7 +55,6 @@ def inductor_options(config: Compile) -> dict[str, Any]:
 
 
 def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_budget: float | None) -> Any:
-    import torch
     import torch._dynamo
 
     put_states_before_objects()
