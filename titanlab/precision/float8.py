@@ -42,12 +42,10 @@ def convert(config: Float8, model: nn.Module, device: torch.device) -> nn.Module
     """
     model = bf16.convert(config, model, device)
     float8 = import_quietly("torchao.float8")
-    capability = None if device.type == "cpu" else torch.cuda.get_device_capability(device)
-    config.check_capability(capability, device.type)
     gathers = bool(getattr(config, "all_gather", False))
     settings = dataclasses.replace(
         float8.Float8LinearConfig.from_recipe_name(config.recipe),
-        emulate=config.emulates(capability),
+        emulate=emulates(config, device),
         enable_fsdp_float8_all_gather=gathers,
     )
     chosen = chooser(config)
@@ -56,6 +54,17 @@ def convert(config: Float8, model: nn.Module, device: torch.device) -> nn.Module
         for layer in _layers(model):
             layer.register_state_dict_post_hook(_save_plain)
     return model
+
+
+def emulates(config: Float8, device: torch.device) -> bool:
+    """Whether this device is to emulate, now that it is there to be asked.
+
+    Raises:
+        ConfigError: it cannot multiply so, and is not to be emulated.
+    """
+    capability = None if device.type == "cpu" else torch.cuda.get_device_capability(device)
+    config.check_capability(capability, device.type)
+    return config.emulates(capability)
 
 
 def chooser(config: Float8) -> Callable[[nn.Module, str], bool]:

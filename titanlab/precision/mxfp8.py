@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from titanlab.errors import ConfigError
 from titanlab.precision import bf16
 from titanlab.precision.dtypes import Dtypes
-from titanlab.precision.float8 import PRODUCTS, chooser
+from titanlab.precision.float8 import PRODUCTS, chooser, emulates
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.quiet_import import import_quietly
 
@@ -51,9 +51,7 @@ def convert(config: Mxfp8, model: nn.Module, device: torch.device) -> nn.Module:
         ConfigError: the device cannot, and is not to be emulated; or torchao does not have the prototype.
     """
     model = bf16.convert(config, model, device)
-    capability = None if device.type == "cpu" else torch.cuda.get_device_capability(device)
-    config.check_capability(capability, device.type)
-    multiply, chosen = _multiplier(emulate=config.emulates(capability)), chooser(config)
+    multiply, chosen = _multiplier(emulate=emulates(config, device)), chooser(config)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and chosen(layer, name):
             owner, _, leaf = name.rpartition(".")
