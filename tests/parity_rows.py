@@ -42,18 +42,14 @@ SCHEDULES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """One layout and what else it differs in.
+class OnLayout:
+    """What rows of the matrices have in common.
 
     Attributes:
-        given: keys of `tests.tiny.recipe`, beside those of the kind; a schedule by name.
-        kind: key of KINDS.
-        always: also in `make test`.
+        given: degrees and other keys of `tests.tiny.recipe`; a schedule by name.
     """
 
     given: Mapping[str, Any]
-    kind: str = "plain"
-    always: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -69,13 +65,30 @@ class Row:
         ]
         return ", ".join([self.layout.label, *rest])
 
-    def recipe_keys(self) -> dict[str, Any]:
-        keys = {**COMMON, **KINDS[self.kind], **self.given}
+    def keys(self, common: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of `tests.tiny.recipe`, over those that other rows have as well."""
+        keys = {**common, **self.given}
         if self.layout.pipeline > 1:
             keys.setdefault("microbatch", 8 // self.layout.data // 4 or 1)
         if "schedule" in keys:
             keys["pipeline_schedule"] = SCHEDULES[keys.pop("schedule")]
         return keys
+
+
+@dataclass(frozen=True, eq=False)
+class Row(OnLayout):
+    """One layout and what else it differs in.
+
+    Attributes:
+        kind: key of KINDS.
+        always: also in `make test`.
+    """
+
+    kind: str = "plain"
+    always: bool = False
+
+    def recipe_keys(self) -> dict[str, Any]:
+        return self.keys({**COMMON, **KINDS[self.kind]})
 
 
 def _row(kind: str = "plain", *, always: bool = False, **given: Any) -> Row:

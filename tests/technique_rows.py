@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.parity_rows import SCHEDULES
-from titanlab.layout import AXES, Layout
+from tests.parity_rows import OnLayout
 from titanlab.options import schema_of
 
 # What every row and its reference have in common.
@@ -16,31 +15,19 @@ AC: dict[str, dict[str, Any]] = {"selective_layer": {"every": 2}, "memory_budget
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class Row(OnLayout):
     """One combination.
 
     Attributes:
-        given: degrees, and a schedule by name.
         precision, ac: options by name.
         backend: that compiles blocks and loss; empty: nothing is compiled.
         always: also in `make test`.
     """
 
-    given: Mapping[str, Any]
     precision: str = "fp32"
     ac: str = "none"
     backend: str = ""
     always: bool = False
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(**{axis: self.given.get(axis, 1) for axis in AXES})
-
-    @property
-    def label(self) -> str:
-        """What a table says of its layout."""
-        rest = [str(value) for name, value in self.given.items() if name not in AXES]
-        return ", ".join([self.layout.label, *rest])
 
     @property
     def name(self) -> str:
@@ -48,11 +35,7 @@ class Row:
 
     def recipe_keys(self) -> dict[str, Any]:
         """Keys of `tests.tiny.recipe`."""
-        keys = {**COMMON, **self.given}
-        if self.layout.pipeline > 1:
-            keys.setdefault("microbatch", 8 // self.layout.data // 4 or 1)
-        if "schedule" in keys:
-            keys["pipeline_schedule"] = SCHEDULES[keys.pop("schedule")]
+        keys = self.keys(COMMON)
         if self.backend:
             keys |= {"blocks": True, "loss": True, "backend": self.backend}
         keys["precision"] = schema_of("precision", self.precision)()

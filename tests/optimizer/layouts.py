@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titanlab import parity
 from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.options import implementation
+from titanlab.parity import compare
 from titanlab.ranks import ALONE, joined
 
 SHAPES = {
@@ -92,3 +93,19 @@ def traced(made, run):
 def gentle(schema, **given):
     """A config whose eps leaves gradients that are nothing but rounding alone (see tests/parity_rows.py)."""
     return schema(lr=1e-3, eps=1e-6, schedule=Schedule(warmup_steps=2), **given)
+
+
+# Under which trainings are held to one process.
+TRAINED = [{"shard": 2}, {"tensor": 2}, {"shard": 2, "tensor": 2}, {"pipeline": 2, "microbatch": 2}]
+
+
+def hold_layouts(trained, band):
+    """Every layout trains as one process does: 1e-5 for losses, norms and gradients, a band for parameters.
+
+    `trained(**layout)` returns a trace.
+    """
+    reference = trained()
+    for layout in TRAINED:
+        difference = compare(reference, trained(**layout))
+        assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= 1e-5, (layout, difference)
+        assert difference.parameter[0] <= band, (layout, difference)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests import tiny
-from tests.optimizer.layouts import CUTS, gentle, gradients, parameters, stepped, traced
+from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
 from tests.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_4bit_schema import AdamW4bit
@@ -18,7 +18,6 @@ from titanlab.optimizer.adamw_fp8_schema import AdamWFp8
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.low_bit import quiet
 from titanlab.options import implementation
-from titanlab.parity import compare
 from titanlab.recipe_rules import check, setting
 from titanlab.train import _set_rate
 
@@ -124,9 +123,6 @@ def test_the_schedule_sets_the_rate_of_every_group():
     assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 5e-4]
 
 
-LAYOUTS = [{"shard": 2}, {"tensor": 2}, {"shard": 2, "tensor": 2}, {"pipeline": 2, "microbatch": 2}]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_a_layout_trains_as_one_process(pool, tmp_path, schema):
@@ -135,11 +131,7 @@ def test_a_layout_trains_as_one_process(pool, tmp_path, schema):
         made = tiny.recipe(tmp_path, layers=4, steps=5, global_batch=8, optimizer=config, **layout)
         return pool.run(made.world, traced, made, tiny.begin(made))[0]
 
-    reference = trained()
-    for layout in LAYOUTS:
-        difference = compare(reference, trained(**layout))
-        assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= 1e-5, (layout, difference)
-        assert difference.parameter[0] <= BAND, (layout, difference)
+    hold_layouts(trained, BAND)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.optimizer.layouts import CUTS, gentle, gradients, parameters, stepped, traced
+from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
 from tests.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.errors import ConfigError
 from titanlab.optimizer import muon
 from titanlab.optimizer.muon_schema import Muon
-from titanlab.parity import compare
 from titanlab.train import _set_rate
 
 # The iteration runs in bfloat16: where a gradient's last bit turns a rounding, an element enters 0.4 % larger or smaller,
@@ -79,20 +78,13 @@ def test_it_is_one_optimizer():
     assert all(part.state is optimizer.state for part in optimizer._parts)
 
 
-LAYOUTS = [{"shard": 2}, {"tensor": 2}, {"shard": 2, "tensor": 2}, {"pipeline": 2, "microbatch": 2}]
-
-
 @pytest.mark.full
 def test_a_layout_trains_as_one_process(pool, tmp_path):
     def trained(**layout):
         made = tiny.recipe(tmp_path, layers=4, steps=5, global_batch=8, optimizer=gentle(Muon), **layout)
         return pool.run(made.world, traced, made, tiny.begin(made))[0]
 
-    reference = trained()
-    for layout in LAYOUTS:
-        difference = compare(reference, trained(**layout))
-        assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= 1e-5, (layout, difference)
-        assert difference.parameter[0] <= BAND, (layout, difference)
+    hold_layouts(trained, BAND)
 
 
 @pytest.mark.parametrize(
