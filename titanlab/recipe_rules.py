@@ -138,6 +138,7 @@ def _options(recipe: Recipe) -> None:
 def setting(recipe: Recipe) -> Setting:
     """A resolved recipe as its options see it."""
     groups = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    formats = account_of(recipe.precision).account(recipe.precision)
     return Setting(
         model=account_of(recipe.model).account(recipe.model),
         layout=recipe.layout,
@@ -148,6 +149,8 @@ def setting(recipe: Recipe) -> Setting:
         compiled=recipe.compile.backend if recipe.compile.blocks else "",
         sequence_parallel=recipe.parallelism.sequence_parallel,
         cpu_offload=recipe.parallelism.cpu_offload,
+        rests_in=formats.master,
+        computes_in=formats.compute,
         kinds={name: group.kind for name, group in groups.items() if hasattr(group, "kind")},
     )
 

@@ -25,7 +25,9 @@ class Setting:
         compiled: backend that compiles the blocks; empty: none does.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
         cpu_offload: parameters rest in host memory.
-        kinds: option by group, such as precision → bf16, for groups of alternatives.
+        rests_in, computes_in: dtype of parameters at rest and where they compute, by torch's name: `bfloat16`.
+        kinds: option by group, such as precision → bf16, for groups of alternatives. For messages: a rule about an
+            option by its name would not know those of other packages.
     """
 
     model: ModelAccount
@@ -37,4 +39,6 @@ class Setting:
     compiled: str
     sequence_parallel: bool
     cpu_offload: bool
+    rests_in: str
+    computes_in: str
     kinds: dict[str, str]

@@ -182,7 +182,7 @@ def test_what_cannot_work_is_refused(config, device, key, rule):
 
 @pytest.mark.parametrize("config", [AdamW8bit(), AdamW(rounding="stochastic")])
 def test_without_torchao_it_is_refused(monkeypatch, config):
-    found = dataclasses.replace(setting(tiny.recipe("runs")), kinds={"precision": "bf16_full"})
+    found = dataclasses.replace(setting(tiny.recipe("runs")), rests_in="bfloat16")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs the package torchao"):
         config.check(found)

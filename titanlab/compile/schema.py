@@ -18,8 +18,6 @@ ENTRY_POINTS = "torch_dynamo_backends"
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 # These have CUDA graphs recorded.
 RECORDING = ("reduce-overhead", "max-autotune")
-# Precisions in which parameters stay where they are: the others are cast by FSDP2, in one process too.
-STILL = ("fp32", "bf16_full")
 
 
 @option("compile")
@@ -88,10 +86,10 @@ def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
     if setting.layout.world > 1:
         rule = f"records CUDA graphs of parameters that stay where they are, which {setting.layout.label} moves"
         raise ConfigError(key, value, rule, cure)
-    precision = setting.kinds.get("precision", STILL[0])
-    if precision not in STILL:
+    if setting.computes_in != setting.rests_in:
+        precision = setting.kinds["precision"]
         rule = f"records CUDA graphs of parameters that stay where they are, and {precision} casts them for each use"
-        raise ConfigError(key, value, rule, f"{cure}, or precision={STILL[1]}")
+        raise ConfigError(key, value, rule, f"{cure}, or precision=bf16_full")
 
 
 def _check_tools(setting: Setting) -> None:

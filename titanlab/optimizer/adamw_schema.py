@@ -58,14 +58,13 @@ class Rounded(Averaged):
 
     def check(self, setting: Setting) -> None:
         """Parameters that are not in bfloat16 are not rounded to it."""
-        precision = setting.kinds["precision"]
         if self.rounding != "stochastic":
             return
-        if precision != "bf16_full":
+        if setting.rests_in != "bfloat16":
             raise ConfigError(
                 "optimizer.rounding",
                 self.rounding,
-                f"rounds parameters that rest in bfloat16, and with precision={precision} they do not",
+                f"rounds parameters that rest in bfloat16, and with precision={setting.kinds['precision']} they do not",
                 "try auto, or precision=bf16_full",
             )
         needs_torchao("optimizer.rounding", self.rounding, cure="try nearest")
