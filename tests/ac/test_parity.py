@@ -103,19 +103,23 @@ def test_nothing_changes_in_eager_mode(pool, references, tmp_path, layout, polic
 COMPILED = {**POLICIES, **{f"budget {budget:g}": MemoryBudget(budget=budget) for budget in (0.0, 0.3, 0.7, 1.0)}}
 
 
+# Under every layout some policies, and every policy where one process, sharding, splitting and stages meet it.
+EVERYWHERE = ("full", "selective_op", "budget 0.3")
+EVERY_POLICY = ("one process", "fsdp, microbatches", "tensor", "1f1b")
+
+
 @pytest.mark.parametrize(
-    "layout",
-    ["one process", *(pytest.param(each, marks=pytest.mark.full) for each in LAYOUTS if each != "one process")],
-)
-@pytest.mark.parametrize(
-    "policy",
+    ("layout", "policy"),
     [
-        *("full", "selective_op", "budget 0.3"),
-        *(
-            pytest.param(each, marks=pytest.mark.full)
-            for each in COMPILED
-            if each not in ("full", "selective_op", "budget 0.3")
-        ),
+        pytest.param(
+            layout,
+            policy,
+            id=f"{layout}: {policy}",
+            marks=[] if layout == "one process" and policy in EVERYWHERE else [pytest.mark.full],
+        )
+        for layout in LAYOUTS
+        for policy in COMPILED
+        if layout in EVERY_POLICY or policy in EVERYWHERE
     ],
 )
 def test_hardly_anything_changes_in_compiled_blocks(pool, references, tmp_path, layout, policy):
