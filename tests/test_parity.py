@@ -1,9 +1,9 @@
 """Every layout trains the same as one process, and one process trains as a bare loop does.
 
 Tolerances are the project's bars in fp32: 1e-5, relative, for losses and gradient norms of ten steps, and
-‖Δ‖/‖reference‖ ≤ 1e-5 for every tensor. What is measured here is some 3e-7, and up to 6e-6 for parameters: Adam
-divides by the gradient's own size, so that an element whose gradient is hardly more than rounding moves as far
-as any other.
+‖Δ‖/‖reference‖ ≤ 1e-5 for every tensor. Adam divides by the gradient's own size, so that with its usual eps of 1e-8
+an element whose gradient is hardly more than rounding moves as far as any other: on one kind of CPU that alone was
+1.8e-5 of a parameter. With 1e-6, as in the matrix of layouts, such elements stay where they are.
 """
 
 import math
@@ -51,7 +51,7 @@ def traces(pool, tmp_path_factory):
     def trace(kind, **layout):
         key = (kind, *sorted(layout.items()))
         if key not in known:
-            made = tiny.recipe(folder, name=f"run-{len(known)}", **KINDS[kind], **layout)
+            made = tiny.recipe(folder, name=f"run-{len(known)}", eps=1e-6, **KINDS[kind], **layout)
             every = pool.run(made.world, traced, made, tiny.begin(made))
             # What all ranks are told is the same to the last bit.
             assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
@@ -144,7 +144,7 @@ class BareLoop:
 
 @pytest.mark.parametrize("kind", ["clipped", "gaps", "tied"])
 def test_one_process_trains_as_a_bare_loop(traces, tmp_path, kind):
-    difference = compare(BareLoop(tiny.recipe(tmp_path, **KINDS[kind])).trace(), traces(kind))
+    difference = compare(BareLoop(tiny.recipe(tmp_path, eps=1e-6, **KINDS[kind])).trace(), traces(kind))
     assert difference.largest <= BAR, difference
 
 
