@@ -96,6 +96,8 @@ def same_bits(one, other):
         *(pytest.param(layout, id=name) for layout, name in zip(LAYOUTS, ("single", "fsdp"), strict=True)),
         pytest.param({"pipeline": 2, "tensor": 2, "microbatch": 3}, id="pipeline-tensor", marks=pytest.mark.full),
         pytest.param({"shard": 2, "context": 2}, id="fsdp-context", marks=pytest.mark.full),
+        pytest.param({"replicate": 4}, id="ddp"),
+        pytest.param({"replicate": 2, "shard": 2}, id="hsdp", marks=pytest.mark.full),
     ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(pool, straight, tmp_path, layout):

@@ -161,6 +161,22 @@ def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
     return Shard(1) if parameter.shape[0] % rows else None
 
 
+class _Rehearsed(nn.Module):
+    """A model that, without inputs, gives a nought whose gradients arrive from its last parameter to its first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        if inputs:
+            output: torch.Tensor = self.model(*inputs)
+            return output
+        total = sum(parameter.float().sum() * 0.0 for parameter in self.parameters() if parameter.requires_grad)
+        assert isinstance(total, torch.Tensor)
+        return total
+
+
 def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
     """DDP over a 1-D mesh: every rank holds everything.
 
@@ -168,9 +184,16 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapper = DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    wrapper = DistributedDataParallel(_Rehearsed(model), process_group=mesh.get_group(), gradient_as_bucket_view=True)
     # Buffers are the same everywhere. Set here because torch 2.13 warns of the argument, and 2.11 has no other.
     wrapper.broadcast_buffers = False
+    # The first backward teaches DDP an order, in which the next forward fills its buckets anew; and where an element
+    # lies in a bucket decides in what order three or more ranks are summed. Without a rehearsal the first step after a
+    # resume would round otherwise than the same step of an undisturbed run.
+    for _ in range(2):
+        wrapper().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
 
     def microbatch(*, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else wrapper.no_sync()
