@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tests import tiny
-from titanlab.cli.compose import conf_folder, register
+from titanlab.composition.recipes import conf_folder, register
 from titanlab.config_file import config_text
 from titanlab.errors import ConfigError
 from titanlab.identity import identify

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from tests import tiny
 from titanlab import parity
-from titanlab.cli.compose import conf_folder, register
+from titanlab.composition.recipes import conf_folder, register
 from titanlab.config_file import config_text
 from titanlab.data import source
 from titanlab.layout import SHORT

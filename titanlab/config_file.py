@@ -10,6 +10,9 @@ import yaml
 
 from titanlab.errors import ConfigError
 
+# libyaml reads eight times as fast, which tells in a table of a thousand runs; it is not in every PyYAML.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 
 class _Dumper(yaml.SafeDumper):
     """Writes block style, fields in their own order, and quotes what some reader might take for a number."""
@@ -52,7 +55,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: it is missing, cannot be read, or holds no mapping.
     """
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
     except FileNotFoundError:
         raise ConfigError("run", path.parent, "has no config.yaml", "name the folder of a run") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,9 +101,20 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         started.append(recipe)
         return Outcome(kind=OutcomeKind.DONE)
 
+    def submit(study, report, *, force):
+        started.extend(planned.recipe for planned in study.planned)
+        decisions = [SimpleNamespace(run_name=planned.recipe.name) for planned in study.planned]
+        return SimpleNamespace(folder=None, decisions=decisions, jobs=())
+
+    def follow(folder):
+        return [{"run": recipe.name, "state": "ended", "outcome": "done"} for recipe in started]
+
+    monkeypatch.setattr("titanlab.cli.sweep.submit", submit)
+    monkeypatch.setattr("titanlab.cli.sweep._tell", lambda *given: None)
+    monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
     monkeypatch.setattr("titanlab.cli.train.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
-    for module in ("titanlab.execute", "titanlab.cli.generate"):
+    for module in ("titanlab.execute", "titanlab.cli.generate", "titanlab.sweep.study"):
         monkeypatch.setattr(f"{module}.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
 
     def call(line: str | list[str], **environ: str) -> Said:

@@ -16,16 +16,17 @@ from hydra._internal.utils import get_args_parser
 from titanlab import __version__
 from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cli import main
-from titanlab.cli.compose import compose, conf_folder
-from titanlab.cli.flags import read_flags
+from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
+from titanlab.composition.flags import read_flags
+from titanlab.composition.recipes import conf_folder
 from titanlab.data.stdlib_schema import Stdlib
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.options import discover
-from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.outcome import OutcomeKind
 from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe import from_mapping, to_mapping
@@ -173,10 +174,10 @@ def test_a_multirun_over_options_and_names_that_tell_its_points():
 
 
 def test_the_first_run_that_ends_badly_gives_the_exit_code(command, monkeypatch):
-    ends = iter([OutcomeKind.DONE, OutcomeKind.NAN, OutcomeKind.OOM])
-    monkeypatch.setattr("titanlab.cli.train.execute", lambda ready, console: Outcome(kind=next(ends)))
+    ends = {"seed0": "done", "seed1": "nan", "seed2": "oom", "of-another-submission": "crash"}
+    rows = [{"run": run, "state": "ended", "outcome": outcome} for run, outcome in reversed(ends.items())]
+    monkeypatch.setattr("titanlab.cli.sweep.follow", lambda folder: rows[::-1])
     assert command("train -m data=synthetic seed=0,1,2").code == OutcomeKind.NAN.exit_code
-    assert next(ends, None) is None
 
 
 # Options of others
@@ -244,7 +245,7 @@ def test_an_installed_package_brings_an_option(site):
     code = """
 import sys
 from titanlab.cli.compose import compose
-from titanlab.cli.keys import advice
+from titanlab.composition.keys import advice
 from titanlab.identity import identify
 from titanlab.options import implementation
 from titanlab.recipe import from_mapping, to_mapping
@@ -293,7 +294,9 @@ def test_without_the_package_the_frozen_recipe_is_told_from_ours(site):
         ("titanlab ", list(VERBS)),
         ("titanlab tr", list(VERBS)),
         ("titanlab train precision=", [f"precision={name}" for name in options("precision")]),
-        ("titanlab train launch=", ["launch=local"]),
+        ("titanlab train launch=", ["launch=local", "launch=slurm"]),
+        ("titanlab sweep +sweeps=quickstart_", ["+sweeps=quickstart_layouts"]),
+        ("titanlab sweep launch=l", ["launch=local"]),
         ("titanlab train +recipe=", [f"+recipe={name}" for name in options("recipe")]),
         ("titanlab train model=llama_5m training.lo", ["training.log_every="]),
         ("titanlab train data=files data.f", ["data.files="]),
@@ -301,6 +304,7 @@ def test_without_the_package_the_frozen_recipe_is_told_from_ours(site):
         ("/some/where/titanlab train parall", ["parallelism.", "parallelism="]),
         ("titanlab resume ", ["toy-0123abcd"]),
         ("titanlab generate to", ["toy-0123abcd"]),
+        ("titanlab status ", ["single"]),
         ("titanlab tokenize ", []),
     ],
 )
@@ -335,7 +339,7 @@ def test_bash_completes(here, tmp_path):
         }
         complete_line "titanlab tok"
         complete_line "titanlab train precision=fp3"
-        complete_line "titanlab train training.step"
+        complete_line "titanlab train training.seq"
         complete_line "titanlab train model=llama_"
         [[ "$COMP_WORDBREAKS" != *=* ]] && echo whole
     """
@@ -343,16 +347,16 @@ def test_bash_completes(here, tmp_path):
     assert said.splitlines() == [
         "<tokenize >",
         "<precision=fp32 >",
-        "<training.steps=>",
+        "<training.seq_len=>",
         "<model=llama_2m><model=llama_5m>",
         "whole",
     ]
 
 
 def test_every_yaml_is_an_option_that_composes():
-    """And belongs to a group that some schema describes, but for recipes."""
+    """And belongs to a group that some schema describes, but for recipes and sweeps."""
     groups = {path.name for path in conf_folder().iterdir() if path.is_dir()}
-    assert groups - {"recipe"} == set(discover())
+    assert groups - {"recipe", "sweeps"} == set(discover())
     for path in sorted(conf_folder().glob("*/*.yaml")):
         first = path.read_text().splitlines()[0]
         assert re.fullmatch(r"defaults: \[(\w+_)?schema, _self_\]|# @package _global_", first), path

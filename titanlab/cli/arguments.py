@@ -16,9 +16,9 @@ class Arguments(argparse.ArgumentParser):
         super().__init__(prog=f"titanlab {verb}", description=description, allow_abbrev=False)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it, remembering the arguments for `error`."""
+        """As argparse does it, options and words in any order; remembers the arguments for `error`."""
         self._given = " ".join(args or [])
-        return super().parse_args(args, namespace)
+        return super().parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
-from titanlab.cli.compose import conf_folder
 from titanlab.cli.sizes import bytes_of
+from titanlab.composition.recipes import conf_folder
 from titanlab.errors import ConfigError
 from titanlab.huggingface.download import fetch_model
 from titanlab.interchange import is_weights, write_ours

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
-from titanlab.cli.translate import ARGUMENTS
+from titanlab.composition.errors import ARGUMENTS
 from titanlab.errors import ConfigError
 
 _HELP = "see `titanlab train --help`"
@@ -28,6 +28,7 @@ class Flags:
         values: what follows each flag that says where configs are.
         starts: whether something is to run; else Hydra shows something.
         helps: whether what it shows is our help.
+        multirun: -m is among them.
     """
 
     overrides: list[str]
@@ -35,6 +36,7 @@ class Flags:
     values: dict[str, str | None]
     starts: bool
     helps: bool
+    multirun: bool
 
 
 def read_flags(arguments: Sequence[str]) -> Flags:
@@ -67,6 +69,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         },
         starts=not any(getattr(given, name) for name in _ANSWERS),
         helps=given.help,
+        multirun=given.multirun,
     )
 
 

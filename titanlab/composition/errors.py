@@ -22,7 +22,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from titanlab.cli.keys import advice, find_key
+from titanlab.composition.keys import advice, find_key
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 
@@ -161,6 +161,13 @@ def _of_composition(message: str, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(key, value, "is in the recipe already", f"try {bare}={value}")
     if message.startswith("Config group override must be a string"):
         return _no_option_name(overrides)
+    if (misplaced := re.match(r"In '?([^':]+)'?: Override '(\S+) : (\S+)' is defined before", message)) is not None:
+        cure = f"put what overrides at the end of the defaults of {misplaced[1]}.yaml"
+        return ConfigError(f"override /{misplaced[2]}", misplaced[3], "comes before what it is to override", cure)
+    if (
+        unknown := re.match(r"In '([^']+)': Config(?:Key|Attribute)Error raised[^\n]*\n.*\n\s*full_key: (\S+)", message)
+    ) is not None:
+        return _unknown_in_file(unknown[2], unknown[1])
     if (named := re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.*)", message)) is not None:
         group, _, option = named[1].rpartition("/")
         return ConfigError(group or "config", option, f"cannot be composed ({named[2]})", f"mend {named[1]}.yaml")
@@ -173,6 +180,15 @@ def _of_composition(message: str, overrides: Sequence[str]) -> ConfigError:
     if bare:
         return ConfigError(bare, value, _told(message), _COMPARE)
     return ConfigError(ARGUMENTS, " ".join(overrides), _told(message), _HELP)
+
+
+def _unknown_in_file(key: str, file: str) -> ConfigError:
+    """A YAML sets a key that is not there."""
+    if key.startswith("hydra.sweeper."):
+        rule = f"is no key of the sweeper, and {file}.yaml sets it"
+        return ConfigError(key, "", rule, "space, where and repeats go with defaults: [override /hydra/sweeper: space]")
+    error = unknown_key(key, "")
+    return ConfigError(key, "", f"{error.rule}, and {file}.yaml sets it", error.cure)
 
 
 def _no_option_name(overrides: Sequence[str]) -> ConfigError:

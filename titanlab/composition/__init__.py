@@ -1,0 +1,1 @@
+"""From values that a person gives to a recipe: what Hydra is told, and what it says translated."""
