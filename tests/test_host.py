@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from titanlab import host
-from titanlab.host import Host, cores, this_host
+from titanlab.errors import ConfigError
+from titanlab.host import Host, check_host, cores, this_host
 
 
 @pytest.fixture
@@ -88,3 +89,33 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "device", "processes", "key"),
+    [
+        ("cuda", "NVIDIA H200", 2, None),
+        ("cuda", None, 1, None),
+        ("cuda", "NVIDIA H100 80GB HBM3", 1, "cluster.device"),
+        ("cuda", "NVIDIA H200", 3, "world"),
+        ("cpu", "cpu", 64, None),
+    ],
+)
+def test_a_host_is_held_to_what_a_run_is_named_for(accelerator, device, processes, key):
+    host = Host(accelerator="cuda", device="NVIDIA H200", count=2)
+    if key is None:
+        check_host(host, accelerator=accelerator, device=device, processes=processes)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_host(host, accelerator=accelerator, device=device, processes=processes)
+    assert refused.value.key == key
+
+
+def test_two_names_of_one_device_are_one():
+    host = Host(accelerator="cuda", device="NVIDIA A100-SXM4-80GB", count=1)
+    check_host(host, accelerator="cuda", device="NVIDIA A100 80GB SXM", processes=1)
+    with pytest.raises(ConfigError, match="this host has NVIDIA A100-SXM4-80GB"):
+        check_host(host, accelerator="cuda", device="NVIDIA A100-SXM4-40GB", processes=1)
+    with pytest.raises(ConfigError, match="shows no GPU"):
+        cpu = Host(accelerator="cpu", device="cpu", count=1)
+        check_host(cpu, accelerator="cuda", device="NVIDIA H200", processes=1)

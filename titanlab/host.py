@@ -9,6 +9,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlab.errors import ConfigError
+from titanlab.hardware import find
+
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -33,6 +36,27 @@ def this_host() -> Host:
     if names:
         return Host(accelerator="cuda", device=names[0], count=len(names))
     return Host(accelerator="cpu", device="cpu", count=cores())
+
+
+def check_host(host: Host, *, accelerator: str, device: str | None, processes: int) -> None:
+    """Hold a host to be what a run was named for: numbers of another device would bear the wrong name.
+
+    Args:
+        accelerator, device: the cluster's; another name of the same entry in `titanlab.hardware` will do.
+        processes: how many start on this host, one a device.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if accelerator != "cuda":
+        return
+    if host.accelerator != "cuda":
+        raise ConfigError("cluster.accelerator", "cuda", "this host shows no GPU", "try cluster.accelerator=cpu")
+    if device not in (None, host.device) and (find(host.device) is None or find(host.device) != find(str(device))):
+        rule = f"this host has {host.device}"
+        raise ConfigError("cluster.device", device, rule, f"try cluster.device='{host.device}', or null")
+    if processes > host.count:
+        raise ConfigError("world", processes, f"this host has {host.count} GPUs", f"try world={host.count}")
 
 
 def cores() -> int:

@@ -20,12 +20,22 @@ class Cluster:
         accelerator: `cpu`, `cuda`, or `auto`: CUDA where this host shows a GPU. `auto` is replaced
             by what was found before a run gets its name.
         device: name of the accelerator as its driver prints it, or `cpu`; null: this host's.
+        per_node: processes of a run on one node, one a device; null: not known.
+        nodes: how many there are; null: not known.
+        memory_gb: of one device, as its datasheet counts; null: not known.
+        link_gb_per_second: between the devices of a node, one direction; null: not known.
+        network_gb_per_second: of one device's share of the network between nodes, one direction; null: not known.
         peak_tflops: dense peak of one device in the precision of the matrix products, for the MFU;
             null: from the device's datasheet, where it is known.
     """
 
     accelerator: str = "auto"
     device: str | None = None
+    per_node: int | None = field(default=None, metadata={"identity": False})
+    nodes: int | None = field(default=None, metadata={"identity": False})
+    memory_gb: float | None = field(default=None, metadata={"identity": False})
+    link_gb_per_second: float | None = field(default=None, metadata={"identity": False})
+    network_gb_per_second: float | None = field(default=None, metadata={"identity": False})
     peak_tflops: float | None = field(default=None, metadata={"identity": False})
 
     def __post_init__(self) -> None:
@@ -33,5 +43,12 @@ class Cluster:
             raise ConfigError(
                 "cluster.accelerator", self.accelerator, "is no accelerator", f"try {', '.join(ACCELERATORS)}"
             )
-        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
-            raise ConfigError("cluster.peak_tflops", self.peak_tflops, "must be a positive number", "try 989, or null")
+        for name in ("per_node", "nodes"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ConfigError(f"cluster.{name}", count, "must be at least 1", "try 8, or null")
+        examples = {"memory_gb": 80, "link_gb_per_second": 450, "network_gb_per_second": 50, "peak_tflops": 989}
+        for name, example in examples.items():
+            figure = getattr(self, name)
+            if figure is not None and not 0 < figure < math.inf:
+                raise ConfigError(f"cluster.{name}", figure, "must be a positive number", f"try {example}, or null")

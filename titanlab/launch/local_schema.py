@@ -15,11 +15,16 @@ class Local:
 
     Attributes:
         threads: threads of one process (OMP_NUM_THREADS); null: the host's cores shared evenly.
+        at_once: processes that a sweep runs at once, all its runs together; null: as many as the host has cores. A
+            run that is larger than that runs alone.
     """
 
     kind: str = "local"
     threads: int | None = None
+    at_once: int | None = None
 
     def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError("launch.threads", self.threads, "must be at least 1", "try 1, or null")
+        for name in ("threads", "at_once"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"launch.{name}", value, "must be at least 1", "try 1, or null")

@@ -1,0 +1,31 @@
+"""The shipped clusters: their devices are in the table of hardware, which says the same of them."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from titanlab.cluster.schema import Cluster
+from titanlab.hardware import find
+
+FOLDER = Path(__file__).parents[2] / "conf" / "cluster"
+PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "local")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset(name):
+    values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    assert values.pop("defaults") == ["schema", "_self_"]
+    cluster = Cluster(**values)
+    assert cluster.per_node == 8
+    if cluster.accelerator == "cpu":
+        assert cluster.device == "cpu"
+        return
+    device = find(str(cluster.device))
+    assert device is not None
+    assert device.peak_tflops["bfloat16"] > 0
+    assert (cluster.memory_gb, cluster.link_gb_per_second) == (device.memory_gb, device.link_gb_per_second)
+
+
+def test_there_is_one_for_each_kind_of_node():
+    assert PRESETS == ["a100_40gb", "a100_80gb", "b200", "cpu", "h100", "h200"]

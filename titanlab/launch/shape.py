@@ -1,0 +1,132 @@
+"""The resources of a job, as its layout asks for them: nodes, processes and devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from titanlab.cluster.schema import Cluster
+from titanlab.errors import ConfigError
+from titanlab.host import cores
+from titanlab.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a job takes; jobs of one shape are submitted together.
+
+    Attributes:
+        processes: of the run, its world.
+        nodes, tasks_per_node: their product is `processes`.
+        cpus_per_task: cores of one process; None: what the site gives.
+        gpus_per_node: devices of one node; 0 on CPU.
+        memory_gib: host memory of one node; None: what the site gives.
+        minutes: until the job is ended; None: what the site gives, or no limit.
+    """
+
+    processes: int
+    nodes: int = 1
+    tasks_per_node: int
+    cpus_per_task: int | None = None
+    gpus_per_node: int = 0
+    memory_gib: float | None = None
+    minutes: int | None = None
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Devices times the hours that are asked for; None where no time is."""
+        return None if self.minutes is None else self.gpus_per_node * self.nodes * self.minutes / 60
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values, by the names of the fields."""
+        return asdict(self)
+
+
+class Placed(Protocol):
+    """What a shape is derived from: a resolved recipe."""
+
+    world: int | None
+    cluster: Cluster
+    launch: Any
+
+    @property
+    def layout(self) -> Layout:
+        """The degrees."""
+
+
+def shape_from(mapping: Mapping[str, Any]) -> Shape:
+    """The shape that `to_mapping` wrote."""
+    known = Shape.__dataclass_fields__
+    return Shape(**{key: value for key, value in mapping.items() if key in known})
+
+
+def shape_of(recipe: Placed) -> Shape:
+    """The shape of a resolved recipe's job.
+
+    Raises:
+        ConfigError: the cluster is not named, or too small.
+    """
+    world, cluster, launch = recipe.world, recipe.cluster, recipe.launch
+    assert world is not None, "a resolved recipe has its world"
+    on_gpus = cluster.accelerator == "cuda"
+    if launch.kind == "local":
+        return Shape(processes=world, tasks_per_node=world, gpus_per_node=world if on_gpus else 0)
+    check_cluster(cluster, launch)
+    assert cluster.per_node is not None
+    nodes = _nodes(world, cluster.per_node, cluster.nodes, together=recipe.layout.tensor)
+    tasks = world // nodes
+    return Shape(
+        processes=world,
+        nodes=nodes,
+        tasks_per_node=tasks,
+        cpus_per_task=getattr(launch, "cpus_per_task", None),
+        gpus_per_node=tasks if on_gpus else 0,
+        memory_gib=getattr(launch, "memory_gib", None),
+        minutes=getattr(launch, "minutes", None),
+    )
+
+
+def check_cluster(cluster: Cluster, launch: Any) -> None:
+    """Hold a cluster to say what its nodes are: jobs run there, and this host says nothing about them.
+
+    To be asked before a recipe is resolved, which would fill `auto` in.
+
+    Raises:
+        ConfigError: it leaves the accelerator or the size of a node to what is found.
+    """
+    if launch.kind == "local":
+        return
+    cure = "name the nodes: cluster=h100, cluster=cpu or one of your own (docs/clusters.md)"
+    if cluster.accelerator == "auto" or (cluster.accelerator == "cuda" and cluster.device is None):
+        key = "accelerator" if cluster.accelerator == "auto" else "device"
+        rule = f"is whatever this host has, and launch={launch.kind} runs elsewhere"
+        raise ConfigError(f"cluster.{key}", getattr(cluster, key), rule, cure)
+    if cluster.per_node is None:
+        rule = f"launch={launch.kind} derives the nodes of a job from it"
+        raise ConfigError("cluster.per_node", None, rule, cure)
+
+
+def local_processes(at_once: int | None) -> int:
+    """Processes that a sweep may run on this host at once: the given number, or one a core."""
+    return at_once if at_once is not None else cores()
+
+
+def _nodes(world: int, per_node: int, nodes: int | None, *, together: int) -> int:
+    """The fewest nodes that the processes fill evenly, with groups of `together` on one node if that can be."""
+    least = math.ceil(world / per_node)
+    if nodes is not None and least > nodes:
+        rule = f"is more than the cluster's {nodes} nodes of {per_node}"
+        raise ConfigError("world", world, rule, f"try world={nodes * per_node}, or another cluster")
+    most = world if nodes is None else min(nodes, world)
+    even = [count for count in range(least, most + 1) if world % count == 0]
+    if not even:
+        fits = max(size for size in range(1, world) if _fills(size, per_node, most))
+        rule = f"does not fill nodes of {per_node} evenly, of which the cluster has {nodes}"
+        raise ConfigError("world", world, rule, f"try world={fits}")
+    return next((count for count in even if world // count % together == 0), even[0])
+
+
+def _fills(world: int, per_node: int, nodes: int) -> bool:
+    return any(world % count == 0 and world // count <= per_node for count in range(1, nodes + 1))

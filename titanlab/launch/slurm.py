@@ -1,0 +1,252 @@
+"""launch=slurm: arrays of jobs, asked for through submitit and found again by their names.
+
+Of submitit it takes the batch file and the call of sbatch. Its pickles are not used: a job's command says all, so that
+nothing is missing when the process that submits is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.launch.shape import Shape
+from titanlab.launch.slurm_schema import Slurm
+
+# Slurm's own default (MaxArraySize); a longer row of jobs becomes several arrays.
+MAX_ARRAY = 1000
+_COMMANDS = ("sbatch", "srun", "squeue")
+_TIMEOUT_SECONDS = 60.0
+# After the first task has ended; a rank that ended well may still wait for others that save.
+_WAIT_SECONDS = 600
+# Of a job that this process runs in; the new job is not part of that one.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Array:
+    """Jobs to ask for.
+
+    Attributes:
+        name: of the jobs, by which they are found again.
+        count: how many.
+        command: what every task runs, as words; it finds its index in SLURM_ARRAY_TASK_ID.
+        environment: variables of the command, after the site's own.
+        folder: for the batch file and what tasks print.
+        guard: a file and a lock: sbatch is called under the lock, and only if the file is there; None: at once.
+    """
+
+    name: str
+    count: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    folder: Path
+    guard: tuple[Path, Path] | None = None
+
+
+def is_here() -> bool:
+    """Whether this host can submit to Slurm."""
+    return all(shutil.which(command) is not None for command in _COMMANDS)
+
+
+def check(jobs: Sequence[tuple[Slurm, Shape]]) -> None:
+    """Hold Slurm to be here, and to have what the jobs ask for, as far as it tells.
+
+    Raises:
+        ConfigError: it is not, or a partition is unknown or too small.
+    """
+    for command in _COMMANDS:
+        if shutil.which(command) is None:
+            rule = f"Slurm is not here: there is no {command} on PATH"
+            raise ConfigError("launch", "slurm", rule, "submit from a login node of the cluster, or try launch=local")
+    partitions = _partitions()
+    for config, shape in jobs:
+        names = config.partition.split(",") if config.partition is not None else []
+        for name in names:
+            if partitions is not None and name not in partitions:
+                cure = f"known: {', '.join(sorted(partitions))}"
+                raise ConfigError("launch.partition", config.partition, "Slurm knows no such partition", cure)
+        sizes = [partitions[name] for name in names] if partitions is not None else []
+        if sizes and shape.nodes > max(sizes):
+            rule = f"needs {shape.nodes} nodes, and partition {config.partition} has {max(sizes)}"
+            cure = f"try world={max(sizes) * shape.tasks_per_node}, or another partition"
+            raise ConfigError("world", shape.processes, rule, cure)
+
+
+def submit(config: Slurm, shape: Shape, array: Array) -> str:
+    """Ask for an array of jobs of one shape. Returns Slurm's number of it.
+
+    Raises:
+        ConfigError: sbatch refuses it, or does not answer in time; whether the jobs are in the queue, `find` tells.
+    """
+    # Not at the top: it takes long, and most verbs need none of it.
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class Guarded(SlurmExecutor):
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return _sbatch(submission_file_path, array.guard)
+
+    array.folder.mkdir(parents=True, exist_ok=True)
+    executor = Guarded(array.folder)
+    executor.update_parameters(**_parameters(config, shape, array))
+    executor.parameters["map_count"] = array.count
+    try:
+        # It prints what sbatch said, which is told in one line here.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return str(executor._submit_command(_command(config, array)).job_id)
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise _refused(str(error)) from None
+
+
+def find(name: str, *, since: float) -> str | None:
+    """Slurm's number of the jobs with a name, whether they wait, run or have ended; None if it knows none.
+
+    Args:
+        since: no job of that name is older, in seconds since the epoch.
+
+    Raises:
+        ConfigError: Slurm does not answer, so that nothing is known.
+    """
+    listed = _ask("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F")
+    if listed is None:
+        rule = "Slurm does not answer, and an earlier submission may have reached it"
+        raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers; nothing was submitted")
+    if not listed.split():
+        # It forgets jobs some minutes after their end; the accounting, where there is one, does not.
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
+        words = ("--noheader", "--parsable2", "--allocations", f"--name={name}", f"--starttime={start}")
+        listed = _ask("sacct", *words, "--format=JobID") or ""
+    return next((line.split("_")[0] for line in listed.split()), None)
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """End jobs, or elements of arrays such as `12_3`; those that have ended are passed over.
+
+    Raises:
+        ConfigError: Slurm does not answer.
+    """
+    for first in range(0, len(jobs), MAX_ARRAY):
+        if _ask("scancel", *jobs[first : first + MAX_ARRAY], quiet=False) is None:
+            rule = "Slurm does not answer, and the jobs may go on"
+            raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers")
+
+
+def _parameters(config: Slurm, shape: Shape, array: Array) -> dict[str, Any]:
+    """What submitit writes into the head of the batch file; None leaves a flag out."""
+    gpus: int | str | None = shape.gpus_per_node or None
+    if gpus is not None and config.gpu_type is not None:
+        gpus = f"{config.gpu_type}:{gpus}"
+    given = {
+        "job_name": array.name,
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "nodelist": config.nodelist,
+        "exclude": config.exclude,
+        "time": shape.minutes,
+        "nodes": shape.nodes,
+        "ntasks_per_node": shape.tasks_per_node,
+        "cpus_per_task": shape.cpus_per_task,
+        "gpus_per_node": gpus if config.ask_for_gpus else None,
+        "mem": _memory(shape.memory_gib),
+        "signal_delay_s": config.signal_seconds,
+        "array_parallelism": config.array_parallelism or array.count,
+        # submitit's own names for its users' accounts.
+        "wckey": None,
+        "setup": _setup(config, array),
+        "srun_args": _srun(config, shape),
+    }
+    flags = {name: value for name, value in config.extra.items() if value not in (None, False)}
+    return {**given, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
+
+
+def _memory(gib: float | None) -> str | None:
+    if not gib:
+        return None if gib is None else "0"
+    return f"{int(gib)}G" if float(gib).is_integer() else f"{int(gib * 1024)}M"
+
+
+def _setup(config: Slurm, array: Array) -> list[str]:
+    lines = list(config.preamble)
+    lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
+    for name, value in array.environment.items():
+        # Behind our copy of the code there may be a person's own modules.
+        kept = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
+        lines.append(f"export {name}={shlex.quote(value)}{kept}")
+    return lines
+
+
+def _srun(config: Slurm, shape: Shape) -> list[str]:
+    """Words for srun: ranks see to each other themselves, and rank 0 writes down how they ended."""
+    words = ["--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
+    if shape.cpus_per_task is not None:
+        # Since Slurm 22.05 it no longer takes this from the job.
+        words.append(f"--cpus-per-task={shape.cpus_per_task}")
+    return [*words, *config.srun_arguments]
+
+
+def _command(config: Slurm, array: Array) -> str:
+    python = sys.executable if config.python is None else config.python
+    words = [*config.container, python, *array.command]
+    return shlex.join(words)
+
+
+def _sbatch(batch_file: Path, guard: tuple[Path, Path] | None) -> list[str]:
+    """The call of sbatch, without the variables of a job around it; under the guard's lock, if there is a guard.
+
+    A process that is killed leaves its sbatch behind. Whoever comes next takes the lock, and knows that none is under
+    way; one that has not begun by then finds its file gone, and does nothing.
+    """
+    theirs = [name for name in os.environ if name.startswith("SLURM_") and name not in _KEPT]
+    plain = ["env", *(f"--unset={name}" for name in theirs), "sbatch", str(batch_file)]
+    if guard is None or shutil.which("flock") is None:
+        return plain
+    file, lock = guard
+    return ["flock", str(lock), "sh", "-c", 'test -e "$0" && exec "$@"', str(file), *plain]
+
+
+def _refused(text: str) -> ConfigError:
+    told = [line for line in text.splitlines() if re.search(r"sbatch|slurm|rror", line) and "Traceback" not in line]
+    lines = [re.sub(r"^.*?sbatch: (error: )?", "", line).strip() for line in told if "sbatch:" in line] or told
+    # The last one says what it comes to; those before say why.
+    rule = "; ".join(line.rstrip(".") for line in lines[-3:]) or "sbatch gave up"
+    return ConfigError("launch", "slurm", f"sbatch says: {rule}", "mend the keys of launch, and submit again")
+
+
+def _partitions() -> dict[str, int] | None:
+    """Nodes of every partition; None where Slurm does not tell."""
+    listed = _ask("sinfo", "--noheader", "--format=%P %D") if shutil.which("sinfo") else None
+    if listed is None:
+        return None
+    found: dict[str, int] = {}
+    for line in listed.splitlines():
+        name, _, count = line.strip().partition(" ")
+        with contextlib.suppress(ValueError):
+            found[name.rstrip("*")] = found.get(name.rstrip("*"), 0) + int(count)
+    return found
+
+
+def _ask(command: str, *arguments: str, quiet: bool = True) -> str | None:
+    """What one of Slurm's commands prints; None where it failed, took too long or is not here."""
+    try:
+        ended = subprocess.run(
+            [command, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if ended.returncode and not quiet and "nvalid job id" in ended.stderr:
+        return ended.stdout
+    return ended.stdout if ended.returncode == 0 else None

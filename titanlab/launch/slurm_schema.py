@@ -1,0 +1,107 @@
+"""Config of launch=slurm: how a site's Slurm is asked for jobs. Sizes come from the layout and the cluster."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from titanlab.errors import ConfigError
+from titanlab.options import option
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FLAG = re.compile(r"[a-z][a-z0-9_-]*")
+# What is derived from the layout, or carries the sweep's own bookkeeping.
+_OURS = frozenset(
+    [
+        *["array", "chdir", "error", "input", "output", "job-name", "requeue", "no-requeue", "signal"],
+        *["nodes", "ntasks", "ntasks-per-node", "gpus-per-node"],
+    ]
+)
+
+
+@option("launch", "slurm")
+@dataclass(kw_only=True)
+class Slurm:
+    """Jobs of a Slurm cluster. What is null is left to the site.
+
+    Attributes:
+        partition, account, qos, constraint, nodelist, exclude: as sbatch takes them.
+        cpus_per_task: cores of one process.
+        memory_gib: host memory of one node; 0: all of it.
+        minutes: time limit of a job.
+        gpu_type: of `--gpus-per-node=TYPE:N`; null: any.
+        ask_for_gpus: false on sites whose jobs get whole nodes, and whose Slurm knows no GPUs.
+        array_parallelism: jobs of one array that run at once; null: no limit.
+        signal_seconds: how long before its time limit a job is told to save and end.
+        requeue: whether a run that was preempted, or whose time is over, goes back into the queue by itself.
+        max_requeues: how often at most.
+        threads: of one process (OMP_NUM_THREADS); null: cpus_per_task, or the node's cores shared evenly.
+        python: interpreter on the nodes; null: the one that submits.
+        preamble: lines of shell before the processes are started, such as `module load cuda`.
+        environment: variables of the processes.
+        container: words in front of the command, such as [apptainer, exec, --nv, image.sif].
+        srun_arguments: more words for srun.
+        extra: more flags of sbatch: {reservation: mine, exclusive: true}.
+    """
+
+    kind: str = "slurm"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    cpus_per_task: int | None = None
+    memory_gib: float | None = None
+    minutes: int | None = None
+    gpu_type: str | None = None
+    ask_for_gpus: bool = True
+    array_parallelism: int | None = None
+    signal_seconds: int = 120
+    requeue: bool = True
+    max_requeues: int = 20
+    threads: int | None = None
+    python: str | None = None
+    preamble: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    container: list[str] = field(default_factory=list)
+    srun_arguments: list[str] = field(default_factory=list)
+    extra: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, example in {
+            "cpus_per_task": 8,
+            "minutes": 60,
+            "array_parallelism": 8,
+            "threads": 1,
+            "signal_seconds": 120,
+        }.items():
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                null = "" if name == "signal_seconds" else ", or null"
+                raise ConfigError(f"launch.{name}", value, "must be at least 1", f"try {example}{null}")
+        if self.memory_gib is not None and not self.memory_gib >= 0:
+            cure = "try 64, 0 for all of a node, or null"
+            raise ConfigError("launch.memory_gib", self.memory_gib, "must not be negative", cure)
+        if self.max_requeues < 0:
+            raise ConfigError("launch.max_requeues", self.max_requeues, "must not be negative", "try 20")
+        if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
+            rule = f"leaves nothing of the {self.minutes} minutes that a job has"
+            raise ConfigError("launch.signal_seconds", self.signal_seconds, rule, f"try {self.minutes * 10}")
+        for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "gpu_type", "python"):
+            value = getattr(self, name)
+            if value is not None and (not value.strip() or "\n" in value):
+                raise ConfigError(f"launch.{name}", value, "must be a name", "name one, or null")
+        for name in self.environment:
+            if not _NAME.fullmatch(name):
+                rule = "is no name of a variable"
+                raise ConfigError("launch.environment", name, rule, "letters, digits and '_', the first no digit")
+        self._hold_extra()
+
+    def _hold_extra(self) -> None:
+        for name in self.extra:
+            if not _FLAG.fullmatch(name):
+                raise ConfigError("launch.extra", name, "is no flag of sbatch", "write it long, without the dashes")
+            if name.replace("_", "-") in _OURS:
+                rule = "is titanlab's own, from the layout, the cluster and other keys of launch"
+                raise ConfigError(f"launch.extra.{name}", self.extra[name], rule, "leave it out")
