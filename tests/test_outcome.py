@@ -27,7 +27,8 @@ def test_the_taxonomy_is_whole():
 
 def test_what_may_follow():
     automatic = {kind for kind in OutcomeKind if kind.automatic}
-    assert automatic == {"hang", "node_fail", "preempted", "walltime"}
+    # A hang would hang again: somebody has to look at it.
+    assert automatic == {"node_fail", "preempted", "walltime"}
     assert automatic < {kind for kind in OutcomeKind if kind.may_continue}
     assert {kind for kind in OutcomeKind if not kind.may_continue} == {"done", "infeasible", "nan", "oom"}
 
@@ -208,3 +209,22 @@ def test_the_first_cause_is_a_failure_of_its_own_then_a_told_one_then_the_earlie
     assert first_cause([handed_on, lost]) is lost
     late, early = (Outcome(kind=OutcomeKind.CRASH, rank=rank, ended=ended) for rank, ended in ((0, 2.0), (1, 1.0)))
     assert first_cause([late, early]) is early
+
+
+def test_a_thread_that_cannot_start_is_want_of_memory_under_a_limit_of_addresses_only(monkeypatch):
+    error = RuntimeError("can't start new thread")
+    assert classify(error) is OutcomeKind.CRASH
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (2**31, 2**31))
+    assert classify(error) is OutcomeKind.OOM
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("libtorch_cpu.so: failed to map segment from shared object", "oom"),
+        ("x.so: failed to map segment from shared object: Operation not permitted", "crash"),
+        ("No module named 'x'", "crash"),
+    ],
+)
+def test_a_library_for_which_there_is_no_room(message, kind):
+    assert classify(ImportError(message)) == kind

@@ -6,10 +6,12 @@ import signal
 import pytest
 import torch
 
-from titanlab.totals import Reduction, Totals
+from titanlab.totals import STOPS, Reduction, Totals
 from titanlab.world import World
 
 CPU = torch.device("cpu")
+# Of a rank that nobody has asked to stop.
+NONE = [0.0] * len(STOPS)
 ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
 
 
@@ -41,8 +43,8 @@ def test_one_rank_alone():
 
 
 def test_ranks_are_summed_and_the_loss_is_a_mean_over_all_labels():
-    # The other rank: squared norm, loss, labels, SIGINT, SIGTERM.
-    found = reduction(Peers([5.0, 6.0, 2.0, 0.0, 0.0]), nominal_tokens=12)
+    # The other rank: squared norm, loss, labels, and a place for each signal.
+    found = reduction(Peers([5.0, 6.0, 2.0, *NONE]), nominal_tokens=12)
     assert found.read() == Totals(loss=3.0, grad_norm=3.0, tokens=12, stop=0)
 
 
@@ -71,23 +73,24 @@ def test_a_zero_gradient_is_left_alone():
 @pytest.mark.parametrize(
     ("mine", "others", "stop"),
     [
-        (0, [0, 0], 0),
-        (signal.SIGINT, [0, 0], signal.SIGINT),
-        (0, [0, 1], signal.SIGTERM),
-        (signal.SIGINT, [0, 1], signal.SIGTERM),
-        (signal.SIGTERM, [3, 0], signal.SIGTERM),
+        (0, {}, 0),
+        (signal.SIGINT, {}, signal.SIGINT),
+        (0, {signal.SIGTERM: 1}, signal.SIGTERM),
+        (signal.SIGINT, {signal.SIGTERM: 1}, signal.SIGTERM),
+        (signal.SIGTERM, {signal.SIGINT: 3}, signal.SIGTERM),
+        (signal.SIGUSR2, {signal.SIGINT: 1, signal.SIGXCPU: 1}, signal.SIGXCPU),
     ],
 )
 def test_a_stop_of_any_rank_is_known_to_all(mine, others, stop):
-    found = reduction(Peers([0.0, 0.0, 0.0, *others]), stop=mine).read()
+    found = reduction(Peers([0.0, 0.0, 0.0, *(others.get(number, 0) for number in STOPS)]), stop=mine).read()
     assert found.stop == stop
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_one_rank_that_is_not_finite_is_enough(bad):
     assert reduction().read().finite
-    assert not reduction(Peers([bad, 0.0, 0.0, 0.0, 0.0])).read().finite
-    assert not reduction(Peers([0.0, bad, 0.0, 0.0, 0.0])).read().finite
+    assert not reduction(Peers([bad, 0.0, 0.0, *NONE])).read().finite
+    assert not reduction(Peers([0.0, bad, 0.0, *NONE])).read().finite
 
 
 def test_a_step_without_labels_is_not_finite():

@@ -19,6 +19,7 @@ from titanlab.checkpoint.folders import checkpoints
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.stop import StopRequest
 from titanlab.totals import Totals
 
 
@@ -63,7 +64,7 @@ def test_a_loss_that_is_no_number_ends_the_run_unsaved(pool, tmp_path, layout):
 
 def judged(outcome, *totals):
     for step, each in enumerate(totals, start=1):
-        outcome = story._judge(outcome, step, each)
+        outcome = story._judge(outcome, step, each, StopRequest())
     return outcome.kind
 
 

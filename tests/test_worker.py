@@ -110,7 +110,9 @@ def failing(tmp_path, monkeypatch):
     for name in ("_end_with_parent", "_keep_freed_memory"):
         monkeypatch.setattr(worker, name, lambda: None)
     monkeypatch.setattr(worker, "from_mapping", lambda mapping: made)
-    made = tiny.recipe(tmp_path, data=Planted(fault="raise"))
+    # Nobody watches: the timer is pytest's own here.
+    limits = {"step_timeout_seconds": None, "first_step_timeout_seconds": None}
+    made = tiny.recipe(tmp_path, data=Planted(fault="raise"), **limits)
     before = dict(os.environ)
     yield made, tiny.begin(made)
     os.environ.clear()

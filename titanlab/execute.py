@@ -6,26 +6,23 @@ Knows no torch: what is wrong with a recipe is said within a second.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from titanlab.checkpoint.folders import check_shapes, check_step, find, latest
+from titanlab.attempt import begin, conclude, keep_tokenizer
 from titanlab.console import Console
 from titanlab.data import source
-from titanlab.errors import ConfigError
-from titanlab.host import Host, this_host
+from titanlab.host import Host, check_host, this_host
 from titanlab.identity import Identity, identify
 from titanlab.launch import local
-from titanlab.options import account_of, implementation
-from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
-from titanlab.provenance import collect
+from titanlab.options import implementation
+from titanlab.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.ranks import Ranks, joined
 from titanlab.recipe import Recipe, resolve, to_mapping
 from titanlab.recipe_rules import check
 from titanlab.run_folder import RunFolder, check_runs, create_run
-from titanlab.starting_weights import check_start, start_fingerprint
+from titanlab.starting_weights import check_beginning, start_fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +75,8 @@ def continue_run(run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None
         failures = local.start_one(run.path, ranks, config=to_mapping(recipe))
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
-        own = latest(run.checkpoints)
-        if own is not None:
-            check_shapes(own, account_of(recipe.model).account(recipe.model).parameters, "run")
-        devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
-        provenance = collect(devices=devices, launcher=ranks.started_by if ranks else recipe.launch.kind)
-        _keep_tokenizer(run, recipe)
-        attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
+        attempt = begin(run, recipe, host, started_by=ranks.started_by if ranks else recipe.launch.kind)
+        keep_tokenizer(run, recipe)
         if ranks is not None:
             failures = local.start_one(run.path, ranks)
         else:
@@ -92,32 +84,20 @@ def continue_run(run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None
         return _recorded(run, attempt, failures, console, terminal={0} if ranks is None else set(range(ranks.world)))
 
 
-def _keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
-    """Copy the tokenizer into the run, so that its checkpoints mean something wherever the folder goes."""
-    tokenizer = source.tokenizer(recipe.data)
-    if tokenizer is None:
-        return
-    run.tokenizer.mkdir(exist_ok=True)
-    for name in (tokenizer.file.name, "tokenizer_config.json"):
-        kept = tokenizer.file.with_name(name)
-        if kept.is_file():
-            shutil.copy(kept, run.tokenizer)
-
-
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
     """The recipe with nothing left open, after every check that needs no data."""
     recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
     check(recipe)
-    _fits(recipe, host, ranks)
+    check_host(
+        host,
+        accelerator=recipe.cluster.accelerator,
+        device=recipe.cluster.device,
+        processes=ranks.local_world if ranks else recipe.layout.world,
+    )
     check_runs(recipe.runs)
     if started:
         return recipe
-    check_start(recipe)
-    if recipe.checkpoint.load_from is not None:
-        checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
-        account = account_of(recipe.model).account(recipe.model)
-        check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
-        check_step(checkpoint, recipe.training.steps)
+    check_beginning(recipe)
     return recipe
 
 
@@ -138,16 +118,6 @@ def _with_data(
     return Ready(recipe=recipe, identity=identity, host=host, ranks=ranks)
 
 
-def _fits(recipe: Recipe, host: Host, ranks: Ranks | None) -> None:
-    here = ranks.local_world if ranks else recipe.layout.world
-    if recipe.cluster.accelerator != "cuda":
-        return
-    if host.accelerator != "cuda":
-        raise ConfigError("cluster.accelerator", "cuda", "this host shows no GPU", "try cluster.accelerator=cpu")
-    if here > host.count:
-        raise ConfigError("world", here, f"this host has {host.count} GPUs", f"try world={host.count}")
-
-
 def _recorded(
     run: RunFolder, attempt: int, failures: list[local.Failure], console: Console, *, terminal: Collection[int]
 ) -> Outcome:
@@ -156,17 +126,10 @@ def _recorded(
     Args:
         terminal: ranks whose own words are on the terminal already.
     """
-    outcome = run.result(attempt)
-    if outcome is not None:
-        return outcome
-    notes = {note.rank or 0: note for note in run.failures(attempt)}
-    for failure in failures:
-        notes.setdefault(failure.rank, from_exit(failure.exit_code, rank=failure.rank, attempt=attempt))
-    # A status may be a second old, and there may be more steps than rows.
-    status, rows = run.status(), [row["step"] for row in run.metrics("train") if row["attempt"] == attempt]
-    outcome = first_cause(notes.values()) if notes else from_exit(0, attempt=attempt)
-    outcome = replace(outcome, step=max([status.step if status else 0, *rows]), steps=status.steps if status else None)
-    run.write_result(outcome)
+    recorded = run.result(attempt)
+    if recorded is not None:
+        return recorded
+    outcome = conclude(run, attempt, {failure.rank: failure.exit_code for failure in failures})
     if outcome.traceback and outcome.rank not in terminal:
         console.note(outcome.traceback.rstrip())
     console.end(

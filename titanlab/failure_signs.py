@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import errno
 import re
+import resource
 from types import TracebackType
 
 from titanlab.errors import ConfigError, TitanlabError
 
 _OOM = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|std::bad_alloc"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
+    r"|Memory allocation still failed|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
     r"|unable to allocate .* for an array",
     re.IGNORECASE,
 )
+# What loading a library says where the address space is used up; elsewhere it names another reason after this.
+_NO_ROOM = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
+_NO_THREAD = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
 _NODE = re.compile(
     r"uncorrectable (?:ECC|NVLink)|ECC error|GPU is lost|fallen off the bus|cudaErrorDevicesUnavailable"
     r"|CUDA-capable device\(s\) is/are busy or unavailable|stale file handle|Input/output error|NVLink error",
@@ -80,7 +84,23 @@ def _is_oom(error: BaseException, message: str) -> bool:
         return True
     if getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    return isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))
+    if isinstance(error, ImportError) and _NO_ROOM.search(message):
+        return True
+    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _is_without_stack(message)
+
+
+def says_oom(text: str) -> bool:
+    """Whether the last words of a process, in its log, say that memory ran out."""
+    return bool(_OOM.search(text) or _NO_ROOM.search(text)) or _is_without_stack(text)
+
+
+def _is_without_stack(message: str) -> bool:
+    """Whether a thread could not be started for want of memory: its stack had no place within a limit of addresses.
+
+    Without such a limit it is one of processes that was reached, and no word here fits.
+    """
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return limited and bool(_NO_THREAD.search(message))
 
 
 def _is_data(error: BaseException) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+# What a snapshot of the code says about the repository that it was taken from.
+RECORD = "code.json"
 PATCH_LIMIT = 1_000_000
 _UNTRACKED_LIMIT = 100
 _FILE_LIMIT = 200_000
@@ -40,9 +43,11 @@ def git_state(package: Path) -> GitState | None:
     """The state of the repository that tracks a package, or None: an installed one, no git, no time.
 
     A package installed somewhere inside another's repository (a `.venv` in a project) is not that
-    project's code.
+    project's code. For a snapshot it is what was recorded when that was taken.
     """
     root = package.resolve().parent
+    if (root / RECORD).is_file():
+        return _recorded(root / RECORD)
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()).resolve() != root:
         return None
@@ -60,6 +65,15 @@ def git_state(package: Path) -> GitState | None:
         patch=patch,
         patch_complete=complete,
     )
+
+
+def _recorded(record: Path) -> GitState | None:
+    try:
+        git = json.loads(record.read_text(encoding="utf-8")).get("git")
+        known = {each.name: git[each.name] for each in fields(GitState)} if git else None
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+    return None if known is None else GitState(**{**known, "untracked": tuple(known["untracked"])})
 
 
 def _patch(root: Path, changed: str | None, untracked: Sequence[str]) -> tuple[str, bool]:

@@ -75,7 +75,7 @@ _TRAITS: Mapping[OutcomeKind, _Traits] = {
     OutcomeKind.INFEASIBLE: _Traits(2, "the recipe breaks a rule; nothing was trained", False),
     OutcomeKind.DATA: _Traits(65, "the corpus, its tokenizer or its source could not be read", True),
     OutcomeKind.OOM: _Traits(70, "memory ran out, on the device or on the host", False),
-    OutcomeKind.HANG: _Traits(71, "a step or a collective did not finish in time", True, automatic=True),
+    OutcomeKind.HANG: _Traits(71, "a step or a collective did not finish in time", True),
     OutcomeKind.NAN: _Traits(72, "the loss or the gradient is not a finite number", False),
     OutcomeKind.NODE_FAIL: _Traits(73, "a machine or a device failed", True, automatic=True),
     OutcomeKind.PREEMPTED: _Traits(75, "the scheduler took the machines back", True, automatic=True),
@@ -101,6 +101,7 @@ class Outcome:
         echo: the process failed because another one had: a lost connection, a handed-on signal.
         ended: seconds since the epoch.
         metrics: medians after warm-up, last loss and the like, under the names of metrics.jsonl.
+        scheduler: what the scheduler says of the job: `job_id`, `state`, `exit_code`; None where it was not asked.
     """
 
     kind: OutcomeKind
@@ -114,6 +115,7 @@ class Outcome:
     echo: bool = False
     ended: float = field(default_factory=time.time)
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: Mapping[str, Any] | None = None
 
     def to_mapping(self) -> dict[str, Any]:
         """What result.json holds: plain values, null where a number is not finite."""
@@ -193,12 +195,17 @@ def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
     """Of several ranks' failures the one that made the others fail.
 
     A failure with a reason of its own wins over a mere echo of another's, one that a rank could still
-    report over a bare exit code, then the earliest.
+    report over a bare exit code, then the earliest. Of ranks that hang, the one that got least far.
 
     Raises:
         ValueError: there is none.
     """
-    return min(outcomes, key=lambda each: (each.echo, each.traceback is None, each.ended, each.rank or 0))
+    known = list(outcomes)
+    first = min(known, key=lambda each: (each.echo, each.traceback is None, each.ended, each.rank or 0))
+    if first.kind is not OutcomeKind.HANG:
+        return first
+    hung = [each for each in known if each.kind is OutcomeKind.HANG]
+    return min(hung, key=lambda each: (each.echo, each.traceback is None, each.step, each.ended, each.rank or 0))
 
 
 def first_line(error: BaseException) -> str:

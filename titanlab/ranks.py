@@ -64,17 +64,7 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
             started_by="torchrun",
         )
     elif "SLURM_STEP_ID" in environ and _slurm_world(environ) > 1:
-        world = _slurm_world(environ)
-        ranks = Ranks(
-            rank=_number(environ, "SLURM_PROCID"),
-            world=world,
-            local_rank=_number(environ, "SLURM_LOCALID"),
-            local_world=_slurm_local_world(environ),
-            address=environ.get("MASTER_ADDR") or _first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1")),
-            # Steps of one job, and jobs that share a node, must not meet at one port.
-            port=_number(environ, "MASTER_PORT", 20_000 + _number(environ, "SLURM_JOB_ID", 0) % 20_000),
-            started_by="slurm",
-        )
+        ranks = slurm_ranks(environ)
     else:
         return None
     if not 0 <= ranks.rank < ranks.world:
@@ -84,6 +74,43 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
     if not 0 <= ranks.port < 65_536:
         raise ConfigError("MASTER_PORT", ranks.port, "is no port", "try MASTER_PORT=29500")
     return ranks
+
+
+def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
+    """The rank of a task of srun's, also of a single one.
+
+    Raises:
+        ConfigError: a variable that belongs to the set is missing or is no number.
+    """
+    return Ranks(
+        rank=_number(environ, "SLURM_PROCID"),
+        world=_slurm_world(environ),
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world=_slurm_local_world(environ),
+        address=environ.get("MASTER_ADDR") or [*hosts(environ.get("SLURM_STEP_NODELIST", "")), "127.0.0.1"][0],
+        # Steps of one job, and jobs that share a node, must not meet at one port.
+        port=_number(environ, "MASTER_PORT", 20_000 + _number(environ, "SLURM_JOB_ID", 0) % 20_000),
+        started_by="slurm",
+    )
+
+
+def submitit_ranks(environ: Mapping[str, str]) -> Ranks:
+    """The rank of a task that submitit's local controller has started.
+
+    Raises:
+        ConfigError: a variable that belongs to the set is missing or is no number.
+    """
+    world = _number(environ, "SUBMITIT_LOCAL_NTASKS")
+    return Ranks(
+        rank=_number(environ, "SUBMITIT_LOCAL_GLOBALID"),
+        world=world,
+        local_rank=_number(environ, "SUBMITIT_LOCAL_LOCALID"),
+        # It knows one host only.
+        local_world=world,
+        address="127.0.0.1",
+        port=0,
+        started_by="local",
+    )
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -115,7 +142,13 @@ def _slurm_local_world(environ: Mapping[str, str]) -> int:
     return counts[node] if node < len(counts) else 1
 
 
-def _first_host(nodes: str) -> str:
-    """First host of Slurm's short form: `gpu[03-07,12]` → `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    return f"{match[1]}{match[2] or ''}" if match else "127.0.0.1"
+def hosts(nodes: str) -> list[str]:
+    """The hosts of Slurm's short form: `gpu[03-04,12],n1` → gpu03, gpu04, gpu12, n1."""
+    found: list[str] = []
+    for prefix, inner, suffix in re.findall(r"([^,\[]+)(?:\[([^]]*)\])?([^,\[]*)", nodes):
+        for part in inner.split(",") if inner else [""]:
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else None
+            names = [""] if numbers is None else [f"{number:0{len(first)}d}" for number in numbers]
+            found += [f"{prefix}{name}{suffix}" for name in names]
+    return found

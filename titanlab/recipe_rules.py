@@ -23,8 +23,30 @@ def check(recipe: Recipe) -> None:
     Raises:
         ConfigError: the first rule that it breaks.
     """
+    check_all_but_data(recipe)
+    check_data(recipe)
+
+
+def check_all_but_data(recipe: Recipe) -> None:
+    """Hold a resolved recipe to every rule that no data is needed for.
+
+    Raises:
+        ConfigError: the first rule that it breaks.
+    """
     for rule in (_names, _batch, _layout_fits, _rate, _offload, _attention, _options):
         rule(recipe)
+    # What a tracker lacks is told now, not when the model has been made.
+    rules = getattr(implementation(recipe.tracker), "check", None)
+    if rules is not None:
+        rules(recipe.tracker)
+
+
+def check_data(recipe: Recipe) -> None:
+    """Hold a resolved recipe to the rules on its data; those on the corpus itself apply once it has been prepared.
+
+    Raises:
+        ConfigError: the first rule that it breaks.
+    """
     source.check(
         recipe.data,
         seq_len=recipe.training.seq_len,
@@ -33,10 +55,6 @@ def check(recipe: Recipe) -> None:
         vocab_size=recipe.model.vocab_size,
         validation_sequences=recipe.training.validation_sequences if recipe.training.validate_every else 0,
     )
-    # What a tracker lacks is told now, not when the model has been made.
-    rules = getattr(implementation(recipe.tracker), "check", None)
-    if rules is not None:
-        rules(recipe.tracker)
 
 
 def _names(recipe: Recipe) -> None:

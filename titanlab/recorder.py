@@ -7,12 +7,14 @@ the story in train.py has no branches.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -20,9 +22,10 @@ from titanlab import facts, meter
 from titanlab.checkpoint.store import Position
 from titanlab.compile.watch import Watch
 from titanlab.console import Console
+from titanlab.failure_signs import mere_echo
 from titanlab.mesh import Mesh
 from titanlab.meter import Meter
-from titanlab.outcome import Outcome, OutcomeKind, exit_code
+from titanlab.outcome import Outcome, OutcomeKind, classify, exit_code
 from titanlab.progress import Progress
 from titanlab.recipe import Recipe
 from titanlab.run_folder import RunFolder
@@ -186,14 +189,7 @@ class LoggingRecorder(Recorder):
             self._write_status("running")
 
     def finish(self, outcome: Outcome) -> Outcome:
-        summary = {
-            **self._meter.summary(),
-            "first_loss": self._first_loss,
-            meter.LOSS: self._last_loss,
-            meter.VALIDATION_LOSS: self._validation_loss,
-            **self._watch.metrics(),
-            **memory(self._world.device),
-        }
+        summary = {**self._summary(), **memory(self._world.device)}
         outcome = replace(outcome, metrics=summary)
         self._metrics.close()
         self._tracker.finish({**summary, "outcome": outcome.kind.value}, exit_code=outcome.kind.exit_code)
@@ -210,7 +206,19 @@ class LoggingRecorder(Recorder):
     def abandon(self, error: BaseException) -> None:
         """This rank has raised: close what is open; whoever started it writes the result."""
         self._metrics.close()
-        self._tracker.finish({}, exit_code=exit_code(error))
+        # Of an echo the word is another rank's, and not known here.
+        word = {} if mere_echo(error) else {"outcome": classify(error).value}
+        self._tracker.finish({**self._summary(), **word}, exit_code=exit_code(error))
+
+    def _summary(self) -> dict[str, object]:
+        """Medians after warm-up, totals and last losses."""
+        return {
+            **self._meter.summary(),
+            "first_loss": self._first_loss,
+            meter.LOSS: self._last_loss,
+            meter.VALIDATION_LOSS: self._validation_loss,
+            **self._watch.metrics(),
+        }
 
     def _progress(self, step: int, totals: Totals, rate: float, *, step_seconds: float) -> Progress:
         return Progress(
@@ -247,13 +255,24 @@ def open_recorder(
     if not world.logs:
         yield Recorder()
         return
-    with Console(log_file=run.logs / "rank-0.log") as console:
+    with _console(run.logs / "rank-0.log") as console:
         recorder = LoggingRecorder(recipe, run, world, attempt=attempt, position=position, console=console)
         try:
             yield recorder
         except BaseException as error:
             recorder.abandon(error)
             raise
+
+
+@contextlib.contextmanager
+def _console(log: Path) -> Iterator[Console]:
+    """This terminal and the log; the log alone, with the time of day, where all that is printed goes there anyway."""
+    if "TITANLAB_LOG" not in os.environ:
+        with Console(log_file=log) as console:
+            yield console
+        return
+    with Path(os.devnull).open("w") as nowhere, Console(nowhere, errors=nowhere, log_file=log) as console:
+        yield console
 
 
 def _scaling(totals: Totals) -> dict[str, object]:

@@ -6,8 +6,6 @@ result; every rank may leave a note of its own failure. docs/run-folder.md has t
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
@@ -15,11 +13,13 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from titanlab import claim
 from titanlab.atomic_file import write_json, write_text
 from titanlab.config_file import config_text, read_config
 from titanlab.errors import ConfigError
@@ -125,16 +125,34 @@ class RunFolder:
             return []
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def job(self, attempt: int | None = None) -> dict[str, Any] | None:
+        """The job that made the latest attempt, or a given one; None for one that no job made."""
+        return _read_json(
+            self.attempt_folder(max(self.attempts(), default=0) if attempt is None else attempt) / "job.json"
+        )
+
+    def asked_to_cancel(self) -> str | None:
+        """Who has asked that the run be cancelled since its latest attempt began."""
+        wish = _read_json(self.path / "cancel.json")
+        return None if wish is None else str(wish.get("by"))
+
+    def is_claimed(self) -> bool:
+        """Whether a live process works on it."""
+        return claim.is_claimed(self.path)
+
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The rows that count, as `metrics_file.read_metrics` has them."""
         return read_metrics(self.path / "metrics.jsonl", kind)
 
     # Writing
 
-    def begin_attempt(self, config: Mapping[str, Any], env: Mapping[str, Any], *, patch: str | None = None) -> int:
+    def begin_attempt(
+        self, config: Mapping[str, Any], env: Mapping[str, Any] | None, *, patch: str | None = None
+    ) -> int:
         """Open the next attempt: its own config and environment. Safe to race: each caller gets its own number.
 
         Args:
+            env: None for one whose processes never were.
             patch: difference of the code to its commit, kept as `code.patch`.
         """
         for attempt in range(max(self.attempts(), default=0) + 1, 1_000_000):
@@ -144,12 +162,14 @@ class RunFolder:
             except FileExistsError:
                 continue
             write_text(folder / "config.yaml", config_text(config))
-            write_json(folder / "env.json", env)
+            if env is not None:
+                write_json(folder / "env.json", env)
+                write_json(self.path / "env.json", env)
             if patch is not None:
                 write_text(folder / "code.patch", patch)
-            write_json(self.path / "env.json", env)
             # The last attempt's end is not this one's; it stays in that attempt's folder.
             (self.path / "result.json").unlink(missing_ok=True)
+            (self.path / "cancel.json").unlink(missing_ok=True)
             self.write_status(Status(state="starting", attempt=attempt))
             return attempt
         raise AssertionError("a million attempts")
@@ -165,10 +185,14 @@ class RunFolder:
         write_json(self.path / "status.json", {"schema": SCHEMA, **asdict(status)})
 
     def write_result(self, outcome: Outcome) -> None:
-        """Record how an attempt ended, for good: its own result, the run's, and the status."""
-        folder = self.attempt_folder(outcome.attempt)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "result.json", outcome.to_mapping(), durable=True)
+        """Record how an attempt ended, for good: its own result, the run's, and the status.
+
+        With attempt 0 it is the end of a run that waited: no attempt's, and only the run's.
+        """
+        if outcome.attempt:
+            folder = self.attempt_folder(outcome.attempt)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "result.json", outcome.to_mapping(), durable=True)
         write_json(self.path / "result.json", outcome.to_mapping(), durable=True)
         status = self.status() or Status(state="ended")
         self.write_status(
@@ -177,7 +201,7 @@ class RunFolder:
                 state="ended",
                 step=outcome.step,
                 steps=outcome.steps or status.steps,
-                attempt=outcome.attempt,
+                attempt=outcome.attempt or status.attempt,
                 updated=time.time(),
                 seconds_left=None,
                 outcome=outcome.kind.value,
@@ -190,27 +214,17 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"rank-{outcome.rank or 0}.json", outcome.to_mapping(), durable=True)
 
-    @contextlib.contextmanager
-    def claim(self) -> Iterator[None]:
+    def ask_to_cancel(self) -> None:
+        """Ask whoever works on the run to save and end it as cancelled; the next attempt knows nothing of it."""
+        write_json(self.path / "cancel.json", {"by": f"titanlab cancel on {socket.gethostname()}", "time": time.time()})
+
+    def claim(self, *, patience_seconds: float = claim.PATIENCE_SECONDS) -> AbstractContextManager[None]:
         """Hold the run for this process; the claim ends with the block, or with the process however it dies.
 
         Raises:
             ConfigError: another process holds it.
         """
-        descriptor = os.open(self.path / ".claim", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
-                raise ConfigError("run", self.path, f"is in the hands of {holder}", "wait for it, or stop it") from None
-            except OSError:
-                pass  # A file system without locks: nobody can hold it.
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-            yield
-        finally:
-            os.close(descriptor)
+        return claim.claimed(self.path, "run", patience_seconds=patience_seconds)
 
 
 def check_runs(runs: Path | str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -37,12 +38,18 @@ def stage_pieces(
     """
     pieces, stages = account.pieces, len(placement)
     if split is None:
-        first = balanced(_costs(account, block, edges), stages=stages, placement=placement)
+        first = list(_balanced(tuple(_costs(account, block, edges)), tuple(placement)))
     elif all(isinstance(each, int) for each in split):
         first = _by_counts(account, list(split), stages)
     else:
         first = _by_names(account, [str(each) for each in split], stages)
     return [pieces[begin:end] for begin, end in zip(first, [*first[1:], len(pieces)], strict=True)]
+
+
+@functools.cache
+def _balanced(costs: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
+    """First piece of every stage; kept, since a search may take some tenths of a second, and a sweep asks often."""
+    return tuple(balanced(costs, stages=len(placement), placement=placement))
 
 
 def _costs(account: ModelAccount, block: Sequence[Operation], edges: Sequence[Operation]) -> list[float]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.checkpoint.folders import check_shapes, find
+from titanlab.checkpoint.folders import check_shapes, check_step, find
 from titanlab.config_file import read_config
 from titanlab.errors import ConfigError
 from titanlab.huggingface.families import family_of
@@ -32,6 +32,20 @@ KEY = "init_from"
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 16
 _LARGE_BYTES = 1 << 26
+
+
+def check_beginning(recipe: Recipe) -> None:
+    """Hold a new run to what it is to begin with: weights alone, or a checkpoint with all that is in it.
+
+    Raises:
+        ConfigError: there is none, or it is another model's.
+    """
+    check_start(recipe)
+    if recipe.checkpoint.load_from is not None:
+        checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
+        account = account_of(recipe.model).account(recipe.model)
+        check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
+        check_step(checkpoint, recipe.training.steps)
 
 
 def check_start(recipe: Recipe) -> None:

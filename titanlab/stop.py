@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
+from typing import TextIO
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from titanlab.outcome import OutcomeKind
+
+# What each signal asks for. Of several that the ranks have received the one with the largest number counts.
+STOPS: Mapping[int, OutcomeKind] = {
+    signal.SIGINT: OutcomeKind.CANCELLED,
+    signal.SIGUSR2: OutcomeKind.PREEMPTED,
+    signal.SIGTERM: OutcomeKind.PREEMPTED,
+    signal.SIGXCPU: OutcomeKind.WALLTIME,
+}
+STOP_SIGNALS = tuple(STOPS)
 ONE_WISH_SECONDS = 1.0
 
 
 class StopRequest:
-    """Which signal asked this rank to stop; 0 while none did."""
+    """Which signal asked this rank to stop, 0 while none did; and why, where somebody said so."""
 
     def __init__(self) -> None:
         self.signal = 0
+        self.cause: str | None = None
+
+
+def signal_for(kind: OutcomeKind) -> int:
+    """The signal that asks for an end of this kind."""
+    return {wanted: int(number) for number, wanted in STOPS.items() if number != signal.SIGTERM}[kind]
 
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Let SIGINT and SIGTERM set a flag instead of ending the process; another one, a second later, ends it.
+    """Let the signals of STOPS set a flag instead of ending the process; another one, a second later, ends it.
 
     One wish may arrive several times at once: from a terminal and from a launcher, or from the kernel, which
     tells of a dead parent once for each of its threads.
@@ -48,3 +65,29 @@ def stop_request() -> Iterator[StopRequest]:
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def stop_line(kind: OutcomeKind, cause: str) -> str:
+    """What `told_request` understands."""
+    return json.dumps({"signal": signal_for(kind), "cause": cause}) + "\n"
+
+
+@contextlib.contextmanager
+def told_request(lines: TextIO) -> Iterator[StopRequest]:
+    """Let lines set the flag, for a rank whose job hears the signals in its place.
+
+    Slurm sends a signal to every process of a job, and does not say what it means: the job's own process finds
+    out, and all ranks are told the same. The end of the lines is the end of that process, and a wish too.
+    """
+    request = StopRequest()
+
+    def read() -> None:
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                told = json.loads(line)
+                request.cause, request.signal = told["cause"], told["signal"]
+        if not request.signal:
+            request.cause, request.signal = "the job's own process is gone; the run can be resumed", signal.SIGTERM
+
+    threading.Thread(target=read, name="stop", daemon=True).start()
+    yield request

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import signal
 from typing import NamedTuple
 
 import torch
 
 from titanlab.precision.loss_scale import LossScale, ScaledStep
+from titanlab.stop import STOP_SIGNALS
 from titanlab.world import World
 
-STOPS = (int(signal.SIGINT), int(signal.SIGTERM))
+STOPS = tuple(map(int, STOP_SIGNALS))
 
 
 class Totals(NamedTuple):
@@ -20,7 +20,7 @@ class Totals(NamedTuple):
     loss: mean cross-entropy over the valid labels, in nats
     grad_norm: norm of the gradient of that loss, before clipping
     tokens: valid labels of the step
-    stop: the signal that any rank has received (the larger of two), or 0
+    stop: the signal that any rank has received (the largest of several), or 0
     scaled: of a precision that scales its loss: by how much, and what came of it
     """
 

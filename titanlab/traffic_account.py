@@ -15,8 +15,8 @@ from titanlab.account import ModelAccount, style_of
 from titanlab.layout import Layout
 from titanlab.traffic_table import Row, Traffic
 
-# The step's totals: loss, norm, labels and two flags, in float64 (`titanlab.totals`).
-TOTALS_BYTES = 5 * 8
+# The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.totals`).
+TOTALS_BYTES = 7 * 8
 # Styles of a tensor plan by the dim of a parameter that they cut; norms stay whole, the others have no parameters.
 _CUTS = {"colwise": 0, "rowwise": 1, "embedding": 0, "head": 0}
 _MAKES_WHOLE = ("gathered", "head")

@@ -32,13 +32,16 @@ from titanlab.recipe import Recipe
 from titanlab.recorder import open_recorder
 from titanlab.run_folder import RunFolder
 from titanlab.starting_weights import fill_start
-from titanlab.stop import StopRequest, stop_request
+from titanlab.stop import STOPS, StopRequest, stop_request
 from titanlab.totals import Reduction, Totals
+from titanlab.watchdog import Watchdog
 from titanlab.world import World, open_world
 
 _STOPPED = {
-    signal.SIGINT: (OutcomeKind.CANCELLED, "interrupted by SIGINT (Ctrl-C); the run can be resumed"),
-    signal.SIGTERM: (OutcomeKind.PREEMPTED, "asked to end by SIGTERM; the run can be resumed"),
+    signal.SIGINT: "interrupted by SIGINT (Ctrl-C); the run can be resumed",
+    signal.SIGTERM: "asked to end by SIGTERM; the run can be resumed",
+    signal.SIGUSR2: "warned by the scheduler (SIGUSR2); the run can be resumed",
+    signal.SIGXCPU: "its time is used up (SIGXCPU); the run can be resumed",
 }
 
 
@@ -61,6 +64,7 @@ def train(
     ranks: Ranks,
     *,
     stop: StopRequest | None = None,
+    watchdog: Watchdog | None = None,
     observer: Observer | None = None,
 ) -> Outcome:
     """Train a resolved recipe as one of its ranks, from where the run's folder stands to the end.
@@ -69,6 +73,7 @@ def train(
 
     Args:
         stop: the caller's, who may have been asked to stop before torch was imported; None: one of its own.
+        watchdog: is told where the run stands; None: nobody watches.
         observer: looks on.
 
     Returns:
@@ -78,6 +83,7 @@ def train(
         ConfigError: the device is not there, or a checkpoint is of another model.
     """
     observer = observer or Observer()
+    watchdog = watchdog or Watchdog(step_seconds=None, first_seconds=None, note=lambda outcome: None)
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(stop_request())
         world = stack.enter_context(
@@ -112,7 +118,7 @@ def train(
         position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
 
         def save(at: Position) -> None:
-            with recorder.saving():
+            with recorder.saving(), watchdog.pausing("the checkpoint", at.step):
                 # Ranks that share their sequences stand at the same place.
                 states = dict(world.gather((mesh.data_rank, stream.state())))
                 whole = replace(
@@ -135,13 +141,14 @@ def train(
                 position = replace(position, step=known_step, tokens=position.tokens + totals.tokens)
                 observer.after_step(known_step, totals)
                 recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens)
-                outcome = _judge(outcome, known_step, totals)
+                outcome = _judge(outcome, known_step, totals, stop)
 
         saved_step = position.step
         stack.enter_context(_collected_between_steps())
         model.train()
         recorder.start()
         for step in range(position.step + 1, recipe.training.steps + 1):
+            watchdog.step(step)
             with recorder.loading():
                 batch = assembled.place(stream.next_batch())
             with recorder.sending(mesh):
@@ -176,7 +183,7 @@ def train(
             if outcome.kind is not OutcomeKind.DONE:
                 break
             if validates:
-                with recorder.validating(step) as report:
+                with recorder.validating(step) as report, watchdog.pausing("validation", step):
                     report(_validate(recipe, assembled, world, mesh))
             if saves:
                 save(position)
@@ -184,6 +191,7 @@ def train(
 
         # A step that was under way on a GPU when the totals before it told of the end belongs to the run.
         settle(lag=0)
+        watchdog.ending(position.step)
         observer.at_end(model)
         outcome = replace(outcome, step=position.step)
         if recipe.checkpoint.at_end and position.step > saved_step and outcome.kind is not OutcomeKind.NAN:
@@ -217,7 +225,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> fl
     return rate
 
 
-def _judge(outcome: Outcome, step: int, totals: Totals) -> Outcome:
+def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Outcome:
     """The outcome after one more step: unchanged, or the end."""
     if outcome.kind is OutcomeKind.NAN:
         return outcome
@@ -231,8 +239,9 @@ def _judge(outcome: Outcome, step: int, totals: Totals) -> Outcome:
         )
     # After the last step there is nothing left to stop.
     if totals.stop and outcome.kind is OutcomeKind.DONE and step != outcome.steps:
-        kind, cause = _STOPPED[signal.Signals(totals.stop)]
-        return replace(outcome, kind=kind, step=step, cause=cause)
+        # Another rank may have been told what this one was not.
+        told = stop.cause if stop.signal == totals.stop else None
+        return replace(outcome, kind=STOPS[totals.stop], step=step, cause=told or _STOPPED[signal.Signals(totals.stop)])
     return outcome
 
 

@@ -26,6 +26,9 @@ class Training:
         log_every: steps in one row of metrics.
         unmeasured_steps: first steps whose time is left out of the throughput.
         gc_every: steps between garbage collections, which are off in between.
+        step_timeout_seconds: a step that takes longer ends the run as `hang`; null: none does.
+        first_step_timeout_seconds: the same for what takes longer than a step: the start, the first step with its
+            compilation, validation, checkpoints.
     """
 
     steps: int = 1000
@@ -39,6 +42,8 @@ class Training:
     log_every: int = field(default=10, metadata={"identity": False})
     unmeasured_steps: int = field(default=3, metadata={"identity": False})
     gc_every: int = field(default=100, metadata={"identity": False})
+    step_timeout_seconds: float | None = field(default=600.0, metadata={"identity": False})
+    first_step_timeout_seconds: float | None = field(default=3600.0, metadata={"identity": False})
 
     def __post_init__(self) -> None:
         for name in ("steps", "seq_len", "global_batch", "validation_sequences", "log_every", "gc_every"):
@@ -50,6 +55,10 @@ class Training:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"training.{name}", value, "must not be negative", "try 0")
+        for name in ("step_timeout_seconds", "first_step_timeout_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"training.{name}", value, "must be positive", "try 600, or null")
         if self.microbatch is not None and self.microbatch < 1:
             raise ConfigError("training.microbatch", self.microbatch, "must be at least 1", "try 1, or null for all")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:

@@ -1,12 +1,14 @@
 """What every rank runs: `python -m titanlab.worker FOLDER [-]`.
 
-It reads the frozen config.yaml of the run's latest attempt (with `-`, the same as JSON from its input), sets
-the environment that torch reads when it is imported, then imports torch and trains. It knows no Hydra.
+It reads the frozen config.yaml of the run's latest attempt (with `-`, the same as a line of JSON from its input),
+sets the environment that torch reads when it is imported, then imports torch and trains. It knows no Hydra.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -22,7 +24,8 @@ from titanlab.outcome import exit_code, from_exception
 from titanlab.ranks import ALONE, Ranks, joined
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.run_folder import RunFolder, open_run
-from titanlab.stop import stop_request
+from titanlab.stop import stop_request, told_request
+from titanlab.watchdog import Watchdog
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,20 +35,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _write_to_own_log()
     ranks = joined(os.environ) or ALONE
     run = open_run(Path(folder))
-    # From now on a signal waits: for the first step's end, or for the note of a failure.
-    with stop_request() as stop:
+    given = sys.stdin.readline() if rest == ["-"] else None
+    # From now on a wish to stop waits: for the first step's end, or for the note of a failure.
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(told_request(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         try:
-            recipe = from_mapping(json.load(sys.stdin) if rest == ["-"] else run.config(max(run.attempts())))
+            recipe = from_mapping(json.loads(given) if given is not None else run.config(max(run.attempts())))
+            watchdog = _watchdog(recipe, run, ranks)
+            stack.callback(watchdog.close)
             os.environ.update(environment(recipe, ranks))
             if recipe.cluster.accelerator == "cpu":
                 _keep_freed_memory()
             # At once where this host's cache has the data; several ranks of a host may call it together.
             source.prepare(recipe.data, report=lambda line: None)
             # Not at the top: importing torch reads the variables that were set just now.
-            outcome = importlib.import_module("titanlab.train").train(recipe, run, ranks, stop=stop)
+            outcome = importlib.import_module("titanlab.train").train(recipe, run, ranks, stop=stop, watchdog=watchdog)
         except BaseException as error:
             return _failed(error, run, ranks)
     return int(outcome.kind.exit_code)
+
+
+def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Watchdog:
+    return Watchdog(
+        step_seconds=recipe.training.step_timeout_seconds,
+        first_seconds=recipe.training.first_step_timeout_seconds,
+        note=run.write_failure,
+        rank=ranks.rank,
+        attempt=max(run.attempts(), default=1),
+    )
+
+
+def _show_stacks() -> None:
+    """Write Python stacks to standard error when native code crashes, and when whoever watches this rank asks."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # No such file, as under a test's capture.
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _failed(error: BaseException, run: RunFolder, ranks: Ranks) -> int:
@@ -116,6 +140,7 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    _show_stacks()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

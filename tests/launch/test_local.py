@@ -163,6 +163,29 @@ def test_a_rank_that_is_killed_is_told(command):
     assert "Traceback" not in out + err
 
 
+def test_a_rank_that_hangs_is_ended_and_told_with_its_stack(command):
+    # Long enough for a step on a busy machine.
+    how = ["training.steps=60", "training.step_timeout_seconds=8"]
+    code, _, err = command.run(*COPIES, *how, "data.fault=hang", "data.step=3", "data.rank=1")
+    run = command.only_run
+    result = run.result()
+    assert (code, result.kind, result.rank, result.step) == (71, OutcomeKind.HANG, 1, 2)
+    assert "rank 1 stands in _fail (tests/planted.py:" in result.cause
+    assert "in next_batch" in (run.logs / "rank-1.log").read_text()
+    # Rank 0 has this terminal.
+    assert "most recent call first" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
+def test_a_schedulers_warning_is_heard_without_a_scheduler_of_ours(command, number):
+    process = command.start("training.steps=600", "data.seconds=0.05")
+    command.reached(2)
+    process.send_signal(number)
+    code, _, err = finished(process)
+    kind = OutcomeKind.PREEMPTED if number == signal.SIGUSR2 else OutcomeKind.WALLTIME
+    assert (code, command.only_run.result().kind, err) == (kind.exit_code, kind, "")
+
+
 def test_one_process_that_raises_says_so_once(command):
     code, out, err = command.run("training.steps=6", "data.fault=raise", "data.step=4")
     run = command.only_run
@@ -266,7 +289,7 @@ def ranks_run(monkeypatch, tmp_path):
     """Starts ranks that run a shell's script instead of the worker, and keeps what they print."""
 
     def start(world, script):
-        monkeypatch.setattr(local, "_command", lambda folder: ["/bin/sh", "-c", script])
+        monkeypatch.setattr(local, "worker_command", lambda folder: ["/bin/sh", "-c", script])
         (tmp_path / "logs").mkdir(exist_ok=True)
         return local.start(tmp_path, world=world, logs=tmp_path / "logs")
 
@@ -347,7 +370,7 @@ def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):
 
     given = {"name": "x", "training": {"steps": 3}, "none": None}
     script = f'test "$2" = - && cat > {tmp_path}/given'
-    monkeypatch.setattr(local, "_command", lambda folder: ["/bin/sh", "-c", script, "sh", str(folder)])
+    monkeypatch.setattr(local, "worker_command", lambda folder: ["/bin/sh", "-c", script, "sh", str(folder)])
     place = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="a", port=1, started_by="torchrun")
     assert local.start_one(tmp_path, place, config=given) == []
     assert json.loads((tmp_path / "given").read_text()) == given

@@ -17,6 +17,11 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.partition("-")[2])
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in a run's folder of checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.suffix != PART and (path / ".metadata").exists())

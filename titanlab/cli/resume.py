@@ -12,7 +12,7 @@ from yaml import YAMLError
 
 from titanlab.checkpoint.folders import latest
 from titanlab.cli.arguments import Arguments
-from titanlab.cli.translate import value_error
+from titanlab.composition.errors import value_error
 from titanlab.console import Console
 from titanlab.errors import ConfigError
 from titanlab.execute import continue_run, prepare
@@ -36,6 +36,8 @@ CHANGEABLE = (
     "training.validation_sequences",
     "training.unmeasured_steps",
     "training.gc_every",
+    "training.step_timeout_seconds",
+    "training.first_step_timeout_seconds",
 )
 
 

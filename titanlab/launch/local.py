@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from titanlab.ranks import Ranks
+from titanlab.stop import STOP_SIGNALS
 
 POLL_SECONDS = 0.1
 # For the other ranks, once one has failed.
@@ -44,8 +45,8 @@ class Failure:
 def start(folder: Path, *, world: int, logs: Path) -> list[Failure]:
     """Run `titanlab.worker FOLDER` as `world` ranks and wait for their end.
 
-    Rank 0 has this terminal; the others write to `logs/rank-N.log`. SIGINT and SIGTERM are handed on:
-    the ranks agree on a step, save, and end.
+    Rank 0 has this terminal; the others write to `logs/rank-N.log`. SIGINT, SIGTERM and a scheduler's warnings are
+    handed on: the ranks agree on a step, save, and end.
 
     Returns:
         the ranks that ended badly, by rank. What each of them had to say is in the run's folder.
@@ -75,13 +76,13 @@ def start_one(folder: Path, ranks: Ranks, *, config: Mapping[str, Any] | None = 
     """
     with _signals_handed_on() as signals:
         child = subprocess.Popen(
-            [*_command(folder), *(["-"] if config else [])],
-            env={**os.environ, **_environment(ranks)},
+            [*worker_command(folder), *(["-"] if config else [])],
+            env={**os.environ, **worker_environment(ranks)},
             stdin=subprocess.PIPE if config else None,
             start_new_session=True,
         )
         signals.go_to(child.send_signal)
-        child.communicate(json.dumps(config).encode() if config else None)
+        child.communicate(f"{json.dumps(config)}\n".encode() if config else None)
     return [Failure(rank=ranks.rank, exit_code=child.returncode)] if child.returncode else []
 
 
@@ -92,7 +93,7 @@ def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
     # Our own lines say what happened; the agent's would say it again for every rank.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     ranks = range(len(places))
-    executable, *arguments = _command(folder)
+    executable, *arguments = worker_command(folder)
 
     class OwnStreams(LogsSpecs):
         """No redirection: the agent would open a log anew for each attempt, and twice, for output and errors."""
@@ -112,7 +113,7 @@ def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
             name="rank",
             entrypoint=executable,
             args={rank: tuple(arguments) for rank in ranks},
-            envs={rank: _environment(places[rank]) | own_log[rank] for rank in ranks},
+            envs={rank: worker_environment(places[rank]) | own_log[rank] for rank in ranks},
             logs_specs=OwnStreams(),
         )
         pids = context.pids()
@@ -131,11 +132,13 @@ def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
     ]
 
 
-def _command(folder: Path) -> list[str]:
+def worker_command(folder: Path) -> list[str]:
+    """What starts one rank."""
     return [sys.executable, "-m", "titanlab.worker", str(folder)]
 
 
-def _environment(ranks: Ranks) -> dict[str, str]:
+def worker_environment(ranks: Ranks) -> dict[str, str]:
+    """What a rank that this process starts finds in its environment."""
     return ranks.environment() | {"TITANLAB_PARENT": str(os.getpid())}
 
 
@@ -163,7 +166,7 @@ def _wait_for_failure(pids: Mapping[int, int]) -> set[int]:
 
 
 class _Signals:
-    """SIGINT and SIGTERM on their way to the ranks; those that come before there are any wait."""
+    """Wishes to stop on their way to the ranks; those that come before there are any wait."""
 
     def __init__(self) -> None:
         self._waiting: list[int] = []
@@ -171,7 +174,7 @@ class _Signals:
         self.catch()
 
     def catch(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handler)
 
     def go_to(self, send: Callable[[int], None]) -> None:
@@ -190,8 +193,8 @@ class _Signals:
 
 @contextlib.contextmanager
 def _signals_handed_on() -> Iterator[_Signals]:
-    """Hand SIGINT and SIGTERM on instead of dying of them; afterwards all handlers are what they were."""
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    """Hand wishes to stop on instead of dying of them; afterwards all handlers are what they were."""
+    names = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in names}
     try:
         yield _Signals()

@@ -1,0 +1,112 @@
+"""A rank that does not come on: who is late, and how its process ends."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from titanlab import watchdog
+from titanlab.outcome import OutcomeKind, first_cause
+from titanlab.watchdog import Watchdog, hang
+
+HERE = """
+    import ctypes, json, sys, time
+    from titanlab import watchdog
+    from titanlab.watchdog import Watchdog
+    watchdog.LINGER_SECONDS = 0.1
+    watchdog._NATIVE_MARGIN_SECONDS = 0.5
+
+    def note(outcome):
+        print(json.dumps(outcome.to_mapping()), flush=True)
+
+    dog = Watchdog(step_seconds=0.5, first_seconds=FIRST, note=note, rank=3, attempt=2)
+
+    def slow_step():
+        BODY
+
+    slow_step()
+    print("came on")
+"""
+
+
+def ended(body, first=30.0):
+    script = textwrap.dedent(HERE).replace("FIRST", repr(first)).replace("BODY", body)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_step_that_does_not_end():
+    done = ended("dog.step(1); dog.step(2); time.sleep(100)")
+    assert done.returncode == 71
+    told = json.loads(done.stdout)
+    assert (told["kind"], told["step"], told["rank"], told["attempt"], told["exit_code"]) == ("hang", 1, 3, 2, 71)
+    assert told["cause"].startswith("step 2 did not end within 0.5 s: rank 3 stands in slow_step (")
+    assert "in slow_step" in told["traceback"]
+    assert not told["echo"]
+    assert "most recent call first" in done.stderr
+    assert "in slow_step" in done.stderr
+
+
+def test_the_start_and_the_first_step_may_take_longer():
+    done = ended("time.sleep(1); dog.step(1); time.sleep(1); dog.step(2); dog.close(); time.sleep(1)")
+    assert (done.returncode, done.stdout) == (0, "came on\n"), done.stderr
+    assert json.loads(ended("time.sleep(100)", first=0.4).stdout)["cause"].startswith(
+        "the start did not end within 0.4"
+    )
+
+
+def test_so_may_a_pause_between_steps():
+    body = 'dog.step(1); dog.step(2)\n    with dog.pausing("validation", 2):\n        time.sleep(1)\n    dog.ending(2); time.sleep(1)'
+    done = ended(body)
+    assert (done.returncode, done.stdout) == (0, "came on\n"), done.stderr
+
+
+def test_native_code_that_keeps_pythons_lock_is_ended_too():
+    done = ended("dog.step(1); dog.step(2); time.sleep(0.3); ctypes.PyDLL(None).sleep(100)")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(watchdog.NATIVE_SIGN)
+    assert "in slow_step" in done.stderr
+
+
+def test_without_limits_nothing_is_started():
+    dog = Watchdog(step_seconds=None, first_seconds=None, note=pytest.fail)
+    dog.step(1)
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def frame_in(file):
+    """The frame of a function that is defined in a file of this name."""
+    scope = {"sys": sys}
+    exec(compile("def here():\n    return sys._getframe()", str(file), "exec"), scope)
+    return scope["here"]()
+
+
+@pytest.mark.parametrize(
+    ("file", "waits"),
+    [
+        ("/venv/torch/distributed/distributed_c10d.py", True),
+        ("/venv/torch/autograd/graph.py", True),
+        (Path(watchdog.__file__).parent / "totals.py", True),
+        (Path(watchdog.__file__).parent / "data" / "stream.py", False),
+        ("/home/me/observer.py", False),
+    ],
+)
+def test_who_waits_for_others_is_an_echo(file, waits):
+    found = hang("step 3", 600, frame_in(file), rank=1)
+    assert found.echo == waits
+    assert (
+        found.cause
+        == f"step 3 did not end within 600 s: rank 1 {'waits' if waits else 'stands'} in here ({Path(file).parent.name}/{Path(file).name}:2)"
+    )
+
+
+def test_of_ranks_that_hang_the_late_one_is_the_cause():
+    waiting = [hang("step 3", 9, frame_in("/venv/torch/x.py"), rank=rank, step=2) for rank in (0, 2)]
+    late = hang("step 3", 9, frame_in("/home/me/x.py"), rank=1, step=2)
+    behind = hang("step 2", 9, frame_in("/venv/torch/x.py"), rank=3, step=1)
+    assert first_cause([*waiting, late]) is late
+    assert first_cause([*waiting, behind]) is behind
+    assert first_cause(waiting).kind is OutcomeKind.HANG

@@ -1,0 +1,92 @@
+"""The worker of one rank, as a child that hears no signals: it is told what to do by lines on its standard input.
+
+Slurm sends a signal to all processes of a job at once, readers of data and trackers among them. Here they all ignore
+those that ask for an end, from their first instruction on; the parent alone hears them, and decides what is meant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlab.launch.local import worker_command, worker_environment
+from titanlab.outcome import OutcomeKind
+from titanlab.ranks import Ranks
+from titanlab.stop import STOP_SIGNALS, stop_line
+
+
+class Child:
+    """A running worker.
+
+    Args:
+        folder: the run's.
+        config: the recipe as plain values.
+        log: file to which the worker writes what it and its libraries print, after what is there.
+        environment: variables for it, beside this process's.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: Ranks, *, config: Mapping[str, Any], log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self._log = log
+        self._log_begin = log.stat().st_size if log.exists() else 0
+        self._process = subprocess.Popen(
+            [*worker_command(folder), "-"],
+            env={
+                **os.environ,
+                **environment,
+                **worker_environment(ranks),
+                "TITANLAB_TOLD": "1",
+                "TITANLAB_LOG": str(log),
+            },
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_ignore_wishes,
+        )
+        self._write(json.dumps(config) + "\n")
+
+    def poll(self) -> int | None:
+        """Its exit code, -N where signal N ended it; None while it runs."""
+        return self._process.poll()
+
+    def ask_to_stop(self, kind: OutcomeKind, cause: str) -> None:
+        """Have it agree with the other ranks on a step, save and end."""
+        self._write(stop_line(kind, cause))
+
+    def show_stacks(self) -> None:
+        """Have it write the Python stacks of all its threads into its log."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End it now, with the processes that it has started for itself, and wait until it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def said(self, limit: int = 50_000) -> str:
+        """The end of what it has written into its log."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(self._log_begin, file.seek(0, os.SEEK_END) - limit))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        # Dead already: its exit code will say so.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+
+def _ignore_wishes() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
