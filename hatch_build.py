@@ -10,7 +10,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class ConfigFolders(BuildHookInterface):
-    """Maps conf/ to titanlab/conf/; groups that are links in it (conf/launch) become folders."""
+    """Maps conf/ to titanlab/conf/; groups that are links in it (conf/launch, conf/sweeps) become folders."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the folder to a build that is not an editable one."""

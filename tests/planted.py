@@ -78,6 +78,18 @@ class PlantedStream:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "exit":
             os._exit(self._config.code)
+        elif fault == "hang":
+            time.sleep(3600)
+        elif fault == "memory":
+            import torch
+
+            # Only under a limit does it come to an end: what nobody has written to takes no memory.
+            held = [torch.empty(1 << 28, dtype=torch.uint8) for _ in range(256)]
+            raise AssertionError(f"there is no limit: {len(held)} tensors of 256 MiB")
+        elif fault == "fill":
+            # In 3 s a GiB and a half, which is then given back: somebody has to look.
+            held = [(bytearray(os.urandom(1 << 20) * 50), time.sleep(0.1)) for _ in range(30)]
+            raise AssertionError(f"nobody minded {len(held)} times 50 MiB")
         elif fault:
             os.kill(os.getpid(), signal.Signals[fault])
 

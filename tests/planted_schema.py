@@ -12,7 +12,8 @@ class Planted:
     vocab_size: int = 256
     # Labels that do not count, unevenly: of sample g a share of (g % 4) / 3.
     gaps: bool = False
-    # What happens when a rank asks for the batch of a step: raise, kill, exit, SIGINT or SIGTERM.
+    # What happens when a rank asks for the batch of a step: raise, kill, exit, hang, memory, fill,
+    # SIGINT or SIGTERM.
     # At step 0 it raises before it joins its peers.
     fault: str = field(default="", metadata={"identity": False})
     step: int = field(default=0, metadata={"identity": False})

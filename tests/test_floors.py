@@ -24,8 +24,8 @@ FLOORS: dict[int, list[str]] = {
     # Sums: no torch at all.
     1: [
         """account layout hardware flops meter outcome identity host ranks stop
-        run_folder run_status run_search quiet_import metrics_file config_file git_state provenance failure_signs
-        traffic_table setting attention_order foreign""",
+        run_folder points_file run_status run_search claim watchdog quiet_import metrics_file config_file git_state
+        provenance failure_signs traffic_table setting attention_order foreign""",
         "schedule.action schedule.placement schedule.order schedule.timeline schedule.split",
     ],
     # Declarations: what each part says about itself. Torch-free too; one group for each part, by DECLARES.
@@ -38,11 +38,13 @@ FLOORS: dict[int, list[str]] = {
         *["ac", "compile", "initialise weights huggingface", "totals", "peak", "traffic"],
     ],
     # Assembly.
-    5: ["recipe recipe_rules assemble stage stage_pieces layout_rules"],
+    5: ["recipe recipe_rules assemble stage stage_pieces layout_rules composition"],
     # Story.
-    6: ["train recorder facts generate parity conformance execute starting_weights origin interchange"],
+    6: ["train recorder facts generate parity conformance attempt execute starting_weights origin interchange"],
+    # Study: many runs.
+    7: ["sweep report"],
     # Doors.
-    7: ["cli __main__", "worker"],
+    8: ["cli __main__", "worker"],
 }
 DECLARATIONS = 2
 DECLARES = ("schema", "account")  # last word of such a module's name
@@ -55,7 +57,7 @@ HEAVY = {
 # Above those floors: packages that never import torch, and that import the rest inside functions only.
 TORCH_FREE_PARTS = ("data", "schedule")
 # What the command line imports before it has anything to train.
-LIGHT_DOORS = ("recipe", "cli.verbs", "cli.compose")
+LIGHT_DOORS = ("recipe", "composition.recipes", "cli.verbs", "cli.compose")
 
 
 class Place(NamedTuple):

@@ -93,7 +93,8 @@ def pip(*arguments: str) -> None:
 @pytest.mark.full
 def test_the_wheel_has_every_yaml_and_every_module(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    folders = [(ROOT / "conf", "titanlab/conf"), (ROOT / "launch", "titanlab/conf/launch")]
+    folders = [(ROOT / "conf", "titanlab/conf")]
+    folders += [(ROOT / name, f"titanlab/conf/{name}") for name in ("launch", "sweeps")]
     expected = {f"{place}/{path.relative_to(top)}" for top, place in folders for path in top.rglob("*.yaml")}
     expected |= {str(path.relative_to(ROOT)) for path in (ROOT / "titanlab").rglob("*.py")}
     assert expected <= names
@@ -124,4 +125,5 @@ def test_an_installed_wheel_composes_in_an_empty_folder(wheel, tmp_path):
     assert re.search(r"^seed: 17$", composed, re.MULTILINE)
     assert re.search(r"^launch:$", composed, re.MULTILINE)
     assert str(site) in titanlab_says("train", "--info", "searchpath")
+    assert "6 to submit" in titanlab_says("sweep", "+sweeps=quickstart_layouts", "--dry-run")
     assert list(empty.iterdir()) == []

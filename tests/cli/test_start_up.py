@@ -29,6 +29,14 @@ CALLS = [
     ("train --cfg job --resolve +recipe=quickstart", 0),
     ("train --info searchpath", 0),
     ("train --help", 0),
+    ("sweep --help", 0),
+    ("sweep +sweeps=quickstart_layouts --dry-run", 0),
+    ("sweep +sweeps=quickstart_layouts --cfg job", 0),
+    ("sweep +sweeps=nope", 2),
+    ("status nope", 2),
+    ("cancel nope", 2),
+    ("retry nope --outcome oom", 2),
+    ("collect nope", 2),
     ("completion query", 0),
 ]
 # Prints, for every call, its exit code and the heavy modules that there are after it.

@@ -9,27 +9,34 @@ from titanlab.outcome import Outcome, OutcomeKind
 
 
 @pytest.mark.parametrize(
-    ("ends", "started", "code"),
+    ("arguments", "waits"),
     [
-        (["done", "done", "done"], 3, 0),
-        (["done", "nan", "done"], 3, 72),
-        (["crash", "done", "oom"], 3, 1),
-        (["done", "cancelled", "done"], 2, 130),
-        (["preempted", "done", "done"], 1, 75),
+        ("-m seed=0,1", True),
+        ("seed=0 --multirun", True),
+        ("+sweeps=quickstart_layouts", True),
+        # On this host the command would be over before the first run is.
+        ("launch=slurm cluster=cpu", False),
     ],
 )
-def test_several_runs_go_on_after_a_failure_and_not_after_a_stop(monkeypatch, ends, started, code):
-    runs = []
+def test_what_is_more_than_one_run_here_is_submitted(monkeypatch, arguments, waits):
+    given = []
+    monkeypatch.setattr(train, "run_study", lambda each: given.append(each) or 7)
+    assert train.main(["data=synthetic", *arguments.split()]) == 7
+    (asked,) = given
+    assert asked.rest == ("data=synthetic", *arguments.split())
+    assert (asked.wait, asked.whole, asked.dry_run, asked.force) == (waits, waits, False, False)
 
-    def execute(run, console):
-        runs.append(run)
-        return Outcome(kind=OutcomeKind(run))
 
-    monkeypatch.setattr(train, "compose", lambda arguments: ends)
+@pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}])
+def test_one_run_is_executed_here(monkeypatch, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "execute", lambda run, console: Outcome(kind=OutcomeKind.NAN))
     monkeypatch.setattr(train, "prepare", lambda recipes, report: recipes)
-    monkeypatch.setattr(train, "execute", execute)
-    assert train.main([]) == code
-    assert runs == ends[:started]
+    monkeypatch.setattr(train, "run_study", lambda given: pytest.fail("submitted"))
+    # A rank that somebody else started has been launched already.
+    launch = ["launch=slurm", "cluster=cpu"] if environ else []
+    assert train.main(["data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
 
 
 def test_ctrl_c_before_anything_starts_is_one_line(monkeypatch, capsys):

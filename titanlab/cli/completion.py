@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
@@ -30,6 +31,7 @@ complete -o nospace -o default -F _titanlab titanlab
 """
 _FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package", "--resolve")
 _OF_RUNS = ("resume", "generate", "export")
+_OF_SWEEPS = ("status", "cancel", "retry", "collect")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,12 +54,14 @@ def _words(line: str) -> Sequence[str]:
         return list(VERBS)
     if words[1] in _OF_RUNS:
         return [run.path.name for run in list_runs("runs")]
-    if words[1] != "train":
+    if words[1] in _OF_SWEEPS:
+        return [path.name for path in sorted(Path("runs").glob("*")) if path.is_dir()]
+    if words[1] not in ("train", "sweep"):
         return []
     if line.rpartition(" ")[2].startswith("-"):
         return _FLAGS
-    # Hydra's own completion, as if `titanlab train` were one program's name.
-    os.environ["COMP_LINE"] = "titanlab" + (line.partition(" train")[2] or " ")
+    # Hydra's own completion, as if the two words were one program's name.
+    os.environ["COMP_LINE"] = "titanlab" + (line.partition(f" {words[1]}")[2] or " ")
     found = io.StringIO()
     with contextlib.redirect_stdout(found):
         compose(["-sc", "query=bash"])

@@ -1,28 +1,39 @@
-"""`titanlab train …`: compose a recipe with Hydra and run it; with -m several, one after another."""
+"""`titanlab train …`: compose a recipe with Hydra and run it, here or where `launch` says; with -m several."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from titanlab.cli.compose import compose
+from titanlab.cli.sweep import Given, run_study
+from titanlab.composition.flags import Flags, read_flags
 from titanlab.console import Console
 from titanlab.execute import execute, prepare
-from titanlab.outcome import OutcomeKind
+from titanlab.ranks import joined
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code of the first run that did not end well, or 0.
-
-    A run that fails does not keep the next ones from starting; one that a person stopped does.
-    """
-    codes: list[int] = []
+    """Returns the exit code of the first run that did not end well, or 0."""
+    flags = read_flags(arguments)
+    # What was typed for one command is meant as a whole: a point that cannot be run is a mistake.
+    many = Given(rest=tuple(arguments), wait=True, whole=True)
+    if flags.starts and _is_sweep(flags):
+        return run_study(many)
     recipes = compose(arguments)
+    if not recipes:
+        return 0
+    if len(recipes) > 1:
+        return run_study(many)
+    if recipes[0].launch.kind != "local" and joined(os.environ) is None:
+        # A study of one point.
+        return run_study(Given(rest=tuple(arguments)))
     with Console() as console:
-        # All are checked before the first one starts.
-        ready = prepare(recipes, console.note)
-        for run in ready:
-            outcome = execute(run, console)
-            codes.append(outcome.kind.exit_code)
-            if outcome.kind in (OutcomeKind.CANCELLED, OutcomeKind.PREEMPTED):
-                break
-    return next((code for code in codes if code), 0)
+        (ready,) = prepare(recipes, console.note)
+        return execute(ready, console).kind.exit_code
+
+
+def _is_sweep(flags: Flags) -> bool:
+    """Whether the command line asks for several points."""
+    keys = {override.partition("=")[0].lstrip("+") for override in flags.overrides}
+    return flags.multirun or "sweeps" in keys

@@ -15,6 +15,11 @@ from titanlab.outcome import OutcomeKind
 # verb → (module, what it does). Modules are imported when called: some need torch, most do not.
 VERBS = {
     "train": ("titanlab.cli.train", "run a recipe: titanlab train +recipe=quickstart training.steps=50"),
+    "sweep": ("titanlab.cli.sweep", "run many: titanlab sweep +sweeps=quickstart_layouts --dry-run"),
+    "status": ("titanlab.cli.status", "show where the runs of a sweep stand, and why those that failed did"),
+    "cancel": ("titanlab.cli.cancel", "end a sweep's jobs, or some of them; what is done stays done"),
+    "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
+    "collect": ("titanlab.cli.collect", "write a sweep's results as one parquet and one CSV file"),
     "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
     "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),

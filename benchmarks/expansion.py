@@ -1,0 +1,100 @@
+"""What planning a sweep costs: a thousand points expanded and pruned, and the survivors composed, checked and hashed.
+
+Nothing is trained. Each round plans the whole sweep anew in a process of its own; the median over the rounds counts.
+Seconds are of the processor, which others on the machine hardly change: planning has one thread, and waits for nothing.
+Prints one JSON object; `--write` also keeps it under benchmarks/results/.
+
+    python benchmarks/expansion.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+# 1,000 points: layouts × precisions × checkpointing × rates, some of which no condition lets through or no world fits.
+SWEEP = (
+    *("model=llama_5m", "data=synthetic", "compile=block", "optimizer.schedule.warmup_steps=0"),
+    "parallelism=single,ddp,fsdp,fsdp_tp,fsdp_tp_pp",
+    *("world=1,2,4,8", "precision=fp32,bf16", "ac=none,full,selective_op,selective_layer,memory_budget"),
+    "optimizer.lr=1e-4,2e-4,4e-4,8e-4,1.6e-3",
+)
+
+
+def measure() -> dict[str, float]:
+    """Seconds of each stage of one plan, in this process."""
+    begun = time.process_time()
+    # Importing is a part of what a person waits for.
+    from titanlab.sweep import study
+
+    imported = time.process_time()
+    request = study.read_request(SWEEP)
+    composer = study.Composer(request.loader, request.points)
+    left = study.Sieve(request.points, whole=False)
+    left.keep(lambda point, _: study.prune(composer, point, request.where))
+    pruned = time.process_time()
+    recipes = left.keep(lambda point, _: composer.recipe(point))
+    composed = time.process_time()
+    planned = study.plan_study(SWEEP, print, prepare_data=False)
+    whole = time.process_time()
+    data = study.DataOnce()
+    for each in planned.planned:
+        data.identify(each.recipe)
+    hashed = time.process_time()
+    survivors = len(recipes)
+    return {
+        "points": len(request.points),
+        "survivors": survivors,
+        "import_seconds": imported - begun,
+        "expand_and_prune_seconds": pruned - imported,
+        "compose_ms_each": 1e3 * (composed - pruned) / survivors,
+        "hash_ms_each": 1e3 * (hashed - whole) / len(planned.planned),
+        "plan_seconds": whole - composed,
+        "compose_check_and_hash_ms_each": 1e3 * (whole - composed - (pruned - imported)) / survivors,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--once", action="store_true", help="one round, in this process")
+    parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")
+    args = parser.parse_args()
+    if args.once:
+        print(json.dumps(measure()))
+        return
+    rounds = []
+    for _ in range(args.rounds):
+        done = subprocess.run([sys.executable, __file__, "--once"], capture_output=True, text=True, check=True)
+        rounds.append(json.loads(done.stdout))
+    figures = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "hydra": importlib.metadata.version("hydra-core"),
+        "rounds": args.rounds,
+        **{name: round(statistics.median(each[name] for each in rounds), 3) for name in rounds[0]},
+        "expand_and_prune_seconds_range": [
+            round(edge(each["expand_and_prune_seconds"] for each in rounds), 3) for edge in (min, max)
+        ],
+    }
+    text = json.dumps(figures, indent=2)
+    print(text)
+    if args.write:
+        kept = HERE / "results" / "expansion.json"
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

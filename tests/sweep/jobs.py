@@ -1,0 +1,120 @@
+"""A sweep's folder with one run in it, and its job's processes as submitit's local controller starts them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests import tiny
+from tests.planted_schema import Planted
+from titanlab.identity import identify
+from titanlab.launch.shape import Shape
+from titanlab.recipe import to_mapping
+from titanlab.run_folder import RunFolder, create_run
+from titanlab.sweep.submission import Submission, write_submission
+from titanlab.sweep.sweep_folder import SweepFolder
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Jobs:
+    """Makes runs of one sweep, and starts their jobs' ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        package = folder / "installed" / "planted-1.dist-info"
+        package.mkdir(parents=True)
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
+        (package / "entry_points.txt").write_text("[titanlab.options]\nplanted = tests.planted_schema\n")
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": f"{package.parent}{os.pathsep}{ROOT}",
+            "SUBMITIT_EXECUTOR": "local",
+        }
+        self.processes: list[subprocess.Popen[str]] = []
+        self.started = 0
+
+    @property
+    def sweep(self) -> SweepFolder:
+        return SweepFolder(self.folder / "runs" / "sweep")
+
+    def run(self, world: int, *, launcher: str = "local", name: str = "run", **given) -> RunFolder:
+        """A run that nobody has begun, with a submission of its own."""
+        data = Planted(**{key: given.pop(key) for key in list(given) if key in Planted.__dataclass_fields__})
+        layout = {"replicate": world} if world > 1 else {}
+        made = tiny.recipe(self.folder / "runs", sweep="sweep", name=name, data=data, **layout, **given)
+        identity = identify(made, data="tiny", hardware="cpu", repeat=made.repeat)
+        run = create_run(made.runs, sweep=made.sweep, name=name, identity=identity, config=to_mapping(made))
+        self.submit(run, world, launcher=launcher)
+        return run
+
+    def submit(self, run: RunFolder, world: int, *, launcher: str = "local") -> Submission:
+        submission = Submission(
+            token=f"{len(self.sweep.submissions()):010x}",
+            launcher=launcher,
+            code="code",
+            state="submitted",
+            job_id="7",
+            shape=Shape(processes=world, tasks_per_node=world),
+            launch={},
+            runs=(run.path.name,),
+        )
+        write_submission(self.sweep.path, submission)
+        return submission
+
+    def start(self, run: RunFolder, world: int, *, preamble: str = "", **environment) -> list[subprocess.Popen[str]]:
+        """The ranks of the run's latest job."""
+        job = self.sweep.job_of(run.path.name)
+        assert job is not None
+        self.started += 1
+        command = [sys.executable, "-m", "titanlab.sweep.job", str(self.sweep.path), job[0].token, "0"]
+        if preamble:
+            command = ["sh", "-c", f'{preamble}; exec "$@"', "sh", *command]
+        ranks = [
+            subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env={
+                    **self.environment,
+                    "SUBMITIT_LOCAL_JOB_ID": f"{os.getpid()}{self.started:03d}",
+                    "SUBMITIT_LOCAL_NTASKS": str(world),
+                    "SUBMITIT_LOCAL_GLOBALID": str(rank),
+                    "SUBMITIT_LOCAL_LOCALID": str(rank),
+                    **environment,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        self.processes += ranks
+        return ranks
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def ended(ranks, seconds=300.0) -> tuple[list[int], str]:
+    """Exit codes by rank, and all that was said."""
+    said = [rank.communicate(timeout=seconds)[0] for rank in ranks]
+    return [rank.returncode for rank in ranks], "".join(said)
+
+
+def until(true, seconds=200.0):
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.05)
+    return found
+
+
+def send(ranks, number: signal.Signals) -> None:
+    for rank in ranks:
+        rank.send_signal(number)

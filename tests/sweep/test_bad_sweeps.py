@@ -1,0 +1,155 @@
+"""Wrong sweeps: one line with key, value, rule and cure, exit code 2, nothing submitted and nothing made."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.files import BASE, sweep_text, write_sweep
+from titanlab.cli import main
+from titanlab.sweep.sweep_folder import SweepFolder
+
+LINE = re.compile(r"error: (?P<key>[^=\n]+)=(?P<value>[^\n]*?): (?P<rule>[^\n]+); (?P<cure>[^\n]+)\n")
+GOOD = {"product": {"seed": [0, 1]}}
+SLURM = "launch=slurm cluster=cpu launch.minutes=5"
+
+# What the space is, what else the sweeper's node has, how the line begins, and what it has in it besides.
+SPACES = [
+    (None, {"spaces": GOOD}, "hydra.sweeper.spaces=: is no key of the sweeper", "space, where and repeats"),
+    ({}, {}, "space={}: has no word of a space", "write product"),
+    ([], {}, "space=[]: is no space", "write product"),
+    ({"product": {}}, {}, "space.product={}: has no key", "write product"),
+    ({"list": []}, {}, "space.list=[]: has no point", ""),
+    ({"product": {"seed": []}}, {}, "space.product.seed=[]: has no value", ""),
+    ({"produkt": {"seed": [0]}}, {}, "space=produkt: has no word of a space", "did you mean product?"),
+    ({"product": {"seed": [0]}, "zip": {"world": [1]}}, {}, "space=product, zip: has product and zip", "a space has one word"),
+    ({"product": {"seed": 3}}, {}, "space.product.seed=3: must be a list", "write seed: [3]"),
+    ({"product": {"seed": [0, 1, 0]}}, {}, "space.product.seed=0: is there twice", "repeats"),
+    ({"list": [{"seed": 1, "world": 1}, {"world": 1, "seed": 1}]}, {}, "space=world=1, seed=1: is there twice", "repeats"),
+    ({"zip": {"seed": [0, 1], "training.steps": [5]}}, {}, "space.zip=1: pairs seed", "as many"),
+    ({"product": [{"seed": [0]}, {"seed": [1]}]}, {}, "space.product=seed: is set by two parts", ""),
+    ({"product": {"training.stepz": [5]}}, {}, "training.stepz=5: is no key of this recipe", "did you mean training.steps?"),
+    ({"product": {"paralelism": ["fsdp"]}}, {}, "paralelism=fsdp: is no key of this recipe", "did you mean parallelism?"),
+    ({"product": {"parallelism": ["fsdp", "fspd_tp"]}}, {}, "parallelism=fspd_tp: is no option of this group", "try fsdp_tp"),
+    ({"product": {"parallelism": ["schema"]}}, {}, "parallelism=schema: is no option", "known: cp,"),
+    ({"product": {"compile": [False]}}, {}, "compile=false: is true or false", 'put it in quotes: "off"'),
+    ({"product": {"model": [3]}}, {}, "model=3: is no option", ""),
+    ({"product": {"training.steps": [5, "many"]}}, {}, "training.steps=many: must be a whole number", "try 1000"),
+    ({"product": {"hydra.job.name": ["a", "b"]}}, {}, "hydra.job.name=a,b: is Hydra's own", "one value"),
+    ({"product": {"sweep": ["a", "b"]}}, {}, "sweep=a,b: is one for the whole sweep", ""),
+    ({"product": {"runs": ["a", "b"]}}, {}, "runs=a,b: is one for the whole sweep", ""),
+    ({"product": {"optimizer.lr": list(range(1, 400)), "seed": list(range(400))}}, {}, "space=159600: are more points", ""),
+    (GOOD, {"repeats": 0}, "repeats=0: must be a whole number", ""),
+    (GOOD, {"repeats": "two"}, "repeats=two: must be a whole number", ""),
+    ({"product": {"repeat": [0, 1]}}, {"repeats": 2}, "repeat=0,1: is counted by repeats", ""),
+    (GOOD, {"where": ["__import__('os').system('touch /tmp/x') == 0"]}, "where=__import__", "calls a function"),
+    (GOOD, {"where": ["().__class__.__bases__"]}, "where=().__class__", "takes a part of something"),
+    (GOOD, {"where": ["(lambda: true)()"]}, "where=(lambda: true)()", "calls a function"),
+    (GOOD, {"where": ["seed =< 1"]}, "where=seed =< 1: cannot be read", ""),
+    (GOOD, {"where": ["trainig.steps > 1"]}, "where=trainig.steps > 1: asks for trainig.steps", "did you mean training.steps?"),
+    (GOOD, {"where": ["ac.budget > 1"]}, "where=ac.budget > 1: asks for ac.budget, which seed0 does not have", "ask first"),
+    (GOOD, {"where": ["seed"]}, "where=seed: is 0 for seed0", "compare"),
+    (GOOD, {"where": ["precision > 3"]}, "where=precision > 3: cannot be computed", ""),
+    (GOOD, {"where": {"seed": 1}}, "where={'seed': 1}: must be a list of conditions", ""),
+    (GOOD, {"where": ["seed > 5"]}, "where=seed > 5: is met by none of 2 points", ""),
+    ({"product": {"parallelism": ["tp"], "world": [3, 5]}}, {}, "space=parallelism,world: none of 2 points can be run", "rule: parallelism.tensor"),
+    ({"product": {"training.global_batch": [-1]}}, {}, "training.global_batch=-1: must be at least 1", ""),
+]  # fmt: skip
+# What follows a good file on the command line.
+ARGUMENTS = [
+    ("seed=5", "seed=5: is one value for all points", "leave it out"),
+    ("seed=5,6", "seed=5,6: is swept by the sweep's file too", "leave it out"),
+    ("training.steps=interval(1,9)", "training.steps=interval(1,9): has no end of values", "range("),
+    ("training.stepz=3", "training.stepz=3: is no key of this recipe", "did you mean training.steps?"),
+    ("model=debgu", "model=debgu: is no option", "try debug"),
+    ("precision=glob(x*)", "precision=glob(x*): fits no value", ""),
+    ("hydra/sweeper=nope", "hydra/sweeper=nope: is no option", ""),
+    ("hydra/launcher=mine", "hydra/launcher=mine: would run the points by itself", "launch=slurm"),
+    ("hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system: would run the points", ""),
+    ("launch=slurm", "cluster.accelerator=auto: is whatever this host has", "cluster=h100"),
+    (f"{SLURM} launch.partition=fast", "launch.partition=fast: Slurm knows no such partition", "known: large, normal"),
+    (f"{SLURM} cluster.nodes=2 parallelism=fsdp world=32 training.global_batch=32", "world=32: is more than the cluster's 2 nodes", ""),
+    (f"{SLURM} launch.partition=normal parallelism=fsdp world=64 training.global_batch=64", "world=64: needs 8 nodes", ""),
+    ("sweep=taken", "sweep=taken: ", "belongs to another sweep"),
+    ("sweep=a/b", "sweep=a/b: becomes a folder's name", ""),
+    ("runs=/dev/null/runs", "runs=/dev/null/runs: cannot be written", ""),
+    ("checkpoint.load_from=nowhere", "checkpoint.load_from=nowhere: there is no such folder", ""),
+    ("--dry-run --wait", "arguments=", "submits nothing to wait for"),
+    ("--nope", "arguments=--nope: is no flag", ""),
+]  # fmt: skip
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """`refused(*arguments)`: the line with which `titanlab sweep` refuses them."""
+    fake = FakeSlurm(tmp_path / "slurm")
+    for name, value in fake.environment.items():
+        monkeypatch.setenv(name, value)
+    here = tmp_path / "here"
+    taken = SweepFolder(here / "runs" / "taken")
+    taken.path.mkdir(parents=True)
+    taken.write_manifest({"name": "taken", "origin": "sweeps/another"}, [])
+    monkeypatch.chdir(here)
+
+    def files():
+        return sorted(os.path.join(folder, name) for folder, _, names in os.walk(here) for name in names)
+
+    def call(*arguments):
+        before = files()
+        capsys.readouterr()
+        code = main(["sweep", *arguments])
+        said = capsys.readouterr()
+        assert (code, said.out) == (2, ""), said
+        assert LINE.fullmatch(said.err), said.err
+        assert files() == before
+        assert fake.jobs() == {}
+        return said.err
+
+    return call
+
+
+@pytest.mark.parametrize(("space", "node", "begins", "has"), SPACES, ids=[case[2] for case in SPACES])
+def test_a_wrong_file_is_refused(refused, tmp_path, space, node, begins, has):
+    said = refused(*write_sweep(tmp_path, sweep_text(space, node=node)))
+    assert said.startswith(f"error: {begins}")
+    assert has in said
+
+
+@pytest.mark.parametrize(("arguments", "begins", "has"), ARGUMENTS, ids=[case[0] for case in ARGUMENTS])
+def test_wrong_arguments_are_refused(refused, tmp_path, arguments, begins, has):
+    launcher = tmp_path / "hydra" / "launcher" / "mine.yaml"
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text("_target_: my.Launcher\n")
+    said = refused(*write_sweep(tmp_path, sweep_text(GOOD)), *arguments.split())
+    assert said.startswith(f"error: {begins}")
+    assert has in said
+
+
+@pytest.mark.parametrize(
+    ("text", "begins", "has"),
+    [
+        ("# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {space: {}}}\n", "hydra.sweeper.space=: is no key of the sweeper", "override /hydra/sweeper: space"),
+        ("# @package _global_\ndefaults:\n  - override /model: debug\n  - /recipe: quickstart\n", "override /model=debug: comes before what", "at the end"),
+        ("# @package _global_\ndefaults:\n  - /recipe: nope\n", "recipe=nope: is no option", "known: "),
+        ("# @package _global_\nhydra: [\n", "file=", "is no YAML"),
+        ("# @package _global_\ntrainig: {steps: 3}\n", "trainig=: is no key of this recipe, and sweeps/mine.yaml sets it", "did you mean training"),
+        (sweep_text(GOOD).replace("# @package _global_\n", ""), "sweeps=mine: ", ""),
+    ],
+)  # fmt: skip
+def test_a_file_that_does_not_compose_is_refused(refused, tmp_path, text, begins, has):
+    said = refused(*write_sweep(tmp_path, text))
+    assert said.startswith(f"error: {begins}")
+    assert has in said
+
+
+def test_a_sweeps_file_is_added(refused):
+    assert "try +sweeps=ac_memory" in refused("sweeps=ac_memory")
+
+
+def test_a_sweep_is_submitted_once_and_not_by_every_process(refused, tmp_path, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "start it without torchrun or srun" in refused(*write_sweep(tmp_path, sweep_text(GOOD, base=BASE)))

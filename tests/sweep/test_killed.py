@@ -1,0 +1,68 @@
+"""A submitter is killed at random moments, and the next one finishes its work: nothing twice, nothing missing."""
+
+import collections
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlab.sweep.local_submit import has_work
+from titanlab.sweep.sweep_folder import SweepFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+def killed(folder, launcher, rounds):
+    command = [sys.executable, "-m", "tests.sweep.killed", str(folder), launcher, str(rounds)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # Of moments spread over the whole of a submission, most are in it.
+    assert sum(each["killed"] for each in found["rounds"]) >= rounds // 2
+    assert [each["again"] for each in found["rounds"]] == [0] * rounds
+    return found
+
+
+def submitted_once(folder, count):
+    runs = collections.Counter(run for each in folder.submissions() for run in each.runs)
+    assert len(runs) == count
+    assert set(runs.values()) == {1}
+    assert all(each.state == "submitted" for each in folder.submissions())
+    assert sorted(runs) == [run.path.name for run in folder.runs()]
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)])
+def test_slurm_has_every_job_once(tmp_path, rounds):
+    found = killed(tmp_path, "slurm", rounds)
+    # One that was left behind would have come by now.
+    time.sleep(1.0)
+    jobs = [json.loads(path.read_text()) for path in (tmp_path / "slurm" / "jobs").glob("*.json")]
+    arrays = {job["flags"]["job-name"]: len(job["states"]) for job in jobs}
+    assert len(arrays) == len(jobs)
+    known = {}
+    for each in found["rounds"]:
+        folder = SweepFolder(Path(each["folder"]))
+        submitted_once(folder, found["runs"])
+        known.update({submission.job_name: len(submission.runs) for submission in folder.submissions()})
+    whole = SweepFolder(tmp_path / "whole" / "layouts")
+    known.update({submission.job_name: len(submission.runs) for submission in whole.submissions()})
+    assert arrays == known
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)])
+def test_this_host_runs_every_job_once(tmp_path, rounds):
+    found = killed(tmp_path, "local", rounds)
+    for each in found["rounds"]:
+        folder = SweepFolder(Path(each["folder"]))
+        submitted_once(folder, found["runs"])
+        until = time.monotonic() + 120
+        while has_work(folder) and time.monotonic() < until:
+            time.sleep(0.1)
+        ran = [line.split()[:2] for line in (folder.path / "ran.txt").read_text().splitlines()]
+        starts = collections.Counter(run for run, rank in ran if rank == "0")
+        assert len(starts) == found["runs"]
+        assert set(starts.values()) == {1}
+        assert all(run.result().kind == "done" for run in folder.runs())

@@ -1,0 +1,166 @@
+"""Every job that has ended has a result, and what the scheduler says of it stands beside it."""
+
+import time
+
+import pytest
+
+from tests.sweep.jobs import Jobs
+from titanlab.atomic_file import write_json
+from titanlab.outcome import Outcome, OutcomeKind, from_exception, from_exit
+from titanlab.run_status import Status
+from titanlab.sweep import reconcile as reconciling
+from titanlab.sweep.queue import JobState
+from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.wish import Wish, write_wish
+
+FAILED = JobState(state="ended", raw="FAILED", exit_code=1, job_id="12_0")
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    return Jobs(tmp_path)
+
+
+@pytest.fixture
+def settled(jobs, monkeypatch):
+    """The run after a look at the sweep, whose job is in the given state."""
+
+    def look(run, state):
+        job, index = jobs.sweep.job_of(run.path.name)
+        monkeypatch.setattr(reconciling, "job_states", lambda submitted, sweep: {(job.token, index): state})
+        assert reconcile(jobs.sweep) == {(job.token, index): state}
+        return run.result()
+
+    return look
+
+
+def begun(jobs, **given):
+    """A run of Slurm's whose job has begun an attempt, and nothing else."""
+    run = jobs.run(1, launcher="slurm", **given)
+    begin(jobs, run)
+    return run
+
+
+def begin(jobs, run):
+    run.begin_attempt(run.config(), {})
+    job, index = jobs.sweep.job_of(run.path.name)
+    attempt = max(run.attempts())
+    write_json(run.attempt_folder(attempt) / "job.json", {"token": job.token, "index": index})
+    run.write_status(Status(state="running", step=3, steps=10, attempt=attempt))
+
+
+@pytest.mark.parametrize("state", ["pending", "running", "requeued", "unknown"])
+def test_as_long_as_a_job_may_live_nothing_is_written(jobs, settled, state):
+    assert settled(begun(jobs), JobState(state=state, raw=state.upper())) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "code", "kind"),
+    [
+        ("TIMEOUT", -15, "walltime"),
+        ("DEADLINE", 0, "walltime"),
+        ("NODE_FAIL", 0, "node_fail"),
+        ("BOOT_FAIL", 0, "node_fail"),
+        ("OUT_OF_MEMORY", -125, "oom"),
+        ("CANCELLED", -15, "cancelled"),
+        ("PREEMPTED", -15, "preempted"),
+        ("FAILED", 71, "hang"),
+        ("FAILED", 1, "crash"),
+        ("FAILED", -9, "oom"),
+        ("COMPLETED", 0, "crash"),
+    ],
+)
+def test_a_run_without_a_result_gets_one_from_the_schedulers_word(jobs, settled, raw, code, kind):
+    run = begun(jobs)
+    result = settled(run, JobState(state="ended", raw=raw, exit_code=code, job_id="12_0"))
+    assert (result.kind.value, result.step, result.steps, result.attempt) == (kind, 3, 10, 1)
+    assert result.scheduler == {"job_id": "12_0", "state": raw, "exit_code": code}
+    assert (run.status().state, run.status().outcome) == ("ended", kind)
+    assert run.result(1) == result
+
+
+def test_a_job_that_has_vanished_is_a_failed_node(jobs, settled):
+    result = settled(begun(jobs), JobState(state="gone"))
+    assert (result.kind, result.scheduler["state"]) == (OutcomeKind.NODE_FAIL, "GONE")
+    assert "vanished" in result.cause
+
+
+def test_a_rank_that_could_say_why_is_believed_first(jobs, settled):
+    run = begun(jobs)
+    run.write_failure(from_exception(ConnectionError("Connection closed by peer"), rank=0))
+    run.write_failure(from_exception(MemoryError("no more"), rank=1))
+    result = settled(run, FAILED)
+    assert (result.kind, result.rank, result.scheduler["state"]) == (OutcomeKind.OOM, 1, "FAILED")
+
+
+def test_a_bare_exit_or_an_echo_says_less_than_the_scheduler(jobs, settled):
+    run = begun(jobs)
+    run.write_failure(from_exit(-6, rank=0))
+    run.write_failure(from_exception(ConnectionError("Connection closed by peer"), rank=1))
+    memory = JobState(state="ended", raw="OUT_OF_MEMORY", exit_code=0, job_id="12_0")
+    assert settled(run, memory).kind is OutcomeKind.OOM
+
+
+def test_a_wish_that_came_too_late_is_the_reason(jobs, settled):
+    run = begun(jobs)
+    write_wish(run.attempt_folder(1), Wish(kind=OutcomeKind.PREEMPTED, cause="job 12_0 is preempted (SIGTERM)"))
+    result = settled(run, JobState(state="ended", raw="FAILED", exit_code=-9, job_id="12_0"))
+    assert (result.kind, result.cause) == (
+        OutcomeKind.PREEMPTED,
+        "job 12_0 is preempted (SIGTERM); it ended before it had saved",
+    )
+
+
+def test_the_scheduler_may_disagree_and_is_kept_beside(jobs, settled):
+    run = begun(jobs)
+    run.write_result(Outcome(kind=OutcomeKind.DONE, step=10, steps=10))
+    result = settled(run, FAILED)
+    assert (result.kind, result.step) == (OutcomeKind.DONE, 10)
+    assert result.scheduler == {"job_id": "12_0", "state": "FAILED", "exit_code": 1}
+    # Once is enough.
+    before = (run.path / "result.json").stat().st_mtime_ns
+    settled(run, FAILED)
+    assert (run.path / "result.json").stat().st_mtime_ns == before
+
+
+def test_ranks_that_were_told_to_stop_may_not_know_that_a_node_failed(jobs, settled):
+    run = begun(jobs)
+    run.write_result(Outcome(kind=OutcomeKind.PREEMPTED, step=3, steps=10, cause="a node of job 12_0 failed (SIGTERM)"))
+    result = settled(run, JobState(state="ended", raw="NODE_FAIL", exit_code=0, job_id="12_0"))
+    assert (result.kind, result.step, result.scheduler["state"]) == (OutcomeKind.NODE_FAIL, 3, "NODE_FAIL")
+
+
+def test_a_job_that_was_cancelled_while_it_waited(jobs, settled):
+    run = jobs.run(1, launcher="slurm")
+    result = settled(run, JobState(state="ended", raw="CANCELLED", exit_code=0, job_id="12_0"))
+    assert (result.kind, result.attempt, run.attempts()) == (OutcomeKind.CANCELLED, 0, [])
+
+
+def test_what_an_earlier_job_came_to_stands(jobs, settled):
+    run = begun(jobs)
+    run.write_result(Outcome(kind=OutcomeKind.HANG, ended=time.time() - 60))
+    jobs.submit(run, 1, launcher="slurm")
+    assert settled(run, JobState(state="ended", raw="CANCELLED", exit_code=0)).kind is OutcomeKind.HANG
+
+
+def test_a_run_in_somebodys_hands_is_left_alone(jobs, settled):
+    run = begun(jobs)
+    with run.claim():
+        assert settled(run, FAILED) is None
+
+
+def test_on_this_host_there_is_no_scheduler(jobs, settled):
+    run = jobs.run(1)
+    begin(jobs, run)
+    result = settled(run, JobState(state="ended", raw="ended", job_id="aa"))
+    assert (result.kind, result.scheduler) == (OutcomeKind.CRASH, None)
+
+
+def test_one_that_is_retried_has_the_newest_jobs_end(jobs, settled):
+    run = begun(jobs)
+    run.write_result(Outcome(kind=OutcomeKind.HANG))
+    jobs.submit(run, 1, launcher="slurm")
+    begin(jobs, run)
+    result = settled(run, FAILED)
+    assert (result.kind, result.attempt) == (OutcomeKind.CRASH, 2)
+    assert run.result(1).kind is OutcomeKind.HANG

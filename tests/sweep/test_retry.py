@@ -1,0 +1,170 @@
+import re
+
+import pytest
+
+from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.studies import SLURM, seeds, study
+from titanlab.cli import cancel as cancel_verb
+from titanlab.cli import retry as retry_verb
+from titanlab.errors import ConfigError
+from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.sweep import snapshot
+from titanlab.sweep.cancel import cancel
+from titanlab.sweep.retry import FAILED, retry
+from titanlab.sweep.submit import decide, submit
+
+ENDS = [OutcomeKind.DONE, OutcomeKind.HANG, OutcomeKind.OOM, None, None]
+STATES = ["COMPLETED", "FAILED", "FAILED", "RUNNING", "PENDING"]
+
+
+def quiet(text):
+    pass
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = FakeSlurm(tmp_path / "slurm")
+    for name, value in fake.environment.items():
+        monkeypatch.setenv(name, value)
+    return fake
+
+
+@pytest.fixture
+def sweep(slurm, tmp_path):
+    """Job 101 with five runs: done, hung, out of memory, running, waiting; the first was made by the code that is here."""
+    wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    (submission,) = folder.submissions()
+    for index, (kind, state) in enumerate(zip(ENDS, STATES, strict=True)):
+        run = folder.run(submission.runs[index])
+        if state != "PENDING":
+            code = snapshot.fingerprint() if index == 0 else "other"
+            run.begin_attempt(run.config(), {"code": {"fingerprint": code}})
+            attempt = run.attempt_folder(1) / "job.json"
+            attempt.write_text(f'{{"token": "{submission.token}", "index": {index}}}')
+        if kind is not None:
+            run.write_result(Outcome(kind=kind, attempt=1, step=3))
+        slurm.put(101, state, index)
+    return folder
+
+
+def names(folder):
+    return folder.submissions()[0].runs
+
+
+def submitted(slurm):
+    return [len(job["states"]) for job in slurm.jobs().values()]
+
+
+def test_ended_runs_of_an_outcome_are_submitted_again_and_keep_their_folders(slurm, sweep):
+    done = retry(sweep, quiet, outcomes=["hang"])
+    assert [(each.run.path.name, each.outcome, each.anew) for each in done.chosen] == [(names(sweep)[1], "hang", False)]
+    assert submitted(slurm) == [5, 1]
+    assert sweep.run(names(sweep)[1]).attempts() == [1]
+    # It waits now, and is not submitted a third time.
+    assert retry(sweep, quiet, outcomes=["hang"]).chosen == ()
+    assert submitted(slurm) == [5, 1]
+
+
+def test_all_that_failed(slurm, sweep):
+    done = retry(sweep, quiet, outcomes=FAILED)
+    assert {each.outcome for each in done.chosen} == {"hang", "oom"}
+
+
+def test_named_runs_whatever_their_outcome_but_none_that_is_done_waits_or_runs(slurm, sweep):
+    lines = []
+    done = retry(sweep, lines.append, names=[*names(sweep)])
+    assert {each.outcome for each in done.chosen} == {"hang", "oom"}
+    left = {line for line in lines if "left alone" in line}
+    assert left == {
+        f"{names(sweep)[0]} is left alone: done",
+        f"{names(sweep)[3]} is left alone: running",
+        f"{names(sweep)[4]} is left alone: queued",
+    }
+
+
+def test_stale_runs_start_anew_and_their_folders_are_kept(slurm, sweep):
+    done = retry(sweep, quiet, stale=True)
+    assert [(each.run.path.name, each.anew) for each in sorted(done.chosen, key=lambda each: str(each.outcome))] == [
+        (names(sweep)[1], True),
+        (names(sweep)[2], True),
+    ]
+    run = sweep.run(names(sweep)[1])
+    before = run.identity()
+    assert run.attempts() == []
+    aside = sweep.superseded / f"{run.path.name}.1"
+    assert (aside / "result.json").is_file()
+    assert (aside / "config.yaml").read_text() == (run.path / "config.yaml").read_text()
+    assert before is not None
+
+
+def test_keys_of_launch_may_change(slurm, sweep):
+    retry(sweep, quiet, outcomes=["hang"], overrides=["launch.minutes=90", "launch.partition=large"])
+    flags = slurm.jobs()[102]["flags"]
+    assert (flags["time"], flags["partition"]) == ("90", "large")
+    assert sweep.submissions()[-1].launch["minutes"] == 90
+
+
+def test_a_dry_run_submits_nothing(slurm, sweep):
+    assert len(retry(sweep, quiet, outcomes=["hang", "oom"], dry_run=True).chosen) == 2
+    assert submitted(slurm) == [5]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name"),
+        ({"outcomes": ["hung"]}, "--outcome=hung: is no outcome; known: oom, hang"),
+        ({"outcomes": ["done"]}, "--outcome=done: is done"),
+        ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
+        ({"outcomes": ["oom"], "overrides": ["seed=2"]}, "seed=2: is not to be changed in a run that has its name"),
+        ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),
+        (
+            {"outcomes": ["oom"], "overrides": ["launch.partition=fast"]},
+            "launch.partition=fast: Slurm knows no such part",
+        ),
+        ({"outcomes": ["oom"], "overrides": ["launch.minute=9"]}, "launch.minute=9: "),
+        ({"outcomes": ["oom"], "overrides": ["launch.minutes=soon"]}, "launch.minutes=soon: "),
+    ],
+)
+def test_mistakes(slurm, sweep, asked, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        retry(sweep, quiet, **asked)
+    assert submitted(slurm) == [5]
+
+
+def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
+    done = cancel(sweep, quiet)
+    assert (done.told, done.waited) == ([names(sweep)[3]], [names(sweep)[4]])
+    assert slurm.jobs()[101]["states"] == ["COMPLETED", "FAILED", "FAILED", "CANCELLED", "CANCELLED"]
+    assert sweep.run(names(sweep)[3]).asked_to_cancel()
+    outcome = sweep.run(names(sweep)[4]).result()
+    assert (outcome.kind, outcome.cause) == ("cancelled", "cancelled before it started")
+    # What was cancelled can be done after all.
+    assert [each.run.path.name for each in retry(sweep, quiet, names=[names(sweep)[4]]).chosen] == [names(sweep)[4]]
+
+
+def test_cancel_of_one_run(slurm, sweep):
+    cancel(sweep, quiet, names=[sweep.run(names(sweep)[4]).hash8])
+    assert slurm.jobs()[101]["states"][3:] == ["RUNNING", "CANCELLED"]
+
+
+def test_cancelled_runs_are_not_submitted_again_by_the_sweep(slurm, sweep, tmp_path):
+    cancel(sweep, quiet, names=[names(sweep)[4]])
+    wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
+    assert [each.action for each in decide(wanted)] == ["done", "ended", "ended", "running", "ended"]
+    assert submit(wanted, quiet).jobs == ()
+
+
+def test_the_verbs(slurm, sweep, capsys):
+    runs = ["--runs", str(sweep.path.parent)]
+    assert retry_verb.main(["layouts", "--outcome", "hang,oom", "--dry-run", *runs]) == 0
+    assert capsys.readouterr().out.endswith("2 runs would be submitted\n")
+    assert retry_verb.main(["layouts", "--all-failed", "launch.minutes=20", *runs]) == 0
+    assert "2 runs submitted; titanlab status layouts --watch follows them" in capsys.readouterr().out
+    assert retry_verb.main(["layouts", "--outcome", "nan", *runs]) == 0
+    assert "nothing of layouts is to be done again" in capsys.readouterr().out
+    assert cancel_verb.main(["layouts", *runs]) == 0
+    assert capsys.readouterr().out == (
+        "layouts: 1 running, which save and end, 3 waiting, which will not start, 1 ended before\n"
+    )

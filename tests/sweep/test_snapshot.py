@@ -1,0 +1,117 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import titanlab
+from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.studies import SLURM, seeds, study
+from titanlab.git_state import git_state
+from titanlab.provenance import code_fingerprint, collect
+from titanlab.sweep import snapshot
+from titanlab.sweep.submit import submit
+
+PACKAGE = Path(titanlab.__file__).parent
+
+
+def copy_of_the_clone(folder):
+    for name in ("titanlab", "conf", "launch", "sweeps"):
+        ignored = shutil.ignore_patterns("__pycache__", "dev-slurm")
+        shutil.copytree(PACKAGE.parent / name, folder / name, symlinks=True, ignore=ignored)
+    return folder / "titanlab"
+
+
+def git(folder, *words):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_the_copy_has_the_code_and_the_yamls(tmp_path):
+    package = copy_of_the_clone(tmp_path / "clone")
+    taken = snapshot.take(tmp_path / "code", package=package)
+    assert (taken / "titanlab" / "train.py").is_file()
+    assert (taken / "conf" / "config.yaml").is_file()
+    assert (taken / "conf" / "launch" / "local.yaml").is_file()
+    assert (taken / "launch" / "slurm.yaml").is_file()
+    assert not list(taken.rglob("__pycache__"))
+    assert json.loads((taken / "code.json").read_text())["fingerprint"] == code_fingerprint(package)
+    assert code_fingerprint(taken / "titanlab") == code_fingerprint(package)
+    assert [path.name for path in (tmp_path / "code").iterdir()] == [taken.name]
+
+
+def test_equal_content_is_one_copy_and_another_is_another(tmp_path):
+    package = copy_of_the_clone(tmp_path / "clone")
+    first = snapshot.take(tmp_path / "code", package=package)
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "x.pyc").write_text("x")
+    assert snapshot.take(tmp_path / "code", package=package) == first
+    (tmp_path / "clone" / "conf" / "model" / "debug.yaml").write_text("dim: 8\n")
+    assert snapshot.take(tmp_path / "code", package=package) != first
+
+
+def test_a_wheels_yamls_are_inside_its_package(tmp_path):
+    package = copy_of_the_clone(tmp_path / "site")
+    shutil.copytree(tmp_path / "site" / "conf", package / "conf")
+    shutil.rmtree(tmp_path / "site" / "conf")
+    (tmp_path / "site" / "launch" / "somebody_elses.yaml").write_text("")
+    taken = snapshot.take(tmp_path / "code", package=package)
+    assert (taken / "titanlab" / "conf" / "config.yaml").is_file()
+    assert not (taken / "launch").exists()
+
+
+def test_its_git_state_is_what_was_recorded(tmp_path):
+    clone = tmp_path / "clone"
+    package = copy_of_the_clone(clone)
+    git(clone, "init")
+    git(clone, "add", "-A")
+    git(clone, "commit", "-m", "all of it")
+    (package / "world.py").write_text("# edited\n")
+    before = git_state(package)
+    taken = snapshot.take(tmp_path / "code", package=package)
+    git(clone, "checkout", ".")
+    assert before is not None
+    assert before.dirty
+    assert "+# edited" in before.patch
+    assert git_state(taken / "titanlab") == before
+
+
+def test_a_snapshot_of_an_installed_package_has_no_git(tmp_path):
+    taken = snapshot.take(tmp_path / "code", package=copy_of_the_clone(tmp_path / "site"))
+    assert git_state(taken / "titanlab") is None
+
+
+def test_what_is_edited_after_submission_reaches_no_job(tmp_path, monkeypatch):
+    clone = tmp_path / "clone"
+    package = copy_of_the_clone(clone)
+    (package / "sweep" / "job.py").write_text("import titanlab.stop\nprint(titanlab.__file__)\n")
+    for name, value in FakeSlurm(tmp_path / "slurm").environment.items():
+        monkeypatch.setenv(name, value)
+    taken = snapshot.take
+    monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
+    folder = submit(study(tmp_path / "runs", seeds(1), launch=SLURM), lambda text: None).folder
+    (submission,) = folder.submissions()
+    script = json.loads((tmp_path / "slurm" / "jobs" / "101.json").read_text())["script"]
+
+    (package / "sweep" / "job.py").write_text("raise SystemExit('edited')\n")
+    (package / "stop.py").write_text("raise SystemExit('edited')\n")
+    # As Slurm runs it, in the clone itself, in which a plain `python -m` would find the edited code first. srun runs
+    # what stands behind its own words.
+    srun = tmp_path / "slurm" / "bin" / "srun"
+    srun.write_text(f'#!/bin/sh\nwhile [ "$1" != {sys.executable} ]; do shift; done\nexec "$@"\n')
+    ran = subprocess.run(["bash", "-c", script], cwd=clone, capture_output=True, text=True, env=os.environ, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.strip() == str(folder.path / submission.code / "titanlab" / "__init__.py")
+
+
+def test_its_code_is_what_env_json_tells(tmp_path):
+    """In a job the package is that of the snapshot: the record of a run is made from there."""
+    package = copy_of_the_clone(tmp_path / "clone")
+    taken = snapshot.take(tmp_path / "code", package=package)
+    code = "import json; from titanlab.provenance import collect; "
+    code += "print(json.dumps(dict(collect(devices={}, launcher='slurm').record['code'])))"
+    environment = {**os.environ, **snapshot.environment(taken)}
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(told.stdout)["fingerprint"] == code_fingerprint(package)
+    assert json.loads(told.stdout)["fingerprint"] == collect(devices={}, launcher="local").record["code"]["fingerprint"]

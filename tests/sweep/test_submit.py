@@ -1,0 +1,310 @@
+import dataclasses
+import json
+import re
+import shlex
+
+import pytest
+
+from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.studies import SLURM, seeds, study
+from titanlab.errors import ConfigError
+from titanlab.launch.slurm_schema import Slurm
+from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.sweep.enqueue import settle
+from titanlab.sweep.submit import check_study, decide, folder_of, submit
+
+MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = FakeSlurm(tmp_path / "slurm")
+    for name, value in fake.environment.items():
+        monkeypatch.setenv(name, value)
+    return fake
+
+
+def quiet(text):
+    pass
+
+
+def ended(run, kind=OutcomeKind.DONE):
+    run.begin_attempt(run.config(), {"code": {"fingerprint": "old"}})
+    run.write_result(Outcome(kind=kind, attempt=1, step=3))
+
+
+def actions(decisions):
+    return [each.action for each in decisions]
+
+
+# Shapes and what sbatch is told
+
+
+def test_each_shape_is_one_array_with_its_own_resources(slurm, tmp_path):
+    launch = Slurm(minutes=10, cpus_per_task=2, memory_gib=3.5, partition="large", account="mine", extra={"qos_": 1})
+    submitted = submit(study(tmp_path / "runs", MIXED, launch=launch), quiet)
+    told = {}
+    for number, job in slurm.jobs().items():
+        flags = job["flags"]
+        told[number] = [flags[name] for name in ("nodes", "ntasks-per-node", "array", "cpus-per-task", "mem", "time")]
+        assert flags["partition"] == "large"
+        assert flags["account"] == "mine"
+        assert flags["qos-"] == "1"
+        assert flags["signal"] == "USR2@120"
+        assert flags["requeue"] is True
+        assert "wckey" not in flags
+        assert "gpus-per-node" not in flags
+    assert list(told.values()) == [
+        ["1", "1", "0-1%2", "2", "3584M", "10"],
+        ["1", "2", "0-1%2", "2", "3584M", "10"],
+        ["2", "3", "0-0%1", "2", "3584M", "10"],
+        ["3", "4", "0-0%1", "2", "3584M", "10"],
+    ]
+    assert [(job, len(runs)) for job, _, runs in submitted.jobs] == [("101", 2), ("102", 2), ("103", 1), ("104", 1)]
+
+
+def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp_path):
+    launch = Slurm(
+        preamble=["module load cuda"],
+        environment={"NCCL_DEBUG": "WARN it"},
+        container=["apptainer", "exec", "image.sif"],
+        python="python3",
+        cpus_per_task=4,
+        srun_arguments=["--mpi=none"],
+        requeue=False,
+    )
+    submitted = submit(study(tmp_path / "runs", seeds(3), launch=launch), quiet)
+    (job,) = slurm.jobs().values()
+    (submission,) = submitted.folder.submissions()
+    snapshot = submitted.folder.path / submission.code
+    assert (snapshot / "titanlab" / "sweep" / "submit.py").is_file()
+    assert job["flags"]["job-name"] == f"titanlab-{submission.token}"
+    assert job["flags"]["no-requeue"] is True
+    lines = job["script"].splitlines()
+    order = ["module load cuda", "export NCCL_DEBUG='WARN it'", "export PYTHONSAFEPATH=1"]
+    assert [line for line in lines if line in order] == order
+    assert f"export PYTHONPATH={snapshot}${{PYTHONPATH:+:$PYTHONPATH}}" in lines
+    (command,) = [line for line in lines if line.startswith("srun ")]
+    assert "--kill-on-bad-exit=0" in command
+    assert "--cpus-per-task=4 --mpi=none apptainer exec image.sif python3 -P -m titanlab.sweep.job" in command
+    assert shlex.split(command)[-2:] == [str(submitted.folder.path), submission.token]
+    assert list(submission.runs) == [each.run_name for each in submitted.decisions]
+    assert not list((submitted.folder.path / "jobs").glob("*.pkl"))
+
+
+def test_gpus_are_those_of_the_layout(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", [{"shard": 6}], launch=Slurm(gpu_type="h100"))
+    (planned,) = wanted.planned
+    cluster = dataclasses.replace(planned.recipe.cluster, accelerator="cuda", device="NVIDIA H200")
+    planned = dataclasses.replace(planned, recipe=dataclasses.replace(planned.recipe, cluster=cluster))
+    submit(dataclasses.replace(wanted, planned=(planned,)), quiet)
+    assert slurm.jobs()[101]["flags"]["gpus-per-node"] == "h100:3"
+
+
+def test_variables_of_a_job_around_it_do_not_reach_the_new_job(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet)
+    environment = slurm.jobs()[101]["environment"]
+    assert "SLURM_MEM_PER_CPU" not in environment
+    assert environment["SLURM_CONF"] == "/etc/slurm.conf"
+
+
+def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
+    monkeypatch.setattr("titanlab.launch.slurm.MAX_ARRAY", 2)
+    submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)
+    assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%1", "0-1%1", "0-0%1"]
+
+
+# Only what is missing
+
+
+def test_submitting_twice_submits_nothing_the_second_time(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", MIXED, launch=SLURM)
+    assert actions(decide(wanted)) == ["submit"] * 6
+    first, second = submit(wanted, quiet), submit(wanted, quiet)
+    assert len(first.jobs) == 4
+    assert second.jobs == ()
+    assert actions(second.decisions) == ["queued"] * 6
+    assert len(slurm.jobs()) == 4
+
+
+def test_what_is_done_runs_or_ended_is_left_alone(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(4), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    runs = [folder.run(each.run_name) for each in decide(wanted)]
+    ended(runs[0])
+    slurm.put(101, "COMPLETED", 0)
+    slurm.put(101, "RUNNING", 1)
+    ended(runs[2], OutcomeKind.OOM)
+    slurm.put(101, "FAILED", 2)
+    more = study(tmp_path / "runs", seeds(5), launch=SLURM)
+    found = submit(more, quiet)
+    assert actions(found.decisions) == ["done", "running", "ended", "queued", "submit"]
+    assert [each.outcome for each in found.decisions] == ["done", None, "oom", None, None]
+    assert [runs for _, _, runs in found.jobs] == [(found.decisions[4].run_name,)]
+
+
+def test_a_run_is_known_by_what_it_is_and_not_by_its_label(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
+    submit(wanted, quiet)
+    (planned,) = wanted.planned
+    renamed = dataclasses.replace(planned, recipe=dataclasses.replace(planned.recipe, name="other"))
+    assert submit(dataclasses.replace(wanted, planned=(renamed,)), quiet).jobs == ()
+
+
+def test_force_puts_ended_runs_aside_and_does_them_anew(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    first, second = (folder.run(each.run_name) for each in decide(wanted))
+    ended(first)
+    found = submit(wanted, quiet, force=True)
+    assert actions(found.decisions) == ["submit", "queued"]
+    assert first.result() is None
+    assert (folder.superseded / f"{first.path.name}.1" / "result.json").is_file()
+    assert [runs for _, _, runs in found.jobs] == [(first.path.name,)]
+    assert second.path.is_dir()
+
+
+# What the folder says
+
+
+def test_points_and_manifest(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM, dropped=[{"seed": 9}])
+    folder = submit(wanted, quiet).folder
+    assert folder.points() == [
+        {"point": {"shard": 1, "seed": 0}, "repeat": 0, "run": decide(wanted)[0].run_name, "dropped": None},
+        {"point": {"shard": 1, "seed": 1}, "repeat": 0, "run": decide(wanted)[1].run_name, "dropped": None},
+        {"point": {"seed": 9}, "repeat": 0, "run": None, "dropped": {"stage": "rule", "reason": "is wrong"}},
+    ]
+    manifest = folder.manifest()
+    assert (manifest["origin"], manifest["points"], manifest["dropped"]) == ("sweeps/layouts", 3, 1)
+    # A point that the file no longer has keeps its row as long as it has a run.
+    submit(study(tmp_path / "runs", seeds(3)[1:], launch=SLURM), quiet)
+    assert [row["point"]["seed"] for row in folder.points()] == [1, 2, 0]
+
+
+def test_a_submission_is_documented_json(slurm, tmp_path):
+    folder = submit(study(tmp_path / "runs", [{"shard": 6}], launch=SLURM), quiet).folder
+    (path,) = (folder.path / "submissions").glob("*.json")
+    value = json.loads(path.read_text())
+    assert (value["schema"], value["launcher"], value["state"], value["job_id"]) == (1, "slurm", "submitted", "101")
+    assert value["shape"]["nodes"] == 2
+    assert re.fullmatch(r"code/[0-9a-f]{12}", value["code"])
+
+
+# Mistakes: one line, nothing made
+
+
+@pytest.mark.parametrize(
+    ("points", "launch", "told"),
+    [
+        ([{"shard": 24}], SLURM, "world=24: is more than the cluster's 4 nodes of 4; try world=16"),
+        ([{"shard": 2}], Slurm(partition="fast"), "launch.partition=fast: Slurm knows no such partition"),
+        ([{"shard": 2}], Slurm(partition="normal,fast"), "launch.partition=normal,fast: Slurm knows no such partition"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(slurm, tmp_path, points, launch, told):
+    wanted = study(tmp_path / "runs", points, launch=launch, global_batch=48)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        submit(wanted, quiet)
+    assert not (tmp_path / "runs").exists()
+    assert slurm.jobs() == {}
+
+
+def test_a_partition_that_is_too_small(slurm, tmp_path):
+    wanted = study(
+        tmp_path / "runs", [{"shard": 24}], launch=Slurm(partition="normal"), cluster={"per_node": 4}, global_batch=48
+    )
+    with pytest.raises(ConfigError, match="world=24: needs 6 nodes, and partition normal has 4; try world=16"):
+        submit(wanted, quiet)
+
+
+def test_a_world_that_fills_no_nodes_evenly(tmp_path):
+    wanted = study(
+        tmp_path / "runs", [{"shard": 13}], launch=SLURM, cluster={"per_node": 4, "nodes": 4}, global_batch=13
+    )
+    with pytest.raises(ConfigError, match="world=13: does not fill nodes of 4 evenly.*try world=12"):
+        decide(wanted)
+
+
+def test_without_slurm_a_plan_can_be_made_and_nothing_submitted(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
+    assert actions(decide(wanted)) == ["submit"]
+    with pytest.raises(ConfigError, match="launch=slurm: Slurm is not here: there is no sbatch on PATH"):
+        submit(wanted, quiet)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_of_another_sweep(slurm, tmp_path):
+    submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet)
+    other = study(tmp_path / "runs", seeds(2), launch=SLURM, origin="sweeps/other")
+    with pytest.raises(
+        ConfigError, match=r"sweep=layouts: .* belongs to another sweep \(sweeps/layouts\); .*layouts-2"
+    ):
+        check_study(other)
+    typed = study(tmp_path / "runs", seeds(1), launch=SLURM, name="typed", origin="command line")
+    submit(typed, quiet)
+    submit(study(tmp_path / "runs", seeds(3), launch=SLURM, name="typed", origin="command line"), quiet)
+    with pytest.raises(ConfigError, match=r"belongs to another sweep \(of seed, shard\)"):
+        check_study(study(tmp_path / "runs", [{"steps": 3}], launch=SLURM, name="typed", origin="command line"))
+
+
+def test_what_sbatch_refuses_is_one_line_and_leaves_no_intent(slurm, tmp_path, capfd):
+    slurm.set(refuses="invalid account or account/partition combination specified")
+    wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
+    with pytest.raises(ConfigError, match="launch=slurm: sbatch says: invalid account or account/partition comb"):
+        submit(wanted, quiet)
+    assert folder_of(wanted).submissions() == []
+    assert capfd.readouterr() == ("", "")
+    slurm.set()
+    assert len(submit(wanted, quiet).jobs) == 1
+
+
+# Crashes
+
+
+def test_an_answer_of_sbatch_that_is_lost_is_found_in_the_queue(slurm, tmp_path):
+    slurm.set(times_out=True)
+    submitted = submit(study(tmp_path / "runs", seeds(2), launch=SLURM), quiet)
+    assert [job for job, _, _ in submitted.jobs] == ["101"]
+    assert submitted.folder.submissions()[0].job_id == "101"
+
+
+@pytest.mark.parametrize("settings", [{}, {"forgets": True}])
+def test_an_intent_whose_job_is_there_is_taken_over(slurm, tmp_path, settings):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    _forget_answer(folder)
+    slurm.put(101, "COMPLETED")
+    slurm.set(**settings)
+    lines = []
+    settle(folder, lines.append)
+    assert lines == ["an interrupted submission is job 101: 2 runs of 1 process"]
+    assert submit(wanted, quiet).jobs == ()
+
+
+def test_an_intent_without_a_job_is_submitted_again(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    _forget_answer(folder)
+    (slurm.folder / "jobs" / "101.json").unlink()
+    assert [runs for _, _, runs in submit(wanted, quiet).jobs] == [tuple(each.run_name for each in decide(wanted))]
+    assert len(folder.submissions()) == 1
+
+
+def test_while_slurm_does_not_answer_nothing_is_submitted_twice(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    slurm.set(silent=True)
+    assert submit(wanted, quiet).jobs == ()
+    _forget_answer(folder)
+    with pytest.raises(ConfigError, match="Slurm does not answer, and an earlier submission may have reached it"):
+        submit(wanted, quiet)
+
+
+def _forget_answer(folder):
+    (path,) = (folder.path / "submissions").glob("*.json")
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps({**value, "state": "intent", "job_id": None}))

@@ -1,0 +1,214 @@
+import dataclasses
+import os
+import signal
+import time
+
+import pytest
+
+from tests.sweep.stub_package import stub_package
+from tests.sweep.studies import seeds, study
+from titanlab.claim import is_claimed
+from titanlab.host import Host, cores
+from titanlab.launch.local_schema import Local
+from titanlab.launch.shape import Shape
+from titanlab.outcome import OutcomeKind
+from titanlab.sweep import snapshot
+from titanlab.sweep.cancel import cancel
+from titanlab.sweep.local_submit import LOCK, has_work, wake
+from titanlab.sweep.submission import LocalJob, Submission, local_job, write_local_job, write_submission
+from titanlab.sweep.submit import submit
+from titanlab.sweep.supervisor import Supervisor, _Job, _Running, visible_devices
+from titanlab.sweep.sweep_folder import SweepFolder
+
+
+def quiet(text):
+    pass
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """Jobs of the code that is submitted train nothing: `stub(seconds)` says how long they take instead."""
+    taken = snapshot.take
+
+    def of(seconds):
+        package = stub_package(tmp_path / "stub", seconds=seconds)
+        monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return of
+
+
+def until(holds, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
+
+
+def over(folder):
+    return not has_work(folder) and not is_claimed(folder.path, file=LOCK)
+
+
+def ran(folder):
+    path = folder.path / "ran.txt"
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def supervisor_of(folder):
+    return int((folder.path / LOCK).read_text().split()[1])
+
+
+def test_jobs_run_in_order_and_all_ranks_of_each(stub, tmp_path, monkeypatch):
+    stub(0.1)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    points = [*seeds(2), {"shard": 2}, {"shard": 4}]
+    submitted = submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet)
+    assert [shape.processes for _, shape, _ in submitted.jobs] == [1, 2, 4]
+    until(lambda: over(submitted.folder))
+    rows = ran(submitted.folder)
+    names = [each.run_name for each in submitted.decisions]
+    assert sorted((row[0], int(row[1]), int(row[2])) for row in rows) == sorted(
+        (name, rank, world) for name, world in zip(names, (1, 1, 2, 4), strict=True) for rank in range(world)
+    )
+    first = {name: min(float(row[6]) for row in rows if row[0] == name) for name in names}
+    # The two that fit together may start in either order; the larger ones wait for them.
+    assert max(first[names[0]], first[names[1]]) < first[names[2]] < first[names[3]]
+    assert {row[5] for row in rows} == {str(tmp_path / "here")}
+    assert all(submitted.folder.run(name).result().kind is OutcomeKind.DONE for name in names)
+    # Nothing is left to do, and the next submission starts nothing.
+    assert submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet).jobs == ()
+    assert not is_claimed(submitted.folder.path, file=LOCK)
+
+
+def test_what_comes_later_is_run_by_the_same_supervisor(stub, tmp_path):
+    stub(1.0)
+    folder = submit(study(tmp_path / "runs", seeds(1)), quiet).folder
+    until(lambda: ran(folder))
+    first = supervisor_of(folder)
+    submit(study(tmp_path / "runs", seeds(2)), quiet)
+    until(lambda: len(ran(folder)) == 2)
+    assert supervisor_of(folder) == first
+    until(lambda: over(folder))
+
+
+def test_the_job_of_a_killed_supervisor_goes_on_and_the_next_one_waits_for_it(stub, tmp_path):
+    stub(3.0)
+    wanted = study(tmp_path / "runs", seeds(2), launch=Local(at_once=1))
+    folder = submit(wanted, quiet).folder
+    until(lambda: ran(folder))
+    os.kill(supervisor_of(folder), signal.SIGKILL)
+    until(lambda: not is_claimed(folder.path, file=LOCK))
+    found = submit(wanted, quiet)
+    assert [each.action for each in found.decisions] == ["running", "queued"]
+    assert found.jobs == ()
+    until(lambda: over(folder))
+    assert len(ran(folder)) == 2
+    starts = [float(row[6]) for row in ran(folder)]
+    assert starts[1] - starts[0] > 2.5
+    assert all(run.result().kind is OutcomeKind.DONE for run in folder.runs())
+
+
+def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
+    stub(2.0)
+    wanted = study(tmp_path / "runs", seeds(3), launch=Local(at_once=1))
+    submitted = submit(wanted, quiet)
+    folder = submitted.folder
+    until(lambda: ran(folder))
+    first, second, third = (each.run_name for each in submitted.decisions)
+    done = cancel(folder, quiet, names=[third])
+    assert (done.told, done.waited) == ([], [third])
+    assert folder.run(third).result().kind is OutcomeKind.CANCELLED
+    done = cancel(folder, quiet)
+    assert (done.told, done.waited, done.left) == ([first], [second], [third])
+    until(lambda: over(folder))
+    assert {row[0] for row in ran(folder)} == {first}
+    assert [folder.run(name).result().kind for name in (first, second)] == ["cancelled", "cancelled"]
+    assert [each.action for each in submit(wanted, quiet).decisions] == ["ended"] * 3
+
+
+def test_a_supervisor_that_is_told_to_end_asks_its_jobs_to(stub, tmp_path):
+    stub(30.0)
+    folder = submit(study(tmp_path / "runs", seeds(2), launch=Local(at_once=1)), quiet).folder
+    until(lambda: ran(folder))
+    os.kill(supervisor_of(folder), signal.SIGTERM)
+    # The run that waits is for the next supervisor.
+    until(lambda: not is_claimed(folder.path, file=LOCK))
+    assert [run.result().kind for run in folder.runs() if run.result()] == [OutcomeKind.PREEMPTED]
+    assert has_work(folder)
+
+
+def test_threads_are_one_share_for_every_process(stub, tmp_path):
+    stub(0.0)
+    folder = submit(study(tmp_path / "runs", [{"shard": 2}], launch=Local(at_once=2)), quiet).folder
+    until(lambda: over(folder))
+    assert {row[3] for row in ran(folder)} == {str(max(1, cores() // 2))}
+
+
+# Without processes
+
+
+def planned(folder, sizes, *, at_once=None, gpus=False):
+    """Supervisor and jobs of a folder in which submissions of these sizes wait."""
+    (folder.path / "submissions").mkdir(parents=True)
+    jobs = []
+    for place, size in enumerate(sizes):
+        shape = Shape(processes=size, tasks_per_node=size, gpus_per_node=size if gpus else 0)
+        launch = dataclasses.asdict(Local(at_once=at_once))
+        each = Submission(
+            token=f"t{place}", launcher="local", state="submitted", code="code/x", shape=shape, launch=launch,
+            runs=(f"run-{place:08x}",), created=float(place),
+        )  # fmt: skip
+        write_submission(folder.path, each)
+        jobs.append(_Job(submission=each, index=0))
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("running", "size", "fits"),
+    [([], 1, True), ([2], 2, True), ([2, 1], 2, False), ([], 9, True), ([1], 9, False), ([9], 1, False)],
+)
+def test_processes_at_once_are_limited_and_a_larger_job_runs_alone(tmp_path, running, size, fits):
+    folder = SweepFolder(tmp_path / "sweep")
+    *others, job = planned(folder, [*running, size], at_once=4)
+    supervisor = Supervisor(folder, devices=[])
+    for each in others:
+        supervisor._running[each.key] = _Running(job=each, record=LocalJob(state="running"), process=None)
+    assert supervisor._has_room(job) is fits
+
+
+def test_jobs_have_devices_of_their_own(tmp_path):
+    folder = SweepFolder(tmp_path / "sweep")
+    first, second, third = planned(folder, [2, 1, 2], at_once=8, gpus=True)
+    supervisor = Supervisor(folder, devices=["0", "1", "GPU-abc", "3"])
+    for each, devices in ((first, ("0", "1")), (second, ("GPU-abc",))):
+        supervisor._running[each.key] = _Running(
+            job=each, record=LocalJob(state="running"), process=None, devices=devices
+        )
+    assert supervisor._free_devices() == ["3"]
+    assert not supervisor._has_room(third)
+    del supervisor._running[first.key]
+    assert supervisor._free_devices()[:2] == ["0", "1"]
+    assert supervisor._has_room(third)
+
+
+def test_devices_are_those_that_this_process_sees(monkeypatch):
+    seen = Host(accelerator="cuda", device="NVIDIA H200", count=2)
+    monkeypatch.setattr("titanlab.sweep.supervisor.this_host", lambda: seen)
+    assert visible_devices({}) == ["0", "1"]
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}) == ["3", "GPU-abc"]
+    monkeypatch.setattr("titanlab.sweep.supervisor.this_host", lambda: Host(accelerator="cpu", device="cpu", count=4))
+    assert visible_devices({}) == []
+
+
+def test_a_number_that_another_process_has_now_is_not_the_job(tmp_path):
+    write_local_job(tmp_path, "t", 0, LocalJob(state="running", pid=os.getpid(), born=1))
+    assert not local_job(tmp_path, "t", 0).is_alive
+    assert local_job(tmp_path, "t", 1) is None
+
+
+def test_there_is_nothing_to_wake_where_nothing_waits(tmp_path):
+    folder = SweepFolder(tmp_path / "sweep")
+    (job,) = planned(folder, [1])
+    write_local_job(folder.path, *job.key, LocalJob(state="ended"))
+    assert not wake(folder)

@@ -1,0 +1,80 @@
+import re
+
+import pytest
+
+from tests.sweep.studies import seeds, study
+from titanlab.errors import ConfigError
+from titanlab.launch.shape import Shape
+from titanlab.recipe import to_mapping
+from titanlab.run_folder import create_run
+from titanlab.sweep.submission import Submission, drop_submission, write_submission
+from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for planned in study(tmp_path / "runs", seeds(3)).planned:
+        create_run(
+            tmp_path / "runs",
+            sweep="layouts",
+            name=planned.recipe.name,
+            identity=planned.identity,
+            config=to_mapping(planned.recipe),
+        )
+    return SweepFolder(tmp_path / "runs" / "layouts")
+
+
+def submission(created, *runs, **given):
+    shape = Shape(processes=1, tasks_per_node=1)
+    return Submission(launcher="slurm", created=created, code="code/x", shape=shape, launch={}, runs=runs, **given)
+
+
+def test_the_latest_submission_has_a_run(folder):
+    first, second = submission(1.0, "a", "b"), submission(2.0, "b", state="submitted", job_id="7")
+    for each in (second, first):
+        write_submission(folder.path, each)
+    assert folder.submissions() == [first, second]
+    assert folder.job_of("a") == (first, 0)
+    assert folder.job_of("b") == (second, 0)
+    assert folder.job_of("c") is None
+    drop_submission(folder.path, second)
+    assert folder.job_of("b") == (first, 1)
+    (folder.path / "submissions" / "torn.json").write_text('{"schema": 1, "tok')
+    assert folder.submissions() == [first]
+
+
+def test_runs_are_named_by_folder_label_or_hash(folder):
+    runs = folder.runs()
+    assert len(runs) == 3
+    assert folder.find([]) == runs
+    assert folder.find([runs[0].path.name]) == [runs[0]]
+    assert folder.find([str(runs[0].path)]) == [runs[0]]
+    assert folder.find([runs[1].name, runs[1].hash8]) == [runs[1]]
+    with pytest.raises(ConfigError, match=r"run=seed9: fits no run of sweep layouts; try "):
+        folder.find(["seed9"])
+
+
+def test_a_sweep_is_named_by_its_name_or_path(folder, tmp_path):
+    assert open_sweep("layouts", tmp_path / "runs") == folder
+    assert open_sweep(str(folder.path)) == folder
+    with pytest.raises(ConfigError, match=re.escape("sweep=layout: is no sweep under") + ".*try layouts"):
+        open_sweep("layout", tmp_path / "runs")
+    with pytest.raises(ConfigError, match="submit one first"):
+        open_sweep("layouts", tmp_path / "nowhere")
+
+
+def test_manifest_and_points(folder):
+    assert folder.manifest() == {}
+    assert folder.points() == []
+    folder.write_manifest({"name": "layouts"}, [{"point": {"lr": float("inf")}, "run": None}])
+    assert folder.manifest() == {"schema": 1, "name": "layouts"}
+    assert folder.points() == [{"point": {"lr": None}, "run": None}]
+
+
+def test_one_process_at_a_time_submits(folder):
+    with folder.claim():
+        with pytest.raises(ConfigError, match=r"sweep=.*layouts: is in the hands of process \d+"):
+            with folder.claim(patience_seconds=0.1):
+                pass
+    with folder.claim(patience_seconds=0.1):
+        pass

@@ -1,0 +1,33 @@
+"""`titanlab cancel SWEEP [RUN …]`: end a sweep's jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titanlab.cli.arguments import Arguments
+from titanlab.console import Console
+from titanlab.sweep.cancel import cancel
+from titanlab.sweep.sweep_folder import open_sweep
+
+
+def main(arguments: Sequence[str]) -> int:
+    """What runs saves and ends, what waits does not start. Returns 0, also where all had ended."""
+    parser = Arguments("cancel", "Cancel runs of a sweep: those that run save and end, those that wait do not start.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument("run", nargs="*", help="runs by folder, label or first digits of the hash (default: all)")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    folder = open_sweep(given.sweep, given.runs)
+    with Console() as console:
+        done = cancel(folder, console.note, names=given.run)
+        parts = [
+            f"{len(names)} {text}"
+            for names, text in (
+                (done.told, "running, which save and end"),
+                (done.waited, "waiting, which will not start"),
+                (done.left, "ended before"),
+            )
+            if names
+        ]
+        console.note(f"{folder.name}: {', '.join(parts) or 'no runs'}")
+    return 0

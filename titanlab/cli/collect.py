@@ -1,0 +1,35 @@
+"""`titanlab collect SWEEP`: the sweep's table as parquet and CSV, and its recipes side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlab.cli.arguments import Arguments
+from titanlab.console import Console
+from titanlab.sweep.collect import write_table
+from titanlab.sweep.comparison import comparison
+from titanlab.sweep.listing import counted, dropped, failures, runs
+from titanlab.sweep.look import look_at
+from titanlab.sweep.sweep_folder import open_sweep
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the table, say where, and compare."""
+    parser = Arguments("collect", "Write a sweep's table as parquet and CSV: a row for each run and dropped point.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument("--into", type=Path, help="the folder for the files (default: the sweep's own)")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    sweep = open_sweep(given.sweep, given.runs)
+    rows = look_at(sweep)()
+    files = write_table(rows, sweep.name, (given.into or sweep.path).expanduser())
+    lines = [f"{sweep.name}: {counted(len(runs(rows)), 'run')}"]
+    lines += [f"  {line}" for line in comparison(rows)]
+    lines += [f"  {line}" for line in failures(rows)]
+    lines += [f"  {line}" for line in dropped(rows)]
+    lines += [f"table: {os.path.relpath(path)}" for path in files]
+    with Console() as console:
+        console.note("\n".join(lines))
+    return 0

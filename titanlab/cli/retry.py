@@ -1,0 +1,56 @@
+"""`titanlab retry SWEEP [RUN …]`: put runs that have ended back into the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titanlab.cli.arguments import Arguments
+from titanlab.console import Console
+from titanlab.sweep.retry import FAILED, Retried, retry
+from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Submit them again, and say what was submitted. Returns 0, also where nothing was to be done."""
+    parser = Arguments("retry", "Put ended runs of a sweep back into the queue; they go on from their checkpoints.")
+    parser.add_argument("sweep", help="the sweep's name, or its folder")
+    parser.add_argument(
+        "runs_and_keys",
+        nargs="*",
+        metavar="RUN | launch.KEY=VALUE",
+        help="runs by folder, label or first digits of the hash (default: all); keys of launch for the new jobs",
+    )
+    parser.add_argument("--outcome", default="", help="those that have ended so: hang,node_fail")
+    parser.add_argument("--all-failed", action="store_true", help="those that have ended otherwise than done")
+    parser.add_argument("--stale", action="store_true", help="those that other code has made, which start anew")
+    parser.add_argument("--dry-run", action="store_true", help="say which they are, and submit nothing")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    outcomes = [word.strip() for word in given.outcome.split(",") if word.strip()]
+    folder = open_sweep(given.sweep, given.runs)
+    with Console() as console:
+        done = retry(
+            folder,
+            console.note,
+            outcomes=FAILED if given.all_failed else outcomes,
+            stale=given.stale,
+            names=[text for text in given.runs_and_keys if "=" not in text],
+            overrides=[text for text in given.runs_and_keys if "=" in text],
+            dry_run=given.dry_run,
+        )
+        _tell(console, folder, done, dry_run=given.dry_run)
+    return 0
+
+
+def _tell(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bool) -> None:
+    if dry_run:
+        for each in done.chosen:
+            console.note(f"{each.run.path.name}: {each.outcome or 'never started'}{', anew' if each.anew else ''}")
+    count = len(done.chosen)
+    runs = "1 run" if count == 1 else f"{count} runs"
+    if not count:
+        console.note(f"nothing of {folder.name} is to be done again; titanlab status {folder.name} shows its runs")
+    elif dry_run:
+        console.note(f"{runs} would be submitted")
+    else:
+        console.note(f"{runs} submitted; titanlab status {folder.name} --watch follows them")

@@ -1,0 +1,73 @@
+"""`titanlab status [SWEEP [RUN]]`: where the runs of a sweep stand, and why those that ended badly did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from titanlab.atomic_file import finite
+from titanlab.cli.arguments import Arguments
+from titanlab.console import Console
+from titanlab.errors import ConfigError
+from titanlab.run_folder import RunFolder
+from titanlab.sweep.look import look_at
+from titanlab.sweep.one_run import details, own_words
+from titanlab.sweep.overview import overview
+from titanlab.sweep.sweep_folder import open_sweep
+from titanlab.sweep.watch import Screen
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show all sweeps, one, or one run of it."""
+    parser = Arguments("status", "Show where the runs of a sweep stand; without a sweep, which there are.")
+    parser.add_argument("sweep", nargs="?", help="the sweep's name, or its folder")
+    parser.add_argument("run", nargs="?", help="one run of it: its folder, name, or the first digits of its hash")
+    parser.add_argument("--watch", action="store_true", help="go on showing it until nothing runs or waits any more")
+    parser.add_argument("--json", action="store_true", help="rows as JSON; docs/comparing.md has the columns")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    if given.watch and (given.json or given.sweep is None or given.run is not None):
+        raise ConfigError("--watch", True, "is for the table of one sweep", "give a sweep, and nothing else")
+    if given.sweep is None:
+        sweeps = overview(given.runs)
+        if given.json:
+            _print_json(sweeps.rows)
+        else:
+            with Console() as console:
+                console.note("\n".join(sweeps.lines()))
+        return 0
+    sweep = open_sweep(given.sweep, given.runs)
+    look = look_at(sweep)
+    if given.run is not None:
+        return _show_runs(sweep.find([given.run]), look(), as_json=given.json)
+    if given.json:
+        _print_json(look())
+    elif given.watch:
+        Screen().follow(sweep.name, look)
+    else:
+        Screen().show(sweep.name, look())
+    return 0
+
+
+def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as_json: bool) -> int:
+    """Those that a person named: one, or the repeats that share a label."""
+    by_folder = {row["run"]: row for row in rows}
+    if as_json:
+        chosen = [(run, by_folder[run.path.name]) for run in named]
+        _print_json([{**row, "traceback": (own_words(run, row) or ("", None))[1]} for run, row in chosen])
+        return 0
+    with Console() as console:
+        for run in named:
+            row = by_folder[run.path.name]
+            console.start(run.path.name, details(row))
+            words = own_words(run, row)
+            if words is not None:
+                source, said = words
+                console.note(f"{source}:\n{said}")
+    return 0
+
+
+def _print_json(rows: Sequence[dict[str, Any]]) -> None:
+    with Console() as console:
+        console.note(json.dumps(finite(rows), indent=2, ensure_ascii=False))

@@ -1,0 +1,131 @@
+"""`titanlab sweep …`: plan many runs, submit what is missing of them, and return."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titanlab.atomic_file import finite
+from titanlab.cli.compose import compose
+from titanlab.composition.flags import read_flags
+from titanlab.composition.recipes import conf_folder
+from titanlab.console import Console
+from titanlab.errors import ConfigError
+from titanlab.ranks import joined
+from titanlab.sweep.plan_table import plan_lines, plan_values
+from titanlab.sweep.study import Study, plan_study, with_data
+from titanlab.sweep.submit import Submitted, check_study, decide, submit
+from titanlab.sweep.wait import exit_code, follow
+
+_HELP = """\
+titanlab sweep: plan many runs, submit what is missing of them, and return
+
+usage: titanlab sweep [+sweeps=NAME] [KEY=VALUE,VALUE …] [KEY=VALUE …] [FLAG …]
+
+  titanlab sweep +sweeps=quickstart_layouts               a sweep's file, on this host
+  titanlab sweep +sweeps=quickstart_layouts --dry-run     what it would submit, what it drops, and why
+  titanlab sweep parallelism=fsdp,fsdp_tp seed=0,1        four points: every value with every other
+  titanlab sweep +sweeps=… launch=slurm cluster=h100      jobs of Slurm, each with the nodes of its layout
+
+  -n, --dry-run   plan and say what would be submitted; nothing is written
+  --wait          follow the runs to their end; the exit code is then that of the first that failed
+  --force         do those again that have ended; their folders go to superseded/
+  --json          the plan as JSON
+  -h, --help      this page
+  --cfg job, --info, --config-dir …: Hydra's own flags, as in `titanlab train --help`
+
+Submitting again submits what is missing. Points that cannot be run are dropped, each with its reason; a mistake of the
+sweep's own is one line, and nothing is submitted. How to write a sweep: docs/sweeps.md.
+
+sweeps: {sweeps}
+then: titanlab status SWEEP --watch, titanlab cancel SWEEP, titanlab retry SWEEP, titanlab collect SWEEP"""
+_FLAGS = {"-n": "dry_run", "--dry-run": "dry_run", "--wait": "wait", "--force": "force", "--json": "as_json"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The verb's own flags, and the rest of the command line.
+
+    Attributes:
+        whole: a point that cannot be run is a mistake, and not dropped.
+    """
+
+    rest: tuple[str, ...]
+    dry_run: bool = False
+    wait: bool = False
+    force: bool = False
+    as_json: bool = False
+    whole: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 once everything is submitted; with --wait the exit code of the first run that did not end well."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(_HELP.format(sweeps=", ".join(_sweeps())))
+        return 0
+    given = _given(arguments)
+    if not read_flags(given.rest).starts:
+        compose(given.rest)
+        return 0
+    return run_study(given)
+
+
+def run_study(given: Given) -> int:
+    """Plan, submit and, if that is asked for, follow a study."""
+    if joined(os.environ) is not None:
+        rule = "was started as one of several processes, and a sweep is submitted once"
+        raise ConfigError("arguments", " ".join(given.rest), rule, "start it without torchrun or srun")
+    with Console() as console:
+        # Only JSON is read by programs, and then nothing else is on standard output.
+        report = (lambda text: None) if given.as_json else console.note
+        study = plan_study(given.rest, report, prepare_data=False, whole=given.whole)
+        if given.dry_run:
+            _show(study, given, console)
+            return 0
+        # What the launcher and the folder have against it comes before any data is prepared.
+        check_study(study)
+        study = with_data(study, report, whole=given.whole)
+        submitted = submit(study, report, force=given.force)
+        _tell(study, submitted, given, console)
+    if not given.wait:
+        return 0
+    own = {decision.run_name for decision in submitted.decisions}
+    # Beside them there may be runs of earlier submissions.
+    return exit_code([row for row in follow(submitted.folder) if row["run"] in own])
+
+
+def _given(arguments: Sequence[str]) -> Given:
+    own = {_FLAGS[argument]: True for argument in arguments if argument in _FLAGS}
+    if "dry_run" in own and "wait" in own:
+        raise ConfigError("arguments", " ".join(arguments), "--dry-run submits nothing to wait for", "leave one out")
+    if "as_json" in own and "wait" in own:
+        raise ConfigError("arguments", " ".join(arguments), "--wait shows a table, and --json none", "leave one out")
+    return Given(rest=tuple(argument for argument in arguments if argument not in _FLAGS), **own)
+
+
+def _show(study: Study, given: Given, console: Console) -> None:
+    decisions = decide(study, force=given.force)
+    if given.as_json:
+        console.note(json.dumps(finite(plan_values(study, decisions)), indent=2, ensure_ascii=False))
+    else:
+        console.note("\n".join([*plan_lines(study, decisions), "nothing was submitted (--dry-run)"]))
+
+
+def _tell(study: Study, submitted: Submitted, given: Given, console: Console) -> None:
+    if given.as_json:
+        made = [{"job": job, "shape": shape.to_mapping(), "runs": list(runs)} for job, shape, runs in submitted.jobs]
+        values = {**plan_values(study, submitted.decisions), "jobs": made}
+        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        return
+    lines = plan_lines(study, submitted.decisions)
+    count = sum(len(runs) for _, _, runs in submitted.jobs)
+    jobs = ", ".join(job for job, _, _ in submitted.jobs)
+    lines.append(f"submitted {count}: {jobs}" if count else "submitted 0: nothing is missing")
+    lines.append(f"next: titanlab status {study.name} --watch")
+    console.note("\n".join(lines))
+
+
+def _sweeps() -> list[str]:
+    return sorted(path.stem for path in (conf_folder() / "sweeps").glob("*.yaml"))

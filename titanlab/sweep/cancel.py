@@ -1,0 +1,103 @@
+"""The end of a sweep's jobs, asked for by a person: what runs saves and ends, what waits does not start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from titanlab.errors import ConfigError
+from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.run_folder import RunFolder
+from titanlab.sweep.enqueue import launcher_of, settle
+from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.standing import standing
+from titanlab.sweep.submission import LocalJob, Submission, local_job, write_local_job
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+
+_CAUSE = "cancelled before it started"
+
+
+@dataclass
+class Cancelled:
+    """What came of it, by names of runs.
+
+    Attributes:
+        told: they run, and were told to save and end.
+        waited: they were in a queue, and are out of it.
+        left: they had ended.
+    """
+
+    told: list[str] = field(default_factory=list)
+    waited: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequence[str] = ()) -> Cancelled:
+    """Cancel runs of a sweep, or all of it.
+
+    Args:
+        report: told, line by line, what is not as it should be.
+        names: of runs; none: all.
+
+    Raises:
+        ConfigError: there are no such runs, or their launcher does not answer.
+    """
+    done = Cancelled()
+    with folder.claim():
+        settle(folder, report)
+        jobs, states = jobs_of(folder.submissions()), reconcile(folder)
+        elsewhere: dict[str, list[tuple[Submission, int]]] = {}
+        for run in folder.find(names):
+            name, job = run.path.name, jobs.get(run.path.name)
+            word, _ = standing(run, job, states)
+            if word in ("done", "ended"):
+                done.left.append(name)
+                continue
+            (done.told if word == "running" else done.waited).append(name)
+            # First the wish, then the signal: whoever gets it reads the wish.
+            run.ask_to_cancel()
+            if job is None:
+                continue
+            if job[0].launcher == "local":
+                _end_here(folder, job, report)
+            else:
+                elsewhere.setdefault(job[0].launcher, []).append(job)
+        for there in elsewhere.values():
+            launcher_of(there[0][0]).cancel([f"{submission.job_id}_{index}" for submission, index in there])
+        for name in list(done.waited):
+            if not _note_end(folder.run(name)):
+                # It has started just now, and writes its own end.
+                done.waited.remove(name)
+                done.told.append(name)
+    return done
+
+
+def _end_here(folder: SweepFolder, job: tuple[Submission, int], report: Callable[[str], None]) -> None:
+    submission, index = job
+    noted = local_job(folder.path, submission.token, index)
+    if noted is None or (noted.state == "starting" and noted.pid is None):
+        write_local_job(folder.path, submission.token, index, LocalJob(state="cancelled", ended=time.time()))
+    elif noted.host != socket.gethostname():
+        report(f"{submission.runs[index]} runs on {noted.host}: cancel it there")
+    elif noted.is_alive and noted.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(noted.pid, signal.SIGTERM)
+
+
+def _note_end(run: RunFolder) -> bool:
+    """Write the result of a run that waited. Returns whether it still did."""
+    try:
+        with run.claim():
+            status = run.status()
+            outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=_CAUSE)
+            if status is not None:
+                outcome = replace(outcome, step=status.step, steps=status.steps)
+            run.write_result(outcome)
+            return True
+    except ConfigError:
+        return False

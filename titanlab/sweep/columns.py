@@ -1,0 +1,149 @@
+"""Columns of a sweep's table: names, types and meanings, the same in `status --json` and in what `collect` writes.
+
+docs/comparing.md shows them; a test holds the page to this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.layout import AXES
+
+# Rises when the meaning of a column changes, or one goes; new ones may come without that.
+SCHEMA = 1
+# One column for each key that the sweep varies.
+POINT = "point."
+
+TEXT, WHOLE, NUMBER, TRUTH = "text", "whole", "number", "yes/no"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column."""
+
+    name: str
+    type: str
+    meaning: str
+
+
+def _columns(type: str, **meanings: str) -> list[Column]:  # noqa: A002
+    return [Column(name, type, meaning) for name, meaning in meanings.items()]
+
+
+COLUMNS: tuple[Column, ...] = (
+    *_columns(
+        TEXT,
+        sweep="the sweep's name",
+        run="name of the run's folder; empty for a point that was dropped",
+        name="the run's label, without the hash",
+        hash8="first digits of its identity",
+    ),
+    *_columns(WHOLE, repeat="number of the repetition of an otherwise equal run"),
+    *_columns(
+        TEXT,
+        state="`dropped`, `prepared`, `queued`, `starting`, `running`, `saving`, `ended`; `missing` where the folder "
+        "is gone, `unreadable` where it cannot be read",
+        outcome="the word for its end, of [these](run-folder.md#resultjson); `infeasible` also for points that break "
+        "a rule; empty until it has ended",
+        previous_outcome="of the attempt before, for a run that has not ended or goes on again",
+        dropped_stage="what dropped the point: `where`, `layout`, `composition`, `rule`, `duplicate`",
+        cause="first line of what ended it, or why the point was dropped",
+    ),
+    *_columns(
+        WHOLE,
+        rank="whose failure it was",
+        step="optimizer steps done",
+        steps="how many there are to be",
+        attempt="number of the latest attempt",
+    ),
+    *_columns(WHOLE, **{f"layout.{axis}": f"degree of the axis `{axis}`" for axis in AXES}),
+    *_columns(TEXT, **{"layout.label": "its short form: `dp_s2·tp2`, or `single`"}),
+    *_columns(WHOLE, world="processes", hosts="machines that ran them", cores="CPU cores that they had, in all"),
+    *_columns(TRUTH, oversubscribed="more processes than cores, on CPU: its speed says nothing"),
+    *_columns(
+        TEXT,
+        accelerator="`cpu` or `cuda`",
+        device="the accelerator's name",
+        model="the model's family",
+        precision="option of the group",
+        ac="option of the group: activation checkpointing",
+        compile="what is compiled: `off`, `blocks`, `loss`, `blocks+loss`",
+        schedule="option of the group; empty without a pipeline",
+        optimizer="option of the group",
+        data="option of the group",
+    ),
+    *_columns(
+        WHOLE,
+        seed="of initial values and of the order of data",
+        layers="of the model",
+        dim="of the model",
+        seq_len="tokens of a sequence",
+        global_batch="sequences of a step, over all processes",
+        microbatch="sequences of one forward pass of one process",
+        tokens_per_step="over all processes",
+    ),
+    *_columns(
+        NUMBER,
+        tokens_per_second="of one device: the median step after warm-up; until it has ended, of the latest row",
+        tokens_per_second_all="that, times the devices",
+        tflops="of one device, likewise",
+        mfu_percent="of the device's peak, likewise; empty where that is unknown",
+        step_seconds="likewise",
+        data_percent="share of a step that waits for data, likewise",
+    ),
+    *_columns(WHOLE, measured_steps="how many the medians are taken over"),
+    *_columns(
+        NUMBER,
+        memory_gib="peak of the rank that logs: reserved by the allocator on a GPU, resident memory on CPU",
+        first_loss="of the attempt's first step",
+        loss="training loss of the last step",
+        validation_loss="the last one",
+    ),
+    *_columns(WHOLE, tokens_seen="trained on so far, in all attempts"),
+    *_columns(
+        NUMBER,
+        flops_per_token="forward and backward, of the whole model",
+        compile_seconds="spent on compilation, which no step counts",
+        train_seconds="in the attempt's steps",
+        paused_seconds="between them: validation, checkpoints, compilation",
+        seconds_left="estimate, while it runs",
+    ),
+    *_columns(
+        TEXT,
+        launcher="`local` or `slurm`, `torchrun`",
+        job_id="of the job that has it, as `squeue` shows it",
+        queue_reason="why the job waits, in the scheduler's word",
+        scheduler_state="the scheduler's word for the job's state or end",
+    ),
+    *_columns(WHOLE, exit_code="of the process that failed; -N where signal N ended it"),
+    *_columns(TEXT, code="fingerprint of the code that ran it"),
+    *_columns(TRUTH, stale="that code is not the code that is here now"),
+    *_columns(
+        NUMBER,
+        started="when the latest attempt began",
+        updated="when the run was last heard of",
+        ended="when it ended",
+    ),
+    *_columns(TEXT, folder="the run's"),
+)
+NAMES = tuple(column.name for column in COLUMNS)
+
+
+def point_keys(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the point's columns, as the rows have them after all others."""
+    for row in rows:
+        return [name for name in row if name.startswith(POINT)]
+    return []
+
+
+def as_text(value: Any) -> str:
+    """A point's value as one types it: `null`, `true`, `0.001`, `fsdp_tp`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_text, value)) + "]"
+    return str(value)

@@ -1,0 +1,55 @@
+"""A point of a sweep, and the short name that its run gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.layout import SHORT
+
+LENGTH = 60  # of a label, in characters
+BASE = "base"
+# Names of options that say nothing without their group.
+_VAGUE = ("none", "off", "full", "block", "default", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Values of a sweep's keys.
+
+    Attributes:
+        values: by key; an option by its group.
+        repeat: number of this run of them.
+    """
+
+    values: Mapping[str, Any]
+    repeat: int = 0
+
+    @property
+    def label(self) -> str:
+        """Its values in short, as they may stand in a folder's name: `fsdp_tp-bf16`, `tp8-seq_len4096`."""
+        parts = [_part(key, value) for key, value in self.values.items() if key not in ("name", "repeat")]
+        text = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-._") or BASE
+        return text[: LENGTH - len(self.suffix)].rstrip("-._") + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        """What tells it from other repeats; the first has none, so that it keeps its name when there are more."""
+        return f"-r{self.repeat}" if self.repeat else ""
+
+
+def _part(key: str, value: Any) -> str:
+    group, _, rest = key.rpartition(".")
+    if not group and isinstance(value, str):
+        option = value.rpartition("/")[2]
+        return f"{rest}_{option}" if option in _VAGUE else option
+    if isinstance(value, bool):
+        return rest if value else f"no_{rest}"
+    short = SHORT.get(rest, rest)
+    if isinstance(value, int | float):
+        return f"{short}{value:g}" if isinstance(value, float) else f"{short}{value}"
+    if isinstance(value, list):
+        value = "x".join(map(str, value))
+    return f"{short}_{'none' if value is None else value}"

@@ -1,0 +1,118 @@
+"""Every job that has ended has a result: runs that recorded none get one from what is left of them.
+
+A rank that could still say why it ended is believed first, then a word of the scheduler's that says why, then the wish
+to stop that the job had got, then an exit code. What the scheduler says is kept beside every result of its jobs, also
+where it disagrees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from titanlab.attempt import with_progress
+from titanlab.errors import ConfigError
+from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
+from titanlab.run_folder import RunFolder
+from titanlab.sweep.queue import JobState, job_states
+from titanlab.sweep.submission import Submission
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.sweep.wish import read_wish
+
+_OVER = ("ended", "gone")
+# Slurm's words that say why by themselves.
+_WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
+    "TIMEOUT": (OutcomeKind.WALLTIME, "the job's time limit was reached before it could save"),
+    "DEADLINE": (OutcomeKind.WALLTIME, "the job's deadline was reached before it could save"),
+    "NODE_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job failed"),
+    "BOOT_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job could not be started"),
+    "OUT_OF_MEMORY": (OutcomeKind.OOM, "the job had more memory than it was given"),
+    "CANCELLED": (OutcomeKind.CANCELLED, "the job was cancelled"),
+    "PREEMPTED": (OutcomeKind.PREEMPTED, "the job was preempted before it could save"),
+    "REVOKED": (OutcomeKind.CANCELLED, "the job was revoked"),
+}
+_LOST = ("NODE_FAIL", "BOOT_FAIL")
+# Ends of runs that were told to stop.
+_ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
+
+
+def reconcile(sweep: SweepFolder) -> Mapping[tuple[str, int], JobState]:
+    """Give a result to every run whose job has ended without one.
+
+    Safe to call at any time, by several processes at once: a run that somebody works on is left alone.
+
+    Returns:
+        where all jobs stand, by token and index.
+    """
+    submitted = sweep.submissions()
+    if not submitted:
+        return {}
+    states = job_states(submitted, sweep.path)
+    for name, (submission, index) in jobs_of(submitted).items():
+        state = states[submission.token, index]
+        run = sweep.run(name)
+        if state.state not in _OVER or not run.path.is_dir() or _settled(run, state):
+            continue
+        # In the hands of somebody: it is being recorded, or has begun again.
+        with contextlib.suppress(ConfigError), run.claim():
+            _record(run, submission, index, state)
+    return states
+
+
+def _settled(run: RunFolder, state: JobState) -> bool:
+    result = run.result()
+    return result is not None and _word(state) in (None, result.scheduler)
+
+
+def _word(state: JobState) -> dict[str, Any] | None:
+    """What result.json keeps of the scheduler; None on this host, where there is none."""
+    if state.state == "gone":
+        return {"job_id": state.job_id, "state": "GONE", "exit_code": None}
+    if state.raw is None or not state.raw.isupper():
+        return None
+    return {"job_id": state.job_id, "state": state.raw, "exit_code": state.exit_code}
+
+
+def _record(run: RunFolder, submission: Submission, index: int, state: JobState) -> None:
+    attempt, result = max(run.attempts(), default=0), run.result()
+    made_by = run.job(attempt) or {}
+    if (made_by.get("token"), made_by.get("index")) != (submission.token, index):
+        if result is not None and result.ended < submission.created:
+            return  # The job never began: what an earlier one came to stands.
+        attempt = 0
+    outcome = result or with_progress(run, _judged(run, attempt, state))
+    if state.raw in _LOST and outcome.kind in _ASKED:
+        # Its ranks on other nodes were told to stop, and could not know more.
+        outcome = replace(outcome, kind=OutcomeKind.NODE_FAIL)
+    run.write_result(replace(outcome, scheduler=_word(state)))
+
+
+def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
+    """The outcome of an attempt that recorded none."""
+    notes = run.failures(attempt)
+    told = first_cause(notes) if notes else None
+    code = state.exit_code
+    if told is not None and not told.echo and (told.traceback or told.kind is not OutcomeKind.CRASH):
+        return told
+    wish = read_wish(run.attempt_folder(attempt))
+    if (word := _WORDS.get(state.raw or "")) is not None:
+        return _plain(*word, attempt, code)
+    if wish is not None:
+        return _plain(wish.kind, f"{wish.cause}; it ended before it had saved", attempt, code)
+    if told is not None:
+        return told
+    if state.state == "gone":
+        cause = "the job has vanished: neither the queue nor the accounting knows it, and it left no result"
+        return _plain(OutcomeKind.NODE_FAIL, cause, attempt, None)
+    if code:
+        return from_exit(code, attempt=attempt)
+    if state.raw is not None and not state.raw.isupper():
+        cause = "its processes ended, or were killed, and left no result; logs/ and the sweep's jobs/ say more"
+        return _plain(OutcomeKind.CRASH, cause, attempt, None)
+    return from_exit(0, attempt=attempt)
+
+
+def _plain(kind: OutcomeKind, cause: str, attempt: int, code: int | None) -> Outcome:
+    return Outcome(kind=kind, cause=cause, attempt=attempt, exit_code=code)

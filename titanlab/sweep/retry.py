@@ -1,0 +1,182 @@
+"""Ended runs back into the queue: on from their checkpoints, or anew where other code has made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from titanlab.composition.errors import value_error
+from titanlab.errors import ConfigError
+from titanlab.launch.shape import Shape, shape_of
+from titanlab.options import implementation
+from titanlab.outcome import OutcomeKind
+from titanlab.recipe import from_mapping
+from titanlab.run_folder import RunFolder, create_run
+from titanlab.sweep import local_submit, snapshot
+from titanlab.sweep.enqueue import Item, enqueue, settle
+from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.standing import standing, supersede
+from titanlab.sweep.submission import Submission
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+
+# How a job is asked for; what a run computes stays.
+CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes")
+FAILED = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.DONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A run that is to be done again.
+
+    Attributes:
+        run: its folder.
+        outcome: how it has ended; None for one that never had a job.
+        anew: from the beginning, its folder put aside.
+        shape: what its job takes.
+        launch: the launcher's config.
+    """
+
+    run: RunFolder
+    outcome: str | None
+    anew: bool
+    shape: Shape
+    launch: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retried:
+    """What came of a retry.
+
+    Attributes:
+        chosen: the runs, in the order of their names.
+        jobs: the submissions; none of a dry run.
+    """
+
+    chosen: tuple[Chosen, ...]
+    jobs: tuple[Submission, ...]
+
+
+def retry(
+    folder: SweepFolder,
+    report: Callable[[str], None],
+    *,
+    outcomes: Collection[str] = (),
+    stale: bool = False,
+    names: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    dry_run: bool = False,
+) -> Retried:
+    """Submit ended runs again, and return at once.
+
+    Args:
+        report: told, line by line, what is done.
+        outcomes: those that have ended so; none: however, if runs are named.
+        stale: those that other code has made than this one's, done ones too; they start anew.
+        names: of runs; none: all of the sweep.
+        overrides: of `launch` and of the cluster's sizes, for the new jobs.
+        dry_run: submit nothing.
+
+    Raises:
+        ConfigError: it says nothing of which runs, names some that are not there, or the launcher refuses.
+    """
+    _hold(outcomes, overrides, asked=bool(outcomes or stale or names))
+    with folder.claim():
+        settle(folder, report)
+        chosen = _chosen(folder, report, outcomes, names, overrides, stale=stale)
+        if dry_run or not chosen:
+            return Retried(chosen=tuple(chosen), jobs=())
+        rule = getattr(implementation(chosen[0].launch), "check", None)
+        if rule is not None:
+            rule([(each.launch, each.shape) for each in chosen])
+        for each in chosen:
+            if each.anew:
+                _begin_anew(folder, each.run)
+        items = [Item(run=each.run.path.name, shape=each.shape, launch=each.launch) for each in chosen]
+        made = enqueue(folder, items, report)
+    local_submit.wake(folder)
+    return Retried(chosen=tuple(chosen), jobs=tuple(made))
+
+
+def _chosen(
+    folder: SweepFolder,
+    report: Callable[[str], None],
+    outcomes: Collection[str],
+    names: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    stale: bool,
+) -> list[Chosen]:
+    jobs, states = jobs_of(folder.submissions()), reconcile(folder)
+    code = snapshot.fingerprint() if stale else None
+    chosen = []
+    for run in folder.find(names):
+        word, outcome = standing(run, jobs.get(run.path.name), states)
+        if stale and word in ("done", "ended") and (not outcomes or outcome in outcomes):
+            wanted = _made_by(run) not in (None, code)
+        elif stale:
+            wanted = False
+        elif names and not outcomes:
+            wanted = word in ("ended", "submit")
+        else:
+            wanted = word == "ended" and outcome in outcomes
+        if wanted:
+            shape, launch = _as_asked(run, overrides)
+            chosen.append(Chosen(run=run, outcome=outcome, anew=stale, shape=shape, launch=launch))
+        elif names:
+            report(f"{run.path.name} is left alone: {outcome or word}")
+    return chosen
+
+
+def _made_by(run: RunFolder) -> str | None:
+    """Fingerprint of the code that made a run; None where none has begun."""
+    code: Mapping[str, Any] = (run.env() or {}).get("code", {})
+    return code.get("fingerprint")
+
+
+def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
+    config, identity = run.config(), run.identity()
+    if identity is None:
+        raise ConfigError("run", run.path, "has no identity.json", "restore that file, or submit the sweep again")
+    supersede(folder, run)
+    create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config)
+
+
+def _as_asked(run: RunFolder, overrides: Sequence[str]) -> tuple[Shape, Any]:
+    """Shape and launcher of a run's next job."""
+    config = run.config()
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(config), OmegaConf.from_dotlist(list(overrides)))
+        changed: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
+    except (OmegaConfBaseException, YAMLError) as error:
+        rule = f"cannot be read ({str(error).splitlines()[0]})"
+        raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error
+    try:
+        recipe = from_mapping({**config, "launch": changed["launch"], "cluster": changed["cluster"]})
+    except ConfigError as error:
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            # A person typed the key just now, and is told what it takes.
+            raise value_error(error.__cause__, overrides) from error
+        raise
+    return shape_of(recipe), recipe.launch
+
+
+def _hold(outcomes: Collection[str], overrides: Sequence[str], *, asked: bool) -> None:
+    if not asked:
+        cure = "try --outcome hang,node_fail, --all-failed or --stale, or name runs"
+        raise ConfigError("arguments", "", "say nothing of which runs", cure)
+    for outcome in outcomes:
+        if outcome not in FAILED:
+            rule = "is done" if outcome == OutcomeKind.DONE.value else "is no outcome"
+            raise ConfigError("--outcome", outcome, rule, f"known: {', '.join(FAILED)}")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in CHANGEABLE):
+            rule = "is not to be changed in a run that has its name"
+            raise ConfigError(key, value, rule, "changeable: keys of launch, cluster.per_node and cluster.nodes")
+        if key == "launch.kind":
+            raise ConfigError(key, value, "would be another launcher", "submit the sweep under another name: sweep=…")

@@ -1,0 +1,85 @@
+"""Columns of a run's row, from what its files hold: recipe, figures, machine. Plain mappings in, plain values out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from titanlab import meter
+from titanlab.layout import AXES, Layout
+
+
+def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resolved recipe says: layout, techniques, sizes.
+
+    Raises:
+        LookupError, TypeError: it is no recipe.
+    """
+    training, compiled = config["training"], config["compile"]
+    layout = Layout(**{axis: config["parallelism"][axis] for axis in AXES})
+    # As Recipe.microbatch has it; to make a Recipe takes longer than the whole row.
+    microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
+    return {
+        **{f"layout.{axis}": degree for axis, degree in layout.degrees().items()},
+        "layout.label": layout.label,
+        "world": layout.world,
+        "repeat": config["repeat"],
+        "seed": config["seed"],
+        "accelerator": config["cluster"]["accelerator"],
+        "device": config["cluster"]["device"],
+        **{group: config[group]["kind"] for group in ("model", "precision", "ac", "optimizer", "data")},
+        "compile": "+".join(part for part in ("blocks", "loss") if compiled.get(part)) or "off",
+        "schedule": config["schedule"]["kind"] if layout.pipeline > 1 else None,
+        "layers": config["model"].get("layers"),
+        "dim": config["model"].get("dim"),
+        "seq_len": training["seq_len"],
+        "global_batch": training["global_batch"],
+        "microbatch": microbatch,
+        "tokens_per_step": training["global_batch"] * training["seq_len"],
+    }
+
+
+def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
+    """Speed, memory and losses, from a result's summary or from the latest row of a run under way."""
+    # In a row of metrics the median has a name of its own; a summary's one figure is the median.
+    step_seconds = metrics.get(meter.STEP_SECONDS_MEDIAN, metrics.get(meter.STEP_SECONDS))
+    per_device = metrics.get(meter.TOKENS_PER_SECOND)
+    return {
+        "tokens_per_second": per_device,
+        "tokens_per_second_all": None if per_device is None else per_device * world,
+        "tflops": metrics.get(meter.TFLOPS),
+        "mfu_percent": metrics.get(meter.MFU),
+        "step_seconds": step_seconds,
+        "data_percent": metrics.get(meter.DATA_PERCENT),
+        "measured_steps": metrics.get(meter.MEASURED_STEPS),
+        "memory_gib": metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)")),
+        "first_loss": metrics.get("first_loss"),
+        "loss": metrics.get(meter.LOSS),
+        "validation_loss": metrics.get(meter.VALIDATION_LOSS),
+        "tokens_seen": metrics.get(meter.TOKENS_SEEN),
+        "flops_per_token": metrics.get("flops_per_token"),
+        "compile_seconds": metrics.get("compile/seconds"),
+        "train_seconds": metrics.get(meter.TRAIN_SECONDS),
+        "paused_seconds": metrics.get(meter.PAUSED_SECONDS),
+    }
+
+
+def machine_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Machines and cores of an attempt, and whether there were enough of them.
+
+    Args:
+        env: of the attempt; None: it has not begun. Without a host: no process lived to begin it.
+        job: the attempt's job.json; empty: no scheduler gave it nodes.
+        config: the attempt's recipe.
+    """
+    if env is None or "host" not in env:
+        return {}
+    name = env["host"]["name"].partition(".")[0]
+    nodes = {str(node).partition(".")[0] for node in job.get("nodes") or []}
+    # Slurm may give one machine several names, as on a test cluster: those are no more cores than it has.
+    hosts = len(nodes) if name in nodes else 1
+    usable = env["host"]["usable_cores"]
+    cores = None if usable is None else usable * hosts
+    on_cpu = config["cluster"]["accelerator"] == "cpu"
+    crowded = None if cores is None else on_cpu and config["world"] > cores
+    return {"hosts": hosts, "cores": cores, "oversubscribed": crowded}

@@ -1,0 +1,148 @@
+"""The folder of a sweep, `runs/<sweep>/`: its runs, what was submitted of it, and the code that they run.
+
+docs/run-folder.md has the schema of every file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlab.atomic_file import finite, write_json, write_text
+from titanlab.claim import claimed
+from titanlab.errors import ConfigError
+from titanlab.points_file import read_points
+from titanlab.run_folder import RunFolder
+from titanlab.sweep import submission
+from titanlab.sweep.submission import Submission
+
+SCHEMA = 1
+# A submission of many runs takes some seconds.
+_PATIENCE_SECONDS = 60.0
+_HASH = re.compile(r"[0-9a-f]{4,8}")
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """One sweep on disk; cheap to make, reads files when asked."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The sweep's name."""
+        return self.path.name
+
+    @property
+    def jobs(self) -> Path:
+        """What submitit writes: batch files, and what the tasks of jobs print."""
+        return self.path / "jobs"
+
+    @property
+    def code(self) -> Path:
+        """Snapshots of the code, one folder each."""
+        return self.path / "code"
+
+    @property
+    def superseded(self) -> Path:
+        """Folders of runs that were done anew."""
+        return self.path / "superseded"
+
+    # Reading
+
+    def manifest(self) -> dict[str, Any]:
+        """What sweep.json says; empty where runs were started one by one."""
+        try:
+            value = json.loads((self.path / "sweep.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def points(self) -> list[dict[str, Any]]:
+        """The rows of points.jsonl: every point of the space, dropped ones too."""
+        return read_points(self.path)
+
+    def submissions(self) -> list[Submission]:
+        """What was submitted, oldest first."""
+        return submission.submissions(self.path)
+
+    def runs(self) -> list[RunFolder]:
+        """All runs, by name."""
+        # A name with a leading dot is a folder in the making.
+        found = (path.parent for path in self.path.glob("*/config.yaml"))
+        return [RunFolder(path) for path in sorted(found) if not path.name.startswith(".")]
+
+    def run(self, name: str) -> RunFolder:
+        """The run in the folder of this name, whether or not it is there."""
+        return RunFolder(self.path / name)
+
+    def find(self, texts: Sequence[str]) -> list[RunFolder]:
+        """The runs that a person names by folder, label, or first digits of the hash; all for no text.
+
+        Raises:
+            ConfigError: a text fits none, or several by their hash.
+        """
+        known = self.runs()
+        found: dict[Path, RunFolder] = {} if texts else {run.path: run for run in known}
+        for text in texts:
+            wanted = Path(text).name
+            fitting = [run for run in known if run.path.name == wanted] or [run for run in known if run.name == wanted]
+            if not fitting and _HASH.fullmatch(wanted):
+                fitting = [run for run in known if run.hash8.startswith(wanted)]
+                if len(fitting) > 1:
+                    rule = f"is the beginning of {len(fitting)} runs' hashes"
+                    raise ConfigError("run", text, rule, f"try {fitting[0].path.name}")
+            if not fitting:
+                near = difflib.get_close_matches(wanted, [run.path.name for run in known], n=1, cutoff=0.0)
+                cure = f"try {near[0]}" if near else "train one first"
+                raise ConfigError("run", text, f"fits no run of sweep {self.name}", cure)
+            found.update({run.path: run for run in fitting})
+        return list(found.values())
+
+    def job_of(self, run: str) -> tuple[Submission, int] | None:
+        """The latest submission that has a run, and its index there."""
+        return jobs_of(self.submissions()).get(run)
+
+    # Writing
+
+    def write_manifest(self, manifest: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> None:
+        """Replace sweep.json and points.jsonl."""
+        text = "".join(json.dumps(finite(point), ensure_ascii=False) + "\n" for point in points)
+        write_text(self.path / "points.jsonl", text)
+        write_json(self.path / "sweep.json", {"schema": SCHEMA, **manifest})
+
+    def claim(self, *, patience_seconds: float = _PATIENCE_SECONDS) -> AbstractContextManager[None]:
+        """Hold the sweep for this process, which submits, retries or cancels; waits for another one that does.
+
+        Raises:
+            ConfigError: it holds on for longer than that.
+        """
+        return claimed(self.path, "sweep", patience_seconds=patience_seconds)
+
+
+def jobs_of(submitted: Sequence[Submission]) -> dict[str, tuple[Submission, int]]:
+    """The latest submission of every run, and the run's index there."""
+    return {run: (each, index) for each in submitted for index, run in enumerate(each.runs)}
+
+
+def open_sweep(text: str, runs: Path | str = "runs") -> SweepFolder:
+    """The sweep that a person names, by path or by name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    root = Path(runs).expanduser()
+    for path in (root / text, Path(text).expanduser()):
+        folder = SweepFolder(path.absolute())
+        if text and path.is_dir() and (folder.manifest() or folder.runs()):
+            return folder
+    known = [path.name for path in sorted(root.glob("*")) if SweepFolder(path).manifest() or SweepFolder(path).runs()]
+    near = difflib.get_close_matches(text, known, n=3, cutoff=0.4) or known[-3:]
+    cure = f"try {' or '.join(near)}" if near else "submit one first (titanlab sweep), or say where runs are (--runs)"
+    raise ConfigError("sweep", text, f"is no sweep under {runs}", cure)
