@@ -16,6 +16,7 @@ from titanlab.numerals import duration, grouped, short
 from titanlab.options import account_of, implementation
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.peak import peak_flops
+from titanlab.points_file import point_of
 from titanlab.recipe import Recipe, to_mapping
 from titanlab.run_folder import RunFolder
 from titanlab.tracker.protocol import TrackedRun
@@ -130,6 +131,8 @@ def tracked_run(recipe: Recipe, run: RunFolder, position: Position, attempt: int
             "parameters": account.parameter_count,
             "tokens_per_step": recipe.tokens_per_step,
             "device": recipe.cluster.device,
+            "layout.label": recipe.layout.label,
+            **{f"point.{key}": value for key, value in point_of(run).items()},
         },
         tags=[recipe.model.kind, str(recipe.cluster.device), recipe.precision.kind],
         attempt=attempt,

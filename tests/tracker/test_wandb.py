@@ -64,7 +64,8 @@ class Summary(dict):
     pass
 class Run:
     def __init__(self): self.summary = Summary()
-    def log(self, metrics, step): tell("log", step, metrics)
+    def log(self, metrics, step, commit=None):
+        if metrics: tell("log", step, metrics)
     def finish(self, exit_code=0): tell("finish", exit_code, self.summary)
 def init(**given):
     settings = given.pop("settings")
@@ -97,7 +98,8 @@ def test_the_real_wandb_offline(run, told):
     for step in (5, 6, 7):
         tracker.log(step, {"loss_metrics/global_avg_loss": 10.0 / step, "mfu(%)": None, "lr": float("nan")})
     tracker.log(7, {"validation_metrics/loss": 2.5})
-    tracker.finish({"throughput(tps)": 123.0, "mfu(%)": None}, exit_code=0)
+    summary = {"throughput(tps)": 123.0, "mfu(%)": None, "loss_metrics/global_avg_loss": 1.25}
+    tracker.finish(summary, exit_code=0)
     assert told == [], (run.folder / "logs" / "wandb.log").read_text()
 
     records = inspect(run.folder)
@@ -124,6 +126,8 @@ def test_the_real_wandb_offline(run, told):
     for record in records:
         summary |= record.get("summary", {}).get("update", {})
     assert summary["throughput(tps)"] == 123.0
+    # Ours, and not that of the last row.
+    assert summary["loss_metrics/global_avg_loss"] == 1.25
     assert [record["exit"].get("exit_code", 0) for record in records if record["type"] == "exit"] == [0]
 
 

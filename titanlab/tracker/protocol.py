@@ -23,7 +23,7 @@ class TrackedRun:
         folder: of the run; a tracker's own files go there.
         config: the resolved recipe as plain values.
         layout: degree of each axis; also given as flat `layout.*` keys, to group and filter by.
-        facts: further flat keys: model parameters, tokens per step, device …
+        facts: further flat keys: model parameters, tokens per step, device, the layout's label, the sweep's point …
         tags: model, hardware, precision.
         job_type: `train`, `bench` or `eval`.
         attempt: number of the attempt, from 1.

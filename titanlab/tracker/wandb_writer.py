@@ -56,6 +56,7 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], tell: Any) -> Non
         return
     run = _open(start["start"], tell)
     tell("started")
+    step: int | None = None
     while True:
         message = messages.get()
         if message is None:
@@ -63,9 +64,13 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], tell: Any) -> Non
             return
         if "log" in message:
             known = {name: value for name, value in message["log"]["metrics"].items() if value is not None}
-            run.log(known, step=message["log"]["step"])
+            step = message["log"]["step"]
+            run.log(known, step=step)
         if "finish" in message:
-            # Over the last values, which wandb takes for the summary unasked.
+            # Over the last values, which wandb takes for the summary unasked. It holds the last row back until a later
+            # step comes, or the end, when the row's values would go over ours.
+            if step is not None:
+                run.log({}, step=step, commit=True)
             known = {name: value for name, value in message["finish"]["summary"].items() if value is not None}
             run.summary.update(known)
             run.finish(exit_code=message["finish"]["exit_code"])

@@ -1,0 +1,83 @@
+"""What wandb has of a run of a sweep, by which its dashboards compare recipes: read from the file of a real training."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from tests.tracker.test_wandb import inspect
+from titanlab import meter
+from titanlab.identity import identify
+from titanlab.recipe import to_mapping
+from titanlab.run_folder import create_run
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.tracker.wandb_schema import Wandb
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """A recipe over two ranks and the run of a sweep's point that it is."""
+    tracker = Wandb(mode="offline", finish_seconds=120)
+    recipe = replace(tiny.recipe(tmp_path / "runs", shard=2, steps=8), tracker=tracker, name="fsdp", sweep="layouts")
+    identity = identify(recipe, data="tiny", hardware="cpu", repeat=0)
+    run = create_run(recipe.runs, sweep="layouts", name="fsdp", identity=identity, config=to_mapping(recipe))
+    point = {"parallelism": "fsdp", "training.microbatch": None}
+    lines = [{"point": {}, "run": "other"}, {"point": point, "repeat": 0, "run": run.path.name, "dropped": None}]
+    SweepFolder(run.path.parent).write_manifest({"name": "layouts"}, lines)
+    return recipe, run
+
+
+def test_runs_of_a_sweep_can_be_grouped_filtered_and_compared(pool, prepared):
+    recipe, run = prepared
+    run = tiny.begin(recipe, run)
+    pool.run(2, tiny.as_rank, recipe, run)
+    records = inspect(run.path)
+    opened = next(record["run"] for record in records if record["type"] == "run")
+    assert (opened["run_group"], opened["display_name"]) == ("layouts", run.path.name)
+    config = opened["config"]["update"]
+    degrees = {f"layout.{axis}": degree for axis, degree in recipe.layout.degrees().items()}
+    assert {key: config[key] for key in degrees} == degrees
+    assert (config["layout.label"], config["world"]) == ("dp_s2", 2)
+    assert config["point.parallelism"] == "fsdp"
+    assert config.get("point.training.microbatch") is None
+
+    summary = {}
+    for record in records:
+        summary |= record.get("summary", {}).get("update", {})
+    result = run.result()
+    assert summary["outcome"] == "done"
+    medians = (meter.TOKENS_PER_SECOND, meter.TFLOPS, meter.MFU, meter.STEP_SECONDS, meter.MEASURED_STEPS, meter.LOSS)
+    for name in (*medians, "first_loss", "memory/max_resident(GiB)"):
+        assert summary[name] == result.metrics[name], name
+    # Of the steps after warm-up, not of the last one, which is what wandb would take.
+    assert summary[meter.MEASURED_STEPS] == 8 - recipe.training.unmeasured_steps
+
+
+def test_a_run_that_fails_says_so_and_keeps_its_medians(pool, prepared, monkeypatch):
+    recipe, run = prepared
+    run = tiny.begin(recipe, run)
+    with pytest.raises(Exception, match="planted"):
+        pool.run(2, fails_at_step, recipe, run, 6)
+    records = inspect(run.path)
+    summary = {}
+    for record in records:
+        summary |= record.get("summary", {}).get("update", {})
+    assert summary["outcome"] == "crash"
+    assert summary[meter.MEASURED_STEPS] == 6 - 1 - recipe.training.unmeasured_steps
+    assert summary[meter.TOKENS_PER_SECOND] > 0
+    assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [1]
+
+
+class FailsAt(tiny.story.Observer):
+    """Raises with the gradients of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def with_gradients(self, step, model):
+        if step == self.step:
+            raise ValueError("planted")
+
+
+def fails_at_step(recipe, run, step):
+    return tiny.as_rank(recipe, run, FailsAt(step))

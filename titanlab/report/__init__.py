@@ -1,0 +1,1 @@
+"""Sweeps as data frames and figures; for notebooks, and whoever writes Python."""

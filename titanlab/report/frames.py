@@ -1,0 +1,98 @@
+"""A sweep as pandas data frames: a row for each run, and a row for each logged step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlab import meter
+from titanlab.errors import ConfigError
+from titanlab.metrics_file import TRAIN
+from titanlab.run_folder import RunFolder
+from titanlab.sweep.collect import parquet_schema
+from titanlab.sweep.columns import point_keys
+from titanlab.sweep.run_columns import recipe_columns
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep.table import Table
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+# What every frame of metrics has, also one without rows.
+_METRICS = ("step", "attempt", "time", meter.LOSS, meter.TOKENS_SEEN)
+
+
+def sweep_frame(path: Path | str) -> DataFrame:
+    """One row for each run and each dropped point; docs/comparing.md has the columns.
+
+    Whole numbers and truth values are nullable (`Int64`, `boolean`), numbers are floats; the types never depend on the
+    values. Only files are read: no scheduler is asked.
+
+    Args:
+        path: a sweep's folder, or a parquet file that `titanlab collect` wrote.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    import pandas as pd
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = Path(path).expanduser()
+    if path.is_file():
+        try:
+            table = parquet.read_table(path)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ConfigError("path", path, "is no parquet file", "name a sweep's folder, or SWEEP.parquet") from error
+    else:
+        sweep = _folder(path)
+        rows = Table(sweep).rows()
+        table = pa.Table.from_pylist(rows, schema=parquet_schema(point_keys(rows), sweep.name))
+    types = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
+    return table.to_pandas(types_mapper=types.get)
+
+
+def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
+    """One row for each logged step of each run, under the names of metrics.jsonl.
+
+    Before those stand `run`, `name`, `layout.label` (of the attempt that wrote the row) and the point's columns. Only
+    rows that count are in it: none of an attempt that another one has gone over again.
+
+    Args:
+        path: a sweep's folder.
+        kind: `train` or `validation`.
+
+    Raises:
+        ConfigError: it is no sweep's folder.
+    """
+    import pandas as pd
+
+    sweep = _folder(Path(path).expanduser())
+    found = []
+    for row in Table(sweep).rows():
+        # A run whose files cannot be read has no layout, and no metrics that one could trust.
+        if row["run"] is None or row["layout.label"] is None:
+            continue
+        run = sweep.run(row["run"])
+        points = {name: row[name] for name in point_keys([row])}
+        labels: dict[int, str] = {}
+        for metrics in run.metrics(kind):
+            attempt = metrics["attempt"]
+            if attempt not in labels:
+                labels[attempt] = _layout_of(run, attempt, row)
+            found.append({"run": row["run"], "name": row["name"], "layout.label": labels[attempt], **points, **metrics})
+    return pd.DataFrame(found) if found else pd.DataFrame(columns=["run", "name", "layout.label", *_METRICS])
+
+
+def _folder(path: Path) -> SweepFolder:
+    sweep = SweepFolder(path.absolute())
+    if not (sweep.manifest() or sweep.runs()):
+        raise ConfigError("path", path, "is no sweep's folder", "try runs/NAME; `titanlab status` lists them")
+    return sweep
+
+
+def _layout_of(run: RunFolder, attempt: int, row: Mapping[str, Any]) -> str:
+    if attempt == row["attempt"]:
+        return str(row["layout.label"])
+    return str(recipe_columns(run.config(attempt))["layout.label"])
