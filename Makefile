@@ -13,29 +13,37 @@ UNFINISHED := $(VENV)/.unfinished
 LOG := $(VENV)/install.log
 
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test test-full lint format benchmark constraints clean clean-environment
+.PHONY: help environment quickstart test test-full test-slurm lint format benchmark constraints clean clean-environment
 
 help: ## list these targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-quickstart: $(READY) ## train a small Llama on Python's own source for a few minutes, then let it write code
+quickstart: $(READY) ## train a small Llama, let it write code, then compare it under six layouts: some minutes
 	@$(BIN)/titanlab train +recipe=quickstart
 	@run=$$(ls -td runs/single/quickstart-*/ | head -n 1); run=$${run%/}; \
 	 echo; echo "what it writes after \"def \":"; echo; \
 	 $(BIN)/titanlab generate $$run --prompt "def " --tokens 120; \
-	 echo; echo "everything of this run is in $$run; docs/run-folder.md says what each file is"; \
-	 echo "try next (after: . $(VENV)/bin/activate):"; \
+	 echo; echo "everything of this run is in $$run; docs/run-folder.md says what each file is"
+	@echo; echo "the same model under six layouts, from one process to eight:"; echo
+	@$(BIN)/titanlab sweep +sweeps=quickstart_layouts --wait; code=$$?; echo; \
+	 $(BIN)/titanlab collect quickstart_layouts && exit $$code
+	@echo "try next (after: . $(VENV)/bin/activate):"; \
+	 echo "  titanlab status quickstart_layouts                             # how they ended"; \
 	 echo "  titanlab train +recipe=quickstart parallelism=ddp name=ddp     # the same training, another layout"; \
-	 echo "  titanlab train -m +recipe=quickstart precision=fp32,bf16       # two precisions, one after another"; \
-	 echo "  titanlab train --help                                          # all there is to choose"
+	 echo "  titanlab sweep +recipe=quickstart precision=fp32,bf16          # two precisions"; \
+	 echo "  titanlab sweep --help; titanlab train --help                   # all there is to choose"
 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
-	@$(BIN)/python -m pytest -m "not full" $(ARGS)
+	@$(BIN)/python -m pytest -m "not full and not slurm" $(ARGS)
 
 test-full: $(READY) ## run the slower layer of tests
-	@$(BIN)/python -m pytest -m full $(ARGS)
+	@$(BIN)/python -m pytest -m "full and not slurm" $(ARGS)
+
+test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; installs it if it is missing (Debian, as root)
+	@launch/dev-slurm/install
+	@$(BIN)/python -m pytest -m slurm $(ARGS)
 
 lint: $(READY) ## check style (ruff) and types (mypy)
 	@$(BIN)/ruff check .

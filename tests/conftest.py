@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,21 +66,35 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests that need a GPU out where there is none."""
-    if this_host().accelerator == "cuda":
-        return
-    without = [item for item in items if item.get_closest_marker("gpu") is None]
-    config.stash[_LEFT_OUT] = len(items) - len(without)
-    if len(without) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
-        items[:] = without
+    """Leave tests out that need what is not here: a GPU, Slurm's daemons."""
+    lacking = {}
+    if this_host().accelerator != "cuda":
+        lacking["gpu"] = "a GPU were not selected: this machine has none"
+    if slurm_lacks():
+        lacking["slurm"] = "Slurm were not selected: it is not installed here (make test-slurm does both)"
+    config.stash[_LEFT_OUT] = []
+    for marker, why in lacking.items():
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        if left_out:
+            config.stash[_LEFT_OUT].append(f"{len(left_out)} tests that need {why}")
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+
+
+def slurm_lacks() -> list[str]:
+    """What a Slurm of the tests' own would need, and is not installed."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    return [
+        name
+        for name in ("sbatch", "slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
+        if not shutil.which(name, path=path)
+    ]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say in one line what was left out."""
-    count = config.stash.get(_LEFT_OUT, 0)
-    if count:
-        terminalreporter.write_line(f"{count} tests that need a GPU were not selected: this machine has none")
+    """Say in one line each what was left out."""
+    for line in config.stash.get(_LEFT_OUT, []):
+        terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,4 +117,4 @@ def _forbidden(report: Any) -> Any:
     return report
 
 
-_LEFT_OUT = pytest.StashKey[int]()
+_LEFT_OUT = pytest.StashKey[list[str]]()

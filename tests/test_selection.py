@@ -1,4 +1,4 @@
-"""What conftest does with skipped tests and with tests that need a GPU."""
+"""What conftest does with skipped tests, and with tests that need a GPU or Slurm."""
 
 import os
 import subprocess
@@ -21,6 +21,9 @@ def test_fails_as_expected(): assert False
 
 @pytest.mark.gpu
 def test_needs_a_gpu(): pass
+
+@pytest.mark.slurm
+def test_needs_slurm(): pass
 """,
     "test_planted_file.py": 'import pytest\npytest.skip("a file to skip", allow_module_level=True)\n',
 }
@@ -32,7 +35,7 @@ OPTIONS = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-ra", "--continue-
 def planted(tmp_path):
     for name, source in PLANTED.items():
         (tmp_path / name).write_text(source)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n  slurm\n")
 
     def run(forbid: str) -> tuple[int, str]:
         done = subprocess.run(
@@ -40,7 +43,7 @@ def planted(tmp_path):
             capture_output=True,
             text=True,
             cwd=Path(__file__).parent.parent,
-            env={**os.environ, "TITANLAB_FORBID_SKIPS": forbid, "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "TITANLAB_FORBID_SKIPS": forbid, "CUDA_VISIBLE_DEVICES": "", "PATH": ""},
             check=False,
         )
         return done.returncode, done.stdout
@@ -51,8 +54,9 @@ def planted(tmp_path):
 def test_skips_are_skips_on_a_persons_machine(planted):
     code, output = planted("0")
     assert code == 0
-    assert "1 passed, 2 skipped, 1 deselected, 1 xfailed" in output
+    assert "1 passed, 2 skipped, 2 deselected, 1 xfailed" in output
     assert "1 tests that need a GPU were not selected: this machine has none" in output
+    assert "1 tests that need Slurm were not selected: it is not installed here" in output
 
 
 def test_skips_are_failures_where_they_are_forbidden(planted):

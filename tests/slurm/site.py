@@ -1,0 +1,157 @@
+"""A place with a Slurm: where sweeps are submitted from, and what is asked of the queue and the accounting."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from titanlab.run_folder import RunFolder
+from titanlab.sweep.sweep_folder import SweepFolder
+
+ROOT = Path(__file__).parent.parent.parent
+# Two processes to a node, so that 1, 2, 4 and 8 processes take 1, 1, 2 and 4 nodes. A peak that is given need not be
+# measured. The tests' data can fail at a step of a rank.
+OPTIONS = {"hydra/sweeper": "space", "launch": "slurm", "cluster": "cpu", "data": "planted"}
+SMALL = [
+    *["launch.partition=high", "cluster.per_node=2", "cluster.nodes=4", "cluster.peak_tflops=1"],
+    *["model.vocab_size=256", "training.seq_len=32", "training.global_batch=8", "training.log_every=1"],
+    *["training.steps=6", "optimizer.schedule.warmup_steps=1"],
+]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Site:
+    """A folder to work in, beside a running Slurm, with the tests' data installed.
+
+    Args:
+        folder: an empty one.
+        config: slurm.conf of the Slurm.
+        code: the clone of titanlab that is used.
+    """
+
+    def __init__(self, folder: Path, config: Path, code: Path = ROOT) -> None:
+        self.folder = folder
+        package = folder / "installed" / "planted-1.dist-info"
+        package.mkdir(parents=True)
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
+        (package / "entry_points.txt").write_text("[titanlab.options]\nplanted = tests.planted_schema\n")
+        (folder / "conf" / "data").mkdir(parents=True)
+        (folder / "conf" / "sweeps").mkdir()
+        (folder / "conf" / "data" / "planted.yaml").write_text("defaults: [planted_schema, _self_]\n")
+        self.environment = {**os.environ, "SLURM_CONF": str(config), "PYTHONPATH": f"{code}:{package.parent}:{ROOT}"}
+
+    # Commands
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "titanlab", *arguments]
+
+    def titanlab(self, *arguments: str, seconds: float = 240) -> Said:
+        done = subprocess.run(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        return Said(done.returncode, done.stdout, done.stderr)
+
+    def submit(self, words: Sequence[str]) -> Said:
+        said = self.titanlab(*words)
+        assert said.code == 0, said.err
+        return said
+
+    def sweep_command(self, name: str, points: Sequence[dict[str, Any]], *values: str) -> list[str]:
+        """The words for `titanlab` that submit a sweep of these points, whose file is written here.
+
+        Args:
+            values: what holds for those points that do not say otherwise, `training.steps=3`.
+        """
+        file = {
+            "defaults": [{f"override /{group}": option} for group, option in OPTIONS.items()],
+            "sweep": name,
+            **OmegaConf.to_container(OmegaConf.from_dotlist([*SMALL, *values])),
+            "hydra": {"mode": "MULTIRUN", "sweeper": {"space": {"list": list(points)}}},
+        }
+        path = self.folder / "conf" / "sweeps" / f"{name}.yaml"
+        path.write_text("# @package _global_\n" + yaml.safe_dump(file, sort_keys=False))
+        return ["sweep", "--config-dir", "conf", f"+sweeps={name}"]
+
+    def slurm(self, *command: str) -> str:
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def accounting(
+        self, *how: str, columns: str = "JobID,JobName,State,ExitCode,NNodes,NTasks"
+    ) -> list[dict[str, str]]:
+        """Rows of sacct, also those of a job's earlier starts."""
+        said = self.slurm("sacct", "--parsable2", "--duplicates", "--allusers", f"--format={columns}", *how)
+        return list(csv.DictReader(said.splitlines(), delimiter="|"))
+
+    # Sweeps
+
+    def sweep(self, name: str) -> SweepFolder:
+        return SweepFolder(self.folder / "runs" / name)
+
+    def run(self, sweep: str, name: str) -> RunFolder:
+        (run,) = [run for run in self.sweep(sweep).runs() if run.name == name]
+        return run
+
+    def job_id(self, run: RunFolder) -> str:
+        """As `squeue` and `scancel` know the run's job: 12_3."""
+        submission, index = self.sweep(run.sweep).job_of(run.path.name)
+        return f"{submission.job_id}_{index}"
+
+    def rows(self, sweep: str) -> dict[str, dict[str, Any]]:
+        """`titanlab status --json`, by the runs' labels; dropped points by the number of their row."""
+        said = self.titanlab("status", sweep, "--json")
+        assert said.code == 0, said.err
+        rows = json.loads(said.out)
+        return {row["name"] or str(number): row for number, row in enumerate(rows)}
+
+    def waits_or_runs(self, sweep: str) -> list[str]:
+        """Jobs of a sweep that have not come to their end, a requeued one's last."""
+        names = ",".join(each.job_name for each in self.sweep(sweep).submissions())
+        return self.slurm("squeue", "--noheader", "--array", "--format=%i %T", f"--name={names}").splitlines()
+
+    def ended(self, sweep: str, seconds: float = 300) -> SweepFolder:
+        """The sweep, once all of its jobs have come to their end."""
+        until(lambda: not self.waits_or_runs(sweep), seconds, lambda: str(self.waits_or_runs(sweep)))
+        return self.sweep(sweep)
+
+    def reached(self, run: RunFolder, step: int, seconds: float = 200) -> None:
+        """Wait until a run has done so many steps."""
+        until(lambda: len(run.metrics("train")) >= step, seconds, lambda: f"{run.path.name}: {run.status()}")
+
+
+def until(true: Callable[[], Any], seconds: float, told: Callable[[], str] = lambda: "nothing happened") -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, told()
+        time.sleep(0.25)
+
+
+def losses(run: RunFolder) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss_metrics/global_avg_loss"]) for row in run.metrics("train")]
