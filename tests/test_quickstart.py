@@ -33,10 +33,11 @@ def test_the_quickstart_learns_python_and_writes_some(tmp_path):
     losses = [row["loss_metrics/global_avg_loss"] for row in rows if row["kind"] == "train"]
     start = math.log(2048)
     assert losses[0] == pytest.approx(start, rel=0.05)
-    assert losses[-1] < 0.6 * start
+    assert losses[-1] < 0.7 * start
     assert json.loads((run / "result.json").read_text())["kind"] == "done"
     validation = [row["validation_metrics/loss"] for row in rows if row["kind"] == "validation"]
-    assert validation[-1] < 0.6 * start
+    assert validation == sorted(validation, reverse=True)
+    assert validation[-1] < 0.7 * start
     sample = subprocess.run(
         [TITANLAB, "generate", run, "--prompt", "def ", "--tokens", "60"],
         cwd=tmp_path,
@@ -49,3 +50,39 @@ def test_the_quickstart_learns_python_and_writes_some(tmp_path):
     assert sample.returncode == 0, sample.stderr
     assert sample.stdout.startswith("def ")
     assert len(sample.stdout.strip()) > 30
+
+
+@pytest.mark.full
+def test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+    def titanlab(*arguments, seconds):
+        done = subprocess.run(
+            [TITANLAB, *arguments],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    titanlab("sweep", "+sweeps=quickstart_layouts", "--wait", seconds=1800)
+    said = titanlab("collect", "quickstart_layouts", seconds=120).splitlines()
+    rows = json.loads(titanlab("status", "quickstart_layouts", "--json", seconds=120))
+    layouts = ["single", "dp_r2", "dp_s2", "dp_s2·tp2", "dp_s2·pp2", "dp_s2·tp2·pp2"]
+    assert [row["layout.label"] for row in rows] == layouts
+    assert {row["outcome"] for row in rows} == {"done"}
+    assert [row["world"] for row in rows] == [1, 2, 2, 4, 4, 8]
+    # The same training: what sums in another order differs by is all that differs.
+    losses = [row["loss"] for row in rows]
+    assert max(losses) - min(losses) < 2e-3
+    assert losses[0] < 0.8 * math.log(2048)
+    # Where there are more processes than cores, that is said.
+    assert [row["oversubscribed"] for row in rows] == [row["world"] > row["cores"] for row in rows]
+    assert [line.split()[0] for line in said[2:8]] == layouts
+    # Sharded memory is less memory.
+    memory = dict(zip(layouts, (row["memory_gib"] for row in rows), strict=True))
+    assert memory["dp_s2·tp2·pp2"] < memory["single"]
