@@ -35,19 +35,19 @@ def measure() -> dict[str, float]:
     """Seconds of each stage of one plan, in this process."""
     begun = time.process_time()
     # Importing is a part of what a person waits for.
-    from titanlab.sweep import study
+    from titanlab.sweep.study import plan
 
     imported = time.process_time()
-    request = study.read_request(SWEEP)
-    composer = study.Composer(request.loader, request.points)
-    left = study.Sieve(request.points, whole=False)
-    left.keep(lambda point, _: study.prune(composer, point, request.where))
+    request = plan.read_request(SWEEP)
+    composer = plan.Composer(request.loader, request.points)
+    left = plan.Sieve(request.points, whole=False)
+    left.keep(lambda point, _: plan.prune(composer, point, request.where))
     pruned = time.process_time()
     recipes = left.keep(lambda point, _: composer.recipe(point))
     composed = time.process_time()
-    planned = study.plan_study(SWEEP, print, prepare_data=False)
+    planned = plan.plan_study(SWEEP, print, prepare_data=False)
     whole = time.process_time()
-    data = study.DataOnce()
+    data = plan.DataOnce()
     for each in planned.planned:
         data.identify(each.recipe)
     hashed = time.process_time()

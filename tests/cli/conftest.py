@@ -114,7 +114,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
     monkeypatch.setattr("titanlab.cli.train.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
-    for module in ("titanlab.execute", "titanlab.cli.generate", "titanlab.sweep.study"):
+    for module in ("titanlab.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
         monkeypatch.setattr(f"{module}.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
 
     def call(line: str | list[str], **environ: str) -> Said:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.sweep.files import sweep_text, write_sweep
-from tests.sweep.test_sweep_files import EXPECTED
+from tests.sweep.study.test_sweep_files import EXPECTED
 from titanlab.cli import main
 from titanlab.composition.recipes import conf_folder
 from titanlab.launch.shape import Shape, shape_of
 from titanlab.outcome import OutcomeKind
-from titanlab.sweep.plan_table import plan_lines
-from titanlab.sweep.study import Dropped, plan_study
+from titanlab.sweep.study.plan import Dropped, plan_study
+from titanlab.sweep.study.plan_table import plan_lines
 from titanlab.sweep.submit import Decision, Submitted
 
 PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"

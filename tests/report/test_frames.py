@@ -7,9 +7,9 @@ from tests.sweep.made import Made, begin, end, train
 from titanlab import meter
 from titanlab.errors import ConfigError
 from titanlab.report.frames import metrics_frame, sweep_frame
-from titanlab.sweep.collect import write_table
-from titanlab.sweep.columns import NAMES
-from titanlab.sweep.table import Table
+from titanlab.sweep.table.collect import write_table
+from titanlab.sweep.table.columns import NAMES
+from titanlab.sweep.table.rows import Table
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlab.sweep.study import Study, plan_study
+from titanlab.sweep.study.plan import Study, plan_study
 
 # Nothing of it takes long, and no data is prepared.
 BASE = "training:\n  steps: 20\n  global_batch: 8\noptimizer: {schedule: {warmup_steps: 2}}\n"

@@ -69,7 +69,7 @@ class Jobs:
         job = self.sweep.job_of(run.path.name)
         assert job is not None
         self.started += 1
-        command = [sys.executable, "-m", "titanlab.sweep.job", str(self.sweep.path), job[0].token, "0"]
+        command = [sys.executable, "-m", "titanlab.sweep.job.task", str(self.sweep.path), job[0].token, "0"]
         if preamble:
             command = ["sh", "-c", f'{preamble}; exec "$@"', "sh", *command]
         ranks = [

@@ -8,8 +8,8 @@ from titanlab.identity import identify
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.recipe import Recipe
-from titanlab.sweep.point import Point
-from titanlab.sweep.study import Dropped, Planned, Study
+from titanlab.sweep.study.plan import Dropped, Planned, Study
+from titanlab.sweep.study.point import Point
 
 NODES = {"per_node": 4, "nodes": 4}
 

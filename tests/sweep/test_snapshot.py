@@ -85,7 +85,7 @@ def test_a_snapshot_of_an_installed_package_has_no_git(tmp_path):
 def test_what_is_edited_after_submission_reaches_no_job(tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     package = copy_of_the_clone(clone)
-    (package / "sweep" / "job.py").write_text("import titanlab.stop\nprint(titanlab.__file__)\n")
+    (package / "sweep" / "job" / "task.py").write_text("import titanlab.stop\nprint(titanlab.__file__)\n")
     for name, value in FakeSlurm(tmp_path / "slurm").environment.items():
         monkeypatch.setenv(name, value)
     taken = snapshot.take
@@ -94,7 +94,7 @@ def test_what_is_edited_after_submission_reaches_no_job(tmp_path, monkeypatch):
     (submission,) = folder.submissions()
     script = json.loads((tmp_path / "slurm" / "jobs" / "101.json").read_text())["script"]
 
-    (package / "sweep" / "job.py").write_text("raise SystemExit('edited')\n")
+    (package / "sweep" / "job" / "task.py").write_text("raise SystemExit('edited')\n")
     (package / "stop.py").write_text("raise SystemExit('edited')\n")
     # As Slurm runs it, in the clone itself, in which a plain `python -m` would find the edited code first. srun runs
     # what stands behind its own words.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.console import Console
-from titanlab.sweep.collect import write_table
-from titanlab.sweep.comparison import comparison
-from titanlab.sweep.listing import counted, dropped, failures, runs
-from titanlab.sweep.look import look_at
 from titanlab.sweep.sweep_folder import open_sweep
+from titanlab.sweep.table.collect import write_table
+from titanlab.sweep.table.comparison import comparison
+from titanlab.sweep.table.listing import counted, dropped, failures, runs
+from titanlab.sweep.table.look import look_at
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,11 +11,11 @@ from titanlab.cli.arguments import Arguments
 from titanlab.console import Console
 from titanlab.errors import ConfigError
 from titanlab.run_folder import RunFolder
-from titanlab.sweep.look import look_at
-from titanlab.sweep.one_run import details, own_words
-from titanlab.sweep.overview import overview
 from titanlab.sweep.sweep_folder import open_sweep
-from titanlab.sweep.watch import Screen
+from titanlab.sweep.table.look import look_at
+from titanlab.sweep.table.one_run import details, own_words
+from titanlab.sweep.table.overview import overview
+from titanlab.sweep.table.watch import Screen
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,8 +14,8 @@ from titanlab.composition.recipes import conf_folder
 from titanlab.console import Console
 from titanlab.errors import ConfigError
 from titanlab.ranks import joined
-from titanlab.sweep.plan_table import plan_lines, plan_values
-from titanlab.sweep.study import Study, plan_study, with_data
+from titanlab.sweep.study.plan import Study, plan_study, with_data
+from titanlab.sweep.study.plan_table import plan_lines, plan_values
 from titanlab.sweep.submit import Submitted, check_study, decide, submit
 from titanlab.sweep.wait import exit_code, follow
 

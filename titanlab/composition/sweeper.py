@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Space:
-    """A space of recipes; `titanlab.sweep.space` holds the grammar, and says what is wrong with one.
+    """A space of recipes; `titanlab.sweep.study.space` holds the grammar, and says what is wrong with one.
 
     Attributes:
         space: a mapping with one of `product`, `zip` and `list`; null: only what the command line sweeps.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from titanlab import meter
 from titanlab.numerals import grouped, short, significant
 from titanlab.outcome import OutcomeKind
-from titanlab.sweep.comparison import Group, groups
-from titanlab.sweep.listing import tone, word
+from titanlab.sweep.table.comparison import Group, groups
+from titanlab.sweep.table.listing import tone, word
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

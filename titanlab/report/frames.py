@@ -10,11 +10,11 @@ from titanlab import meter
 from titanlab.errors import ConfigError
 from titanlab.metrics_file import TRAIN
 from titanlab.run_folder import RunFolder
-from titanlab.sweep.collect import parquet_schema
-from titanlab.sweep.columns import point_keys
-from titanlab.sweep.run_columns import recipe_columns
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table import Table
+from titanlab.sweep.table.collect import parquet_schema
+from titanlab.sweep.table.columns import point_keys
+from titanlab.sweep.table.rows import Table
+from titanlab.sweep.table.run_columns import recipe_columns
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -84,7 +84,7 @@ def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
 def job_command(folder: SweepFolder, submission: Submission, index: int | None = None) -> list[str]:
     """What each task of a job runs, as words for the interpreter; without an index it finds its own."""
     # -P: a clone that happens to be the current folder must not win over the snapshot.
-    words = ["-P", "-m", "titanlab.sweep.job", str(folder.path), submission.token]
+    words = ["-P", "-m", "titanlab.sweep.job.task", str(folder.path), submission.token]
     return words if index is None else [*words, str(index)]
 
 

@@ -16,10 +16,10 @@ from titanlab.attempt import with_progress
 from titanlab.errors import ConfigError
 from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
 from titanlab.run_folder import RunFolder
+from titanlab.sweep.job.wish import read_wish
 from titanlab.sweep.queue import JobState, job_states
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.sweep.wish import read_wish
 
 _OVER = ("ended", "gone")
 # Slurm's words that say why by themselves.

@@ -22,7 +22,7 @@ from titanlab.sweep.enqueue import Item, enqueue, settle
 from titanlab.sweep.queue import job_states
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import States, standing, supersede
-from titanlab.sweep.study import SINGLE, Dropped, Planned, Study
+from titanlab.sweep.study.plan import SINGLE, Dropped, Planned, Study
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 

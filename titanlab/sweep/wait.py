@@ -7,9 +7,9 @@ from typing import Any
 
 from titanlab.outcome import OutcomeKind
 from titanlab.sweep.local_submit import wake
-from titanlab.sweep.look import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.watch import Screen
+from titanlab.sweep.table.look import look_at
+from titanlab.sweep.table.watch import Screen
 
 
 def follow(folder: SweepFolder) -> list[dict[str, Any]]:

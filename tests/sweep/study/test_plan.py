@@ -1,0 +1,190 @@
+"""Planning a sweep: points, conditions, what is dropped and why, names, identities."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sweep.files import dropped, labels, plan, sweep_text, write_sweep
+from titanlab.data import source
+from titanlab.errors import ConfigError
+from titanlab.host import Host
+from titanlab.sweep.study import plan as studies
+from titanlab.sweep.study.point import Point
+
+SMALL = ("data=synthetic", "optimizer.schedule.warmup_steps=0")
+
+
+def test_a_file_becomes_runs_and_dropped_points(tmp_path):
+    space = {
+        "product": [
+            {"list": [{"parallelism": "fsdp", "world": 2}, {"parallelism": "tp", "world": 3}, {"parallelism": "fsdp_tp", "world": 3}]},
+            {"precision": ["fp32", "bf16"], "seed": [0, 1]},
+        ]
+    }  # fmt: skip
+    node = {"where": ["precision == 'fp32' or seed == 0"], "repeats": 2}
+    found = plan(*write_sweep(tmp_path, sweep_text(space, node=node)))
+    assert (found.name, found.origin) == ("mine", "sweeps/mine")
+    assert found.definition["space"] == space
+    assert (found.definition["where"], found.definition["repeats"]) == (node["where"], 2)
+    points = ["fsdp-world2-fp32-seed0", "fsdp-world2-fp32-seed1", "fsdp-world2-bf16-seed0"]
+    assert labels(found) == [f"{point}{repeat}" for point in points for repeat in ("", "-r1")]
+    first = found.planned[1]
+    assert (first.recipe.sweep, first.recipe.repeat, first.point.repeat, first.recipe.layout.shard) == ("mine", 1, 1, 2)
+    assert first.point.values == {"parallelism": "fsdp", "world": 2, "precision": "fp32", "seed": 0}
+    by_stage = {stage: [each for each in dropped(found) if each[1] == stage] for stage in ("where", "layout", "rule")}
+    assert len(dropped(found)) == sum(map(len, by_stage.values())) == 24 - 6
+    assert {reason for _, _, reason in by_stage["where"]} == {"precision == 'fp32' or seed == 0"}
+    assert {reason.partition(";")[0] for _, _, reason in by_stage["layout"]} == {"world=3: the other degrees make 2, which does not divide it"}  # fmt: skip
+    assert {reason.partition(":")[0] for _, _, reason in by_stage["rule"]} == {"parallelism.tensor=3"}
+    assert {each.point.repeat for each in found.dropped} == {0, 1}
+    assert len({each.identity.sha256 for each in found.planned}) == 6
+
+
+def test_the_command_line_adds_to_a_files_space(tmp_path):
+    given = write_sweep(tmp_path, sweep_text({"zip": {"training.seq_len": [64, 128], "training.global_batch": [8, 4]}}))
+    found = plan(*given, "seed=range(0,2)", "training.steps=5")
+    assert labels(found) == [
+        *("seq_len64-global_batch8-seed0", "seq_len64-global_batch8-seed1"),
+        *("seq_len128-global_batch4-seed0", "seq_len128-global_batch4-seed1"),
+    ]
+    assert {each.recipe.training.steps for each in found.planned} == {5}
+    assert found.definition["overrides"] == ["+sweeps=mine", "training.steps=5"]
+
+
+def test_hydras_own_sweeps_are_a_product():
+    found = plan("-m", *SMALL, "model=debug,llama_5m", "precision=glob(b*)", "seed=range(0,4,2)", "repeat=choice(0,2)")
+    assert len(found.planned) == 2 * 2 * 2 * 2
+    assert found.definition["space"] == {
+        "product": {"model": ["debug", "llama_5m"], "precision": ["bf16", "bf16_full"], "seed": [0, 2], "repeat": [0, 2]}
+    }  # fmt: skip
+    assert [each.recipe.name for each in found.planned[:2]] == ["debug-bf16-seed0", "debug-bf16-seed0-r2"]
+    assert found.origin == "command line"
+
+
+def test_hydras_own_sweeper_has_params(tmp_path):
+    text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper: {params: {seed: '3,4', model: 'choice(debug)'}}\n"
+    found = plan(*write_sweep(tmp_path, text), *SMALL, "precision=bf16,fp32")
+    assert labels(found) == ["seed3-debug-bf16", "seed3-debug-fp32", "seed4-debug-bf16", "seed4-debug-fp32"]
+
+
+def test_a_recipe_may_be_swept_and_may_sweep_all_else():
+    found = plan("+recipe=llama3_1_8b_8gpus_cpu,llama3_1_70b_32gpus_cpu", "seed=0,1")
+    assert labels(found)[::2] == ["llama3_1_8b_8gpus_cpu-seed0", "llama3_1_70b_32gpus_cpu-seed0"]
+    assert [each.recipe.layout.label for each in found.planned[::2]] == ["dp_s2", "dp_s2·tp2"]
+
+
+def test_the_folders_name_is_what_is_given_or_made_of_what_is_swept(tmp_path):
+    assert plan(*SMALL, "seed=0,1", "sweep=given").name == "given"
+    names = [plan(*SMALL, *swept).name for swept in (["seed=0,1"], ["seed=0,1", "training.steps=7"], ["seed=0,2"])]
+    # Values that all points share may change: these are more runs of the same sweep.
+    assert names[0] == names[1] != names[2]
+    assert names[0].startswith("run-")
+    assert len(names[0]) == len("run-") + 6
+    assert plan(*SMALL).name == "single"
+    assert plan(*write_sweep(tmp_path, sweep_text({"list": [{"seed": 1}, {}]}) + "sweep: another\n")).name == "another"
+
+
+def test_runs_are_named_by_their_values():
+    assert labels(plan(*SMALL)) == ["run"]
+    assert labels(plan(*SMALL, "name=mine", "seed=1,2")) == ["mine-seed1", "mine-seed2"]
+    values = {
+        "parallelism": "fsdp_tp",
+        "parallelism.tensor": 8,
+        "ac": "full",
+        "compile": "off",
+        "optimizer.lr": 3e-4,
+        "parallelism.async_tensor": False,
+    }
+    assert Point(values=values).label == "fsdp_tp-tp8-ac_full-compile_off-lr0.0003-no_async_tensor"
+    assert Point(values={"data.path": "/a b/c:d", "name": "no"}).label == "path_-a-b-c-d"
+    assert Point(values={}).label == "base"
+    long = Point(values={"training.seq_len": 10**80}, repeat=12).label
+    assert len(long) == 60
+    assert long.endswith("0-r12")
+
+
+def test_two_points_that_are_one_run_are_run_once():
+    found = plan(*SMALL, "parallelism=single,fsdp,ddp", "world=1")
+    assert labels(found) == ["single"]
+    assert dropped(found) == [(label, "duplicate", "is the same run as single") for label in ("fsdp", "ddp")]
+
+
+def test_conditions_see_degrees_and_options_as_they_will_be(tmp_path):
+    space = {"product": {"parallelism": ["fsdp_tp", "ddp", "single"], "world": [2, 4, None]}}
+    given = write_sweep(tmp_path, sweep_text(space, node={"where": ["world >= 2 and parallelism.shard * parallelism.replicate == world // parallelism.tensor"]}))  # fmt: skip
+    found = plan(*given)
+    assert labels(found) == ["fsdp_tp-world2", "fsdp_tp-world4", "ddp-world2", "ddp-world4"]
+    stages = [(label, stage) for label, stage, _ in dropped(found)]
+    # `-1` of no world, a world that single is not, and the condition.
+    assert stages == [
+        *(("fsdp_tp-world_none", "layout"), ("ddp-world_none", "layout")),
+        *(("single-world2", "layout"), ("single-world4", "layout"), ("single-world_none", "where")),
+    ]
+
+
+def test_a_number_that_is_text_is_a_number_in_conditions(tmp_path):
+    node = {"where": ["optimizer.lr < 1e-2", "parallelism.shard < 4", "name != 'x'"]}
+    space = {"product": {"optimizer.lr": ["1e-3", "0.1"], "parallelism.shard": ["1", "4"]}}
+    assert labels(plan(*write_sweep(tmp_path, sweep_text(space, node=node)))) == ["lr_1e-3-dp_s_1"]
+
+
+def test_a_value_of_some_options_only_drops_the_others(tmp_path):
+    found = plan("model=debug", *SMALL, "ac=none,selective_layer", "ac.every=1,2")
+    assert labels(found) == ["selective_layer-every1", "selective_layer-every2"]
+    assert [(label, stage) for label, stage, _ in dropped(found)] == [("ac_none-every1", "composition"), ("ac_none-every2", "composition")]  # fmt: skip
+    assert "it belongs to another ac: try ac=selective_layer" in found.dropped[0].reason
+
+
+def test_this_host_is_not_looked_at_for_runs_elsewhere(monkeypatch):
+    monkeypatch.setattr(studies, "this_host", lambda: pytest.fail("asked this host"))
+    found = plan("+recipe=llama3_1_8b_8gpus", "launch=slurm", "cluster=h100", "precision=bf16,float8_tensorwise")
+    assert [each.recipe.cluster.device for each in found.planned] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert found.planned[0].identity.content["hardware"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_a_gpu_sweep_on_a_host_without_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(studies, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
+    with pytest.raises(ConfigError, match=r"^cluster.accelerator=cuda: this host shows no GPU; "):
+        plan("+sweeps=ac_memory")
+
+
+def test_whole_studies_take_no_point_that_cannot_be_run():
+    given = [*SMALL, "parallelism=fsdp_tp,single", "world=1,2"]
+    assert len(dropped(plan(*given))) == 2
+    with pytest.raises(ConfigError, match="world"):
+        studies.plan_study(given, print, prepare_data=False, whole=True)
+
+
+def test_data_is_prepared_once_and_its_rules_hold(monkeypatch, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a few words of text\n" * 200)
+    prepared = []
+    monkeypatch.setattr(source, "prepare", lambda config, *, report: prepared.append(config.vocab_size))
+    given = ["data=files", f"data.files={text}", "data.vocab_size=320,340", "seed=0,1,2"]
+    found = plan(*given, prepare_data=True)
+    assert prepared == [320, 340]
+    assert len(found.planned) == 6
+    assert len({each.identity.content["data"] for each in found.planned}) == 2
+
+    def refuse(config, *, report):
+        if config.vocab_size == 340:
+            raise ConfigError("data.vocab_size", 340, "is too large", "try 320")
+
+    monkeypatch.setattr(source, "prepare", refuse)
+    found = plan(*given, prepare_data=True)
+    assert len(found.planned) == 3
+    assert {each[1:] for each in dropped(found)} == {("rule", "data.vocab_size=340: is too large; try 320")}
+
+
+def test_a_job_larger_than_the_cluster_is_refused_before_data_is_prepared(monkeypatch):
+    monkeypatch.setattr(source, "prepare", lambda config, *, report: pytest.fail("prepared"))
+    given = [
+        "launch=slurm",
+        "cluster=cpu",
+        "cluster.nodes=2",
+        "parallelism=fsdp",
+        "world=8,32",
+        "training.global_batch=32",
+    ]
+    with pytest.raises(ConfigError, match=r"^world=32: is more than the cluster's 2 nodes of 8; "):
+        plan(*SMALL, *given, prepare_data=True)

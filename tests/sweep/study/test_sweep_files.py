@@ -1,0 +1,74 @@
+"""Every sweep that is shipped composes, and all of its points can be run where it is meant to be."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import yaml
+
+from tests.sweep.files import dropped, plan
+from titanlab.composition.recipes import conf_folder
+from titanlab.host import Host
+from titanlab.sweep.study import plan as studies
+from titanlab.sweep.submit import decide
+
+FILES = sorted((conf_folder() / "sweeps").glob("*.yaml"))
+# Name → runs, points that are dropped, processes of the largest.
+EXPECTED = {
+    "ac_memory": (27, 0, 8),
+    "llama3_405b_512gpus": (11, 0, 512),
+    "llama3_70b_256gpus": (9, 0, 256),
+    "llama3_8b_128gpus_1d_to_4d": (14, 0, 128),
+    "llama3_8b_8gpus_layouts": (28, 0, 8),
+    "long_context_cp": (7, 1, 8),
+    "pipeline_schedules": (10, 0, 8),
+    "quickstart_layouts": (6, 0, 8),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    def connect(*given):
+        raise AssertionError("a plan asks nobody")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+
+
+def test_all_are_expected():
+    assert {path.stem for path in FILES} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_plans(path, monkeypatch, tmp_path):
+    name = path.stem
+    on_gpus = "override /cluster" in path.read_text()
+    if on_gpus:
+        monkeypatch.setattr(studies, "this_host", lambda: pytest.fail("asked this host"))
+        where = ["launch=slurm", "launch.minutes=30"]
+    else:
+        monkeypatch.setattr(studies, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
+        where = ["launch=local"]
+    found = plan(f"+sweeps={name}", *where, f"runs={tmp_path}")
+    decisions = decide(found, states={})
+    assert (found.name, found.origin) == (name, f"sweeps/{name}")
+    runs, left_out, largest = EXPECTED[name]
+    assert (len(found.planned), len(found.dropped)) == (runs, left_out), dropped(found)
+    assert {stage for _, stage, _ in dropped(found)} <= {"where"}
+    assert max(each.shape.processes for each in decisions) == largest
+    if on_gpus:
+        assert {each.shape.gpus_per_node for each in decisions} == {8}
+        assert {each.planned.recipe.cluster.device for each in decisions} == {"NVIDIA H100 80GB HBM3"}
+    # Names tell the runs apart, and fit on a line.
+    assert len({each.planned.recipe.name for each in decisions}) == runs
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_says_what_it_is_for(path):
+    text = path.read_text()
+    assert text.startswith("# @package _global_\n# ")
+    content = yaml.safe_load(text)
+    assert content["sweep"] == path.stem
+    assert content["hydra"]["mode"] == "MULTIRUN"
+    assert {"override /hydra/sweeper": "space"} in content["defaults"]

@@ -1,0 +1,86 @@
+"""What `titanlab collect` writes: the same types whatever the values."""
+
+import csv
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from tests.sweep.made import Made, begin, end
+from titanlab.errors import ConfigError
+from titanlab.sweep.table.collect import SCHEMA_KEY, SWEEP_KEY, parquet_schema, write_table
+from titanlab.sweep.table.columns import COLUMNS, NAMES
+from titanlab.sweep.table.rows import Table
+
+
+@pytest.fixture
+def made(tmp_path):
+    return Made(tmp_path / "runs")
+
+
+def full(made):
+    """A run that is done, one that failed, one that waits, one point that was dropped."""
+    for place, kind in enumerate(("done", "crash", None)):
+        run = made.run(f"r{place}", seed=place, point={"seed": place, "parallelism": "fsdp"}, shard=2)
+        if kind:
+            begin(run)
+            end(run, kind, cause=None if kind == "done" else "boom,\nwith a comma")
+    made.drop("rule", "no", seed=9)
+    return Table(made.folder, code="c0de").rows()
+
+
+def test_parquet_and_csv_have_every_row_and_column(made, tmp_path):
+    rows = full(made)
+    files = write_table(rows, "layouts", tmp_path / "into")
+    assert [path.name for path in files] == ["layouts.parquet", "layouts.csv"]
+    table = parquet.read_table(files[0])
+    assert table.column_names == [*NAMES, "point.seed", "point.parallelism"]
+    assert table.to_pylist() == rows
+    assert (table.schema.metadata[SCHEMA_KEY.encode()], table.schema.metadata[SWEEP_KEY.encode()]) == (b"1", b"layouts")
+    with files[1].open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["run"] for line in lines] == [row["run"] or "" for row in rows]
+    assert lines[1]["cause"] == "boom,\nwith a comma"
+    assert (lines[0]["stale"], lines[0]["rank"], float(lines[0]["loss"])) == ("false", "", 4.25)
+    # Nothing else is left there.
+    assert sorted(path.name for path in (tmp_path / "into").iterdir()) == ["layouts.csv", "layouts.parquet"]
+
+
+def test_types_do_not_depend_on_values(made, tmp_path):
+    made.drop("rule", "no", seed=1, parallelism="fsdp")
+    write_table(Table(made.folder).rows(), "empty", tmp_path)
+    only_dropped = parquet.read_table(tmp_path / "empty.parquet").schema
+    made.points.clear()
+    write_table(full(made), "full", tmp_path)
+    everything = parquet.read_table(tmp_path / "full.parquet").schema
+    assert {field.name: field.type for field in only_dropped} == {field.name: field.type for field in everything}
+    assert pa.null() not in everything.types
+
+
+def test_the_schema_is_the_documented_one():
+    schema = parquet_schema(["point.a"], "s")
+    words = {pa.string(): "text", pa.int64(): "whole", pa.float64(): "number", pa.bool_(): "yes/no"}
+    assert {field.name: words[field.type] for field in schema} == {
+        **{column.name: column.type for column in COLUMNS},
+        "point.a": "text",
+    }
+
+
+def test_a_sweep_without_points_has_a_table_too(tmp_path):
+    files = write_table([], "nothing", tmp_path)
+    assert parquet.read_table(files[0]).num_rows == 0
+    assert files[1].read_text().startswith('"sweep","run"')
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--into=.*: cannot be written"):
+        write_table([], "s", tmp_path / "file" / "deeper")
+
+
+def test_what_was_there_is_replaced_whole(made, tmp_path):
+    write_table(full(made), "layouts", tmp_path)
+    before = parquet.read_table(tmp_path / "layouts.parquet").num_rows
+    made.drop("rule", "another", seed=10)
+    write_table(Table(made.folder).rows(), "layouts", tmp_path)
+    assert parquet.read_table(tmp_path / "layouts.parquet").num_rows == before + 1

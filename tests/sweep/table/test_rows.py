@@ -1,0 +1,278 @@
+"""The rows of a sweep: every state that a run can be in, from made folders."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.sweep.made import Made, begin, end, train, word
+from titanlab.layout import AXES
+from titanlab.recipe import to_mapping
+from titanlab.sweep.table.columns import COLUMNS, NAMES, point_keys
+from titanlab.sweep.table.rows import Table
+from titanlab.sweep.table.run_columns import recipe_columns
+
+PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
+
+
+@pytest.fixture
+def made(tmp_path):
+    return Made(tmp_path / "runs")
+
+
+def row_of(made, run, states=None, **given):
+    (row,) = [row for row in Table(made.folder, **given).rows(states) if row["run"] == run.path.name]
+    return row
+
+
+def test_the_page_has_every_column_and_no_other():
+    section = PAGE.split("\n## Columns\n")[1].split("\n## ")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()]
+    told = {cells[0]: cells[1:] for cells in lines if len(cells) == 3 and cells[0].startswith("`")}
+    expected = {f"`{column.name}`": [column.type, column.meaning] for column in COLUMNS}
+    expected["`point.KEY`"] = ["text", told["`point.KEY`"][1]]
+    assert told == expected
+
+
+def test_every_row_has_every_column_whatever_happened(made):
+    done, waits = made.run("a", shard=2), made.run("b")
+    begin(done)
+    end(done)
+    made.drop("rule", "reason", seed=1)
+    rows = Table(made.folder).rows()
+    assert {tuple(row) for row in rows} == {(*NAMES, "point.parallelism", "point.seed")}
+    assert [row["run"] for row in rows] == [done.path.name, waits.path.name, None]
+    assert point_keys(rows) == ["point.parallelism", "point.seed"]
+
+
+def test_a_run_that_is_done(made):
+    run = made.run("fsdp_tp", shard=2, tensor=2, point={"parallelism": "fsdp_tp", "training.seq_len": 32})
+    begin(run, cores=4, code="c0de")
+    end(run)
+    row = row_of(made, run, code="other")
+    assert (row["sweep"], row["name"], row["hash8"], row["repeat"]) == ("layouts", "fsdp_tp", run.hash8, 0)
+    assert (row["state"], row["outcome"], row["previous_outcome"], row["cause"]) == ("ended", "done", None, None)
+    assert (row["step"], row["steps"], row["attempt"]) == (10, 10, 1)
+    assert [row[f"layout.{axis}"] for axis in AXES] == [1, 1, 2, 1, 2]
+    assert (row["layout.label"], row["world"]) == ("dp_s2·tp2", 4)
+    assert (row["precision"], row["ac"], row["compile"], row["schedule"]) == ("fp32", "none", "off", None)
+    assert (row["tokens_per_second"], row["tokens_per_second_all"], row["mfu_percent"]) == (1000.0, 4000.0, 41.5)
+    assert (row["step_seconds"], row["measured_steps"], row["memory_gib"]) == (0.25, 7, 0.75)
+    assert (row["first_loss"], row["loss"], row["validation_loss"], row["seconds_left"]) == (5.5, 4.25, None, None)
+    assert (row["started"], row["ended"], row["train_seconds"]) == (1000.0, 2000.0, 2.5)
+    assert (row["code"], row["stale"]) == ("c0de", True)
+    assert row_of(made, run, code="c0de")["stale"] is False
+    assert row["folder"] == str(run.path)
+    # As one types them.
+    assert (row["point.parallelism"], row["point.training.seq_len"]) == ("fsdp_tp", "32")
+
+
+def test_a_run_under_way_has_the_figures_of_its_latest_row(made):
+    run = made.run("a", shard=2)
+    begin(run)
+    train(run, step=6, seconds_left=75.0)
+    row = row_of(made, run)
+    assert (row["state"], row["outcome"], row["step"], row["steps"]) == ("running", None, 6, 10)
+    assert (row["tokens_per_second"], row["step_seconds"], row["loss"]) == (900.0, 0.3, 4.25)
+    assert (row["seconds_left"], row["measured_steps"], row["ended"]) == (75.0, None, None)
+    assert row["updated"] == pytest.approx(time.time(), abs=60)
+
+
+def test_one_that_failed_says_why(made):
+    run = made.run("a")
+    begin(run)
+    end(run, "oom", rank=3, cause="CUDA out of memory", exit_code=70, traceback="Traceback …")
+    row = row_of(made, run)
+    assert (row["outcome"], row["rank"], row["step"], row["exit_code"]) == ("oom", 3, 4, 70)
+    assert row["cause"] == "CUDA out of memory"
+    assert (row["tokens_per_second"], row["tokens_per_second_all"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "state"),
+    [
+        ("prepared", None, "queued"),  # its scheduler does not answer
+        ("prepared", word("unknown"), "queued"),
+        ("prepared", word("pending", "PENDING", "Resources"), "queued"),
+        ("prepared", word("running", "RUNNING"), "starting"),
+        ("running", word("running", "RUNNING"), "running"),
+        ("saving", word("running", "RUNNING"), "saving"),
+        ("running", word("unknown"), "running"),
+    ],
+)
+def test_the_state_is_the_runs_own_but_for_what_only_the_scheduler_knows(made, status, told, state):
+    other, run = made.run("other", seed=1), made.run("a")
+    submitted = made.submit(other, run)
+    if status != "prepared":
+        begin(run)
+        train(run, state=status)
+    row = row_of(made, run, {(submitted.token, 1): told} if told else None)
+    assert row["state"] == state
+    assert (row["launcher"], row["job_id"]) == ("slurm", "12_1")
+    assert row["scheduler_state"] == (told.raw if told else None)
+    assert row["queue_reason"] == (told.reason if told else None)
+
+
+def test_without_a_job_a_run_is_prepared(made):
+    run = made.run("a")
+    row = row_of(made, run)
+    assert (row["state"], row["job_id"], row["oversubscribed"], row["started"]) == ("prepared", None, None, None)
+    assert row["steps"] == 10
+
+
+def test_a_preempted_run_that_waits_to_go_on_has_not_ended(made):
+    run = made.run("a")
+    submitted = made.submit(run)
+    begin(run, job={"token": submitted.token, "index": 0, "job_id": "12_0", "nodes": ["n1"]})
+    train(run)
+    end(run, "preempted", cause="asked to end", scheduler={"state": "PREEMPTED"})
+    states = {(submitted.token, 0): word("requeued", "PENDING", "BeginTime")}
+    row = row_of(made, run, states)
+    assert (row["state"], row["outcome"], row["previous_outcome"]) == ("queued", None, "preempted")
+    assert (row["cause"], row["queue_reason"]) == (None, "BeginTime")
+    begin(run)
+    train(run)
+    row = row_of(made, run, {(submitted.token, 0): word("running")})
+    assert (row["state"], row["attempt"], row["previous_outcome"]) == ("running", 2, "preempted")
+    end(run)
+    row = row_of(made, run, {(submitted.token, 0): word("ended", "COMPLETED")})
+    assert (row["state"], row["outcome"], row["previous_outcome"]) == ("ended", "done", "preempted")
+    assert row["scheduler_state"] == "COMPLETED"
+
+
+def test_a_run_that_is_submitted_again_after_its_end_starts_anew(made):
+    run = made.run("a")
+    made.submit(run, created=1500.0)
+    begin(run)
+    end(run, "hang", ended=2000.0)
+    again = made.submit(run, created=2500.0, job_id="13")
+    row = row_of(made, run, {(again.token, 0): word("running")})
+    assert (row["state"], row["previous_outcome"], row["job_id"]) == ("starting", "hang", "13_0")
+
+
+def test_the_schedulers_word_for_an_end_stays(made):
+    run = made.run("a")
+    begin(run)
+    end(run, "node_fail", scheduler={"job_id": "12_0", "state": "NODE_FAIL", "exit_code": "0:0"})
+    assert row_of(made, run)["scheduler_state"] == "NODE_FAIL"
+
+
+@pytest.mark.parametrize(
+    ("cores", "nodes", "given", "expected"),
+    [
+        (2, None, {"shard": 2}, (1, 2, False)),
+        (2, None, {"shard": 4}, (1, 2, True)),
+        (2, ["host1", "host2"], {"shard": 4}, (2, 4, False)),
+        # Names that no machine has: all of them are this one.
+        (2, ["n1", "n2"], {"shard": 4}, (1, 2, True)),
+    ],
+)
+def test_more_processes_than_cores_is_said(made, cores, nodes, given, expected):
+    run = made.run("a", **given)
+    begin(run, cores=cores, job=nodes and {"nodes": nodes})
+    end(run)
+    row = row_of(made, run)
+    assert (row["hosts"], row["cores"], row["oversubscribed"]) == expected
+
+
+def test_on_gpus_cores_do_not_matter(made):
+    run = made.run("a", shard=4)
+    config = run.config()
+    begin(run, cores=2, cluster={**config["cluster"], "accelerator": "cuda", "device": "NVIDIA H100 80GB HBM3"})
+    end(run)
+    row = row_of(made, run)
+    assert (row["oversubscribed"], row["device"]) == (False, "NVIDIA H100 80GB HBM3")
+
+
+def test_the_layout_is_that_of_the_latest_attempt(made):
+    run = made.run("a", shard=2)
+    begin(run)
+    end(run, "cancelled")
+    config = run.config()
+    begin(run, world=4, parallelism={**config["parallelism"], "shard": 4})
+    end(run)
+    assert (row_of(made, run)["layout.label"], row_of(made, run)["world"]) == ("dp_s4", 4)
+
+
+def test_points_that_were_dropped_have_rows(made):
+    made.drop("rule", "heads=3: no", parallelism="tp")
+    made.drop("where", "world <= 8", parallelism="tp16")
+    rows = Table(made.folder).rows()
+    assert [row["state"] for row in rows] == ["dropped", "dropped"]
+    # A point that nobody wanted breaks no rule.
+    assert [row["outcome"] for row in rows] == ["infeasible", None]
+    assert [row["dropped_stage"] for row in rows] == ["rule", "where"]
+    assert [row["cause"] for row in rows] == ["heads=3: no", "world <= 8"]
+    assert [row["point.parallelism"] for row in rows] == ["tp", "tp16"]
+    assert {row["run"] for row in rows} == {None}
+
+
+def test_a_folder_that_is_gone_or_spoilt_hides_no_other(made):
+    gone, spoilt, torn, whole = (made.run(name, seed=place) for place, name in enumerate("abcd"))
+    for run in (spoilt, torn, whole):
+        begin(run)
+        end(run)
+    (gone.path / "config.yaml").unlink()
+    (spoilt.attempt_folder(1) / "config.yaml").write_text("a: [")
+    value = json.loads((torn.path / "result.json").read_text())
+    (torn.path / "result.json").write_text(json.dumps({**value, "schema": 99}))
+    rows = {row["run"]: row for row in Table(made.folder).rows()}
+    assert [rows[run.path.name]["state"] for run in (gone, spoilt, torn, whole)] == [
+        *("missing", "unreadable", "unreadable", "ended")
+    ]
+    assert "cannot be read" in rows[spoilt.path.name]["cause"]
+    assert "schema 99" in rows[torn.path.name]["cause"]
+
+
+def test_runs_that_the_plan_no_longer_has_come_last(made):
+    old, new = made.run("a"), made.run("b", seed=1)
+    made.points = made.points[1:]
+    made.write()
+    rows = Table(made.folder).rows()
+    assert [row["run"] for row in rows] == [new.path.name, old.path.name]
+    assert [row["point.parallelism"] for row in rows] == ["b", None]
+
+
+def test_a_table_sees_what_changes(made):
+    run = made.run("a")
+    table = Table(made.folder)
+    assert table.rows()[0]["state"] == "prepared"
+    begin(run)
+    assert table.rows()[0]["state"] == "starting"
+    train(run)
+    assert table.rows()[0]["step"] == 4
+    end(run)
+    assert table.rows()[0]["outcome"] == "done"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"shard": 2, "microbatch": 3},
+        {"pipeline": 2},
+        {"pipeline": 2, "replicate": 2, "context": 2, "microbatch": 2},
+        {"blocks": True, "loss": True, "backend": "eager"},
+    ],
+)
+def test_sizes_are_those_of_the_recipe(tmp_path, given):
+    recipe = tiny.recipe(tmp_path, **given)
+    row = recipe_columns(to_mapping(recipe))
+    assert row["microbatch"] == recipe.microbatch
+    assert row["tokens_per_step"] == recipe.tokens_per_step
+    assert row["layout.label"] == recipe.layout.label
+    assert row["compile"] == ("blocks+loss" if given.get("blocks") else "off")
+    assert row["schedule"] == ("1f1b" if "pipeline" in given else None)
+
+
+def test_a_thousand_runs_take_a_second_or_two(made):
+    run = made.run("a")
+    begin(run)
+    end(run)
+    start = time.perf_counter()
+    for _ in range(50):
+        assert row_of(made, run)["outcome"] == "done"
+    # A whole table of one row each time: dearer than a thousand rows of one.
+    assert (time.perf_counter() - start) / 50 < 10e-3

@@ -1,0 +1,162 @@
+"""A sweep on a terminal and in a pipe: what fits, what is cut, and when the watching ends."""
+
+import io
+import re
+
+import pytest
+
+from tests.sweep.made import Made, begin, end, train
+from titanlab.sweep.table.rows import Table
+from titanlab.sweep.table.watch import Screen, settled
+
+SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def made(tmp_path):
+    return Made(tmp_path / "runs")
+
+
+def screen(columns=80, lines=24, **environ):
+    stream = Terminal()
+    environ = {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": str(lines), **environ}
+    return stream, Screen(stream, environ=environ, clock=lambda: 1400.0)
+
+
+def sweep_of(made, count=6, *, label="a-label-of-a-run-that-is-quite-long-and-more"):
+    for place in range(count):
+        run = made.run(f"{label}-{place}", seed=place, shard=2)
+        begin(run)
+        if place % 3 == 0:
+            train(run, updated=1399.0)
+        elif place % 3 == 1:
+            end(run)
+        else:
+            end(run, "oom", cause="CUDA out of memory " + "x" * 200)
+    return Table(made.folder)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 160, 240])
+def test_no_line_is_wider_than_the_terminal(made, columns):
+    stream, shown = screen(columns)
+    rows = sweep_of(made).rows()
+    shown.show("layouts", rows)
+    lines = SEQUENCE.sub("", stream.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    heading = next(line for line in lines if line.startswith("run"))
+    # These are never given up.
+    assert all(name in heading.split() for name in ("run", "state", "step", "tok/s"))
+    for row in rows:
+        # However narrow, the hash tells a run from the others.
+        assert any(line.split()[0].endswith(row["hash8"]) for line in lines if line.strip())
+
+
+def test_colours_are_left_out_where_they_are_not_wanted(made):
+    rows = sweep_of(made).rows()
+    coloured, shown = screen()
+    shown.show("layouts", rows)
+    plain, shown = screen(NO_COLOR="1")
+    shown.show("layouts", rows)
+    assert "\x1b[32mdone" in coloured.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain.getvalue())
+    assert SEQUENCE.sub("", coloured.getvalue()) == SEQUENCE.sub("", plain.getvalue())
+
+
+@pytest.mark.parametrize("environ", [{"TERM": "dumb"}, {"TERM": ""}])
+def test_a_terminal_that_can_do_nothing_gets_plain_lines(made, environ):
+    stream, shown = screen(**environ)
+    shown.show("layouts", sweep_of(made).rows())
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_live_view_is_no_higher_than_the_terminal_and_shows_first_what_is_under_way(made):
+    table = sweep_of(made, 40, label="r")
+    stream, shown = screen(lines=24)
+
+    def look():
+        return table.rows()
+
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    shown.follow("layouts", look, sleep=sleep)
+    # What is drawn before the cursor goes back up.
+    drawn = SEQUENCE.sub("", stream.getvalue().split("\x1b[1A")[0].split("\x1b[2K")[0])
+    lines = drawn.strip("\r\n").splitlines()
+    assert len(lines) <= 24
+    states = [line.split()[2] for line in lines if re.match(r"r-\d", line)]
+    assert states == ["running"] * len(states)
+    assert len(states) >= 5
+    assert any("more" in line for line in lines)
+
+
+def test_watching_ends_when_nothing_runs_or_waits(made):
+    table = sweep_of(made, 1)
+    (run,) = made.folder.runs()
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:
+            end(run)
+
+    for stream, shown in (screen(), (io.StringIO(), None)):
+        slept.clear()
+        begin(run)
+        train(run)
+        shown = shown or Screen(stream, environ={}, clock=lambda: 1400.0)
+        rows = shown.follow("layouts", table.rows, seconds=2.0, sleep=sleep)
+        assert slept == [2.0] * 3
+        assert (settled(rows), rows[0]["outcome"]) == (True, "done")
+        assert "1 run: 1 done" in stream.getvalue()
+
+
+def test_in_a_pipe_changes_are_lines(made):
+    table = sweep_of(made, 2, label="r")
+    first, second = made.folder.runs()
+    stream = io.StringIO()
+
+    def sleep(seconds):
+        end(first)
+
+    Screen(stream, environ={}).follow("layouts", table.rows, sleep=sleep)
+    lines = [re.sub(r"^\d\d:\d\d:\d\d", "TIME", line) for line in stream.getvalue().splitlines()]
+    assert lines[:5] == [
+        f"TIME  {first.path.name}: running",
+        f"TIME  {second.path.name}: done",
+        "          2 runs: 1 done, 1 running",
+        f"TIME  {first.path.name}: done",
+        "          2 runs: 2 done",
+    ]
+    assert lines[5] == "layouts"
+
+
+def test_ctrl_c_ends_the_watching_and_nothing_else(made):
+    table = sweep_of(made, 1)
+
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    stream = io.StringIO()
+    rows = Screen(stream, environ={}).follow("layouts", table.rows, sleep=sleep)
+    assert rows[0]["state"] == "running"
+    assert "1 run: 1 running" in stream.getvalue()
+
+
+def test_what_a_stream_cannot_show_is_replaced(made):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    run = made.run("a", shard=2, tensor=2)
+    begin(run)
+    end(run, "crash", cause="größer")
+    Screen(stream, environ={}).show("layouts", Table(made.folder).rows())
+    stream.seek(0)
+    said = stream.read()
+    assert "dp_s2?tp2" in said
+    assert "gr??er" in said

@@ -1,0 +1,1 @@
+"""What every task of a job runs: the processes of one rank."""

@@ -1,0 +1,194 @@
+"""Hydra as a function from overrides to a config: no job, no folder, no plugin."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.default_element import ConfigDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.utils import JobRuntime, setup_globals
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from titanlab.composition.errors import composition_errors
+from titanlab.composition.flags import Flags
+from titanlab.composition.recipes import conf_folder, register
+from titanlab.errors import ConfigError
+from titanlab.sweep.study.space import Values
+
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
+_CONSTANTS = ("true", "false", "null", "nan", "inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """What Hydra composed.
+
+    Attributes:
+        config: of the recipe.
+        whole: the same with Hydra's own part.
+        choices: option by group.
+        asks_hydra: some value is `${hydra:…}`.
+    """
+
+    config: DictConfig
+    whole: DictConfig
+    choices: Mapping[str, Any]
+    asks_hydra: bool
+
+
+class Loader:
+    """Composes with the overrides and the flags of one command line.
+
+    Args:
+        flags: the command line.
+        overrides: those of its overrides that all points share.
+    """
+
+    def __init__(self, flags: Flags, overrides: Sequence[str]) -> None:
+        register()
+        version.setbase("1.3")
+        setup_globals()
+        JobRuntime.instance().set("name", "titanlab")
+        self.config_name = flags.values["--config-name"] or "config"
+        self.overrides = tuple(overrides)
+        self._flags = flags
+        folder = flags.values["--config-path"] or str(conf_folder())
+        path = create_config_search_path(folder if "://" in folder else str(Path(folder).absolute()))
+        added = flags.values["--config-dir"]
+        if added is not None:
+            if not Path(added).is_dir():
+                raise ConfigError("--config-dir", added, "is no folder", "give a folder of groups")
+            anchor = SearchPathQuery(provider="schema")
+            path.prepend(provider="command-line", path=f"file://{Path(added).absolute()}", anchor=anchor)
+        self._hydra = ConfigLoaderImpl(config_search_path=path)
+        self._known_choices: Mapping[str, Any] = {}
+        self._is_group = functools.cache(self._find_group)
+        self._fills_own_group = functools.cache(self._look_into)
+
+    def parse(self, overrides: Sequence[str]) -> list[Override]:
+        """Hydra's own reading of overrides.
+
+        Raises:
+            ConfigError: one of them is none.
+        """
+        with composition_errors(overrides, self._flags.values):
+            return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(overrides))
+
+    def base(self) -> DictConfig:
+        """What all points share, before anything is swept: Hydra's part of it says what the sweep is.
+
+        Values are left out, which may be those of a group that is swept.
+
+        Raises:
+            ConfigError: it cannot be composed.
+        """
+        parsed = self.parse(self.overrides)
+        kept = [text for text, each in zip(self.overrides, parsed, strict=True) if self._is_of_defaults(each)]
+        composed = self._compose(kept)
+        self._known_choices = composed.choices
+        return composed.whole
+
+    def compose(self, overrides: Sequence[str]) -> Composed:
+        """The composition of these overrides, behind those that all points share.
+
+        Raises:
+            ConfigError: Hydra cannot.
+        """
+        return self._compose([*self.overrides, *overrides])
+
+    def is_group(self, key: str) -> bool:
+        """Whether a key chooses an option of a group."""
+        return "@" in key or "/" in key or self._is_group(key)
+
+    def options(self, group: str) -> list[str]:
+        """Names of a group's options."""
+        # Schemas are there for YAMLs to build on.
+        return [each for each in self._hydra.get_group_options(group) if not each.endswith("schema")]
+
+    def choices_of(self, point: Values) -> tuple[tuple[str, str], ...]:
+        """The options that a point chooses, by group."""
+        return tuple((key, str(value)) for key, value in point.items() if self.is_group(key))
+
+    def values_of(self, point: Values) -> list[tuple[str, Any]]:
+        """The other keys that a point sets."""
+        return [(key, value) for key, value in point.items() if not self.is_group(key)]
+
+    def overrides_of(self, point: Values) -> list[str]:
+        """A point as Hydra takes it."""
+        return [self._sign(key) + override_text(key, value) for key, value in point.items()]
+
+    def is_own(self, group: str, option: str) -> bool:
+        """Whether all that an option does is to fill its own group."""
+        return "/" not in group and "@" not in group and self._fills_own_group(f"{group}/{option}")
+
+    def _find_group(self, key: str) -> bool:
+        return "." not in key and bool(self._hydra.repository.group_exists(key))
+
+    def _look_into(self, path: str) -> bool:
+        group = path.partition("/")[0]
+        if not self._hydra.repository.config_exists(path):
+            return False
+        found = self._hydra.repository.load_config(path)
+        if found is None or found.header.get("package") not in (None, group, "_group_"):
+            return False
+        for each in found.defaults_list or []:
+            if not isinstance(each, ConfigDefault) or each.path is None or each.package is not None:
+                return False
+            if each.path == "_self_":
+                continue
+            inner = each.path.lstrip("/") if each.path.startswith("/") else f"{group}/{each.path}"
+            if "${" in inner or not inner.startswith(f"{group}/") or not self._fills_own_group(inner):
+                return False
+        return True
+
+    def _is_of_defaults(self, override: Override) -> bool:
+        key = override.key_or_group
+        return override.is_hydra_override() or override.package is not None or self.is_group(key)
+
+    def _sign(self, key: str) -> str:
+        """A group that is in no defaults list, such as recipe, has to be added."""
+        return "+" if self.is_group(key) and key not in self._known_choices else ""
+
+    def _compose(self, overrides: Sequence[str]) -> Composed:
+        with composition_errors(overrides, self._flags.values):
+            whole = self._hydra.load_configuration(self.config_name, list(overrides), run_mode=RunMode.RUN)
+        choices = OmegaConf.to_container(whole.hydra.runtime.choices)
+        config = whole.copy()
+        with read_write(config), open_dict(config):
+            del config["hydra"]
+        assert isinstance(choices, dict)
+        asks = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
+        return Composed(config=config, whole=whole, choices={str(k): v for k, v in choices.items()}, asks_hydra=asks)
+
+
+def override_text(key: str, value: Any) -> str:
+    """`key=value` as Hydra's grammar has it."""
+    return f"{key}={_value_text(value)}"
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{_value_text(key)}:{_value_text(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ",".join(_value_text(inner) for inner in value) + "]"
+    text = str(value)
+    if _PLAIN.fullmatch(text) and text.lower() not in _CONSTANTS:
+        return text
+    return str(QuotedString(text=text, quote=Quote.single).with_quotes())

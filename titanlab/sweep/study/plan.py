@@ -1,0 +1,261 @@
+"""A sweep planned: every point composed, checked and named, or dropped with the reason why.
+
+What is cheap comes first: conditions and degrees are held against values that need no composition, so that of a
+thousand points only those are composed that can be run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.host import Host, check_host, this_host
+from titanlab.identity import Identity
+from titanlab.launch.shape import check_cluster, shape_of
+from titanlab.recipe import Recipe, resolve
+from titanlab.recipe_rules import check_all_but_data
+from titanlab.run_folder import check_runs
+from titanlab.starting_weights import check_beginning
+from titanlab.sweep.study.composer import Composer
+from titanlab.sweep.study.data_once import DataOnce
+from titanlab.sweep.study.point import Point
+from titanlab.sweep.study.prune import Unfit, prune
+from titanlab.sweep.study.request import Request, read_request
+from titanlab.sweep.study.space import Values, keys_of, same
+
+SINGLE = "single"
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A point that can be run: its recipe is resolved, and named by the point's label."""
+
+    point: Point
+    recipe: Recipe
+    identity: Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A point that cannot be run, or need not.
+
+    Attributes:
+        stage: `where`, `layout`, `composition`, `rule` or `duplicate`.
+        reason: one line.
+    """
+
+    point: Point
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A sweep, planned.
+
+    Attributes:
+        name: of its folder.
+        origin: the file it is from, `sweeps/quickstart_layouts`, or `command line`.
+        definition: overrides, space, conditions and repeats, as plain values.
+        planned: in the space's order.
+        dropped: likewise.
+    """
+
+    name: str
+    origin: str
+    definition: Mapping[str, Any]
+    planned: tuple[Planned, ...]
+    dropped: tuple[Dropped, ...]
+
+
+def plan_study(
+    arguments: Sequence[str], report: Callable[[str], None], *, prepare_data: bool, whole: bool = False
+) -> Study:
+    """Plan the sweep that a command line asks for. Nothing is written but the cache of prepared data.
+
+    Args:
+        arguments: overrides and Hydra's flags.
+        report: told, line by line, what takes long.
+        prepare_data: prepare it, so that the rules that need it hold too.
+        whole: every point has to be one that can be run, unless a condition leaves it out.
+
+    Raises:
+        ConfigError: the sweep is wrong, or none of its points can be run.
+    """
+    request = read_request(arguments)
+    composer = Composer(request.loader, request.points)
+    left = Sieve(request.points, whole=whole)
+    left.keep(lambda point, _: prune(composer, point, request.where))
+    check = _Checks()
+    recipes = left.keep(lambda point, _: check.composed(composer, point))
+    for recipe in recipes.values():
+        # Of a job that no cluster has room for there is nothing to prepare.
+        shape_of(recipe)
+    check_runs(next(iter(recipes.values())).runs)
+    study = _named(request, composer, left, recipes, check.data)
+    return with_data(study, report, whole=whole) if prepare_data else study
+
+
+def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
+    """The study with its data prepared, each data once; points that the data itself speaks against are dropped.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    data = DataOnce()
+    left = Sieve([planned.point.values for planned in study.planned], whole=whole)
+    kept = left.keep(lambda _, number: data.prepare(study.planned[number].recipe, report))
+    dropped = [
+        Dropped(point=study.planned[number].point, stage=unfit.stage, reason=str(unfit.reason))
+        for number, unfit in left.dropped.items()
+    ]
+    planned = tuple(study.planned[number] for number in kept)
+    return dataclasses.replace(study, planned=planned, dropped=(*study.dropped, *dropped))
+
+
+class Sieve:
+    """Points, of which some stages leave some out; with `whole`, an error of one of them ends it all."""
+
+    def __init__(self, points: Sequence[Values], *, whole: bool) -> None:
+        self.points = points
+        self._whole = whole
+        self.dropped: dict[int, Unfit] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        """Numbers of the points that are left."""
+        return (number for number in range(len(self.points)) if number not in self.dropped)
+
+    def keep(self, stage: Callable[[Values, int], Any]) -> dict[int, Any]:
+        """What a stage makes of every point that is left; those that it finds unfit are left out.
+
+        Raises:
+            ConfigError: no point is left.
+        """
+        made: dict[int, Any] = {}
+        for number in list(self):
+            try:
+                made[number] = stage(self.points[number], number)
+            except Unfit as unfit:
+                if self._whole and isinstance(unfit.reason, ConfigError):
+                    raise unfit.reason from unfit
+                self.dropped[number] = unfit
+        if not made:
+            raise self._nothing_left()
+        return made
+
+    def _nothing_left(self) -> ConfigError:
+        found = list(self.dropped.values())
+        texts = Counter((each.stage, str(each.reason)) for each in found)
+        (stage, reason), count = texts.most_common(1)[0]
+        first = found[0].reason
+        if isinstance(first, ConfigError) and len(texts) == 1:
+            # It is no single point's mistake.
+            return first
+        if stage == "where" and len(texts) == 1:
+            return ConfigError("where", reason, f"is met by none of {len(found)} points", "ask for less")
+        rule = f"none of {len(found)} points can be run; {count} of them for one reason ({stage}: {reason})"
+        cure = "change that, or sweep other values"
+        return ConfigError("space", ",".join(keys_of(self.points)), rule, cure)
+
+
+class _Checks:
+    """Composing and checking, with what is the same for many points done once."""
+
+    def __init__(self) -> None:
+        self.data = DataOnce()
+        self._host: Host | None = None
+
+    def composed(self, composer: Composer, point: Values) -> Recipe:
+        """A point's recipe, resolved, after every check that needs no prepared data.
+
+        Raises:
+            Unfit: there is none, or it breaks a rule.
+        """
+        try:
+            recipe = composer.recipe(point)
+        except ConfigError as error:
+            raise Unfit("composition", error) from error
+        try:
+            return self._checked(recipe)
+        except ConfigError as error:
+            raise Unfit("rule", error) from error
+
+    def _checked(self, recipe: Recipe) -> Recipe:
+        if recipe.launch.kind == "local":
+            self._host = self._host or this_host()
+            recipe = resolve(recipe, world=None, accelerator=self._host.accelerator, device=self._host.device)
+        else:
+            # This host says nothing about those where it will run.
+            cluster = recipe.cluster
+            check_cluster(cluster, recipe.launch)
+            recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
+        check_all_but_data(recipe)
+        self.data.check(recipe)
+        if recipe.launch.kind == "local" and self._host is not None:
+            check_host(
+                self._host,
+                accelerator=recipe.cluster.accelerator,
+                device=recipe.cluster.device,
+                processes=recipe.layout.world,
+            )
+        check_beginning(recipe)
+        return recipe
+
+
+def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[int, Recipe], data: DataOnce) -> Study:
+    """The study: every run gets its name, and what would be run twice is left out."""
+    name = _folder(request, composer, next(iter(recipes.values())))
+    planned: list[Planned] = []
+    dropped: list[Dropped] = []
+    known: dict[str, str] = {}
+    for number, values in enumerate(request.points):
+        unfit = left.dropped.get(number)
+        for repeat in range(request.repeats):
+            point = Point(values=values, repeat=repeat if unfit else recipes[number].repeat + repeat)
+            if unfit is not None:
+                dropped.append(Dropped(point=point, stage=unfit.stage, reason=str(unfit.reason)))
+                continue
+            recipe = recipes[number]
+            label = _label(request, recipe, point)
+            recipe = dataclasses.replace(recipe, sweep=name, name=label, repeat=point.repeat)
+            identity = data.identify(recipe)
+            if identity.sha256 in known:
+                reason = f"is the same run as {known[identity.sha256]}"
+                dropped.append(Dropped(point=point, stage="duplicate", reason=reason))
+                continue
+            known[identity.sha256] = label
+            planned.append(Planned(point=point, recipe=recipe, identity=identity))
+    return Study(
+        name=name,
+        origin=f"sweeps/{request.option}" if request.option else COMMAND_LINE,
+        definition=request.definition,
+        planned=tuple(planned),
+        dropped=tuple(dropped),
+    )
+
+
+def _label(request: Request, recipe: Recipe, point: Point) -> str:
+    if "name" in point.values:
+        return recipe.name
+    if not point.values:
+        return recipe.name + point.suffix
+    # A name that was typed is meant.
+    return f"{recipe.name[:35]}-{point.label}" if request.named else point.label
+
+
+def _folder(request: Request, composer: Composer, recipe: Recipe) -> str:
+    """The sweep's name: what the key `sweep` says, else the file's, else one made of what is swept."""
+    if recipe.sweep != SINGLE:
+        return recipe.sweep
+    if request.option is not None:
+        return request.option.rpartition("/")[2]
+    if request.space is None:
+        return SINGLE
+    text = same([request.space, [each.text for each in request.where], request.repeats])
+    return f"{composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -1,0 +1,101 @@
+"""What a submission is about to do, or has done, in words and as plain values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from titanlab.sweep.table.listing import aligned, counted, dropped
+
+if TYPE_CHECKING:
+    from titanlab.sweep.study.plan import Study
+    from titanlab.sweep.submit import Decision
+
+HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "action")
+FIGURES = ("processes", "nodes", "GPU-hours")
+# In the order in which a person wants to see them counted.
+_WORDS = {
+    "submit": "to submit",
+    "queued": "queued already",
+    "running": "running already",
+    "done": "done already",
+    "ended": "ended otherwise",
+}
+
+
+def plan_lines(study: Study, decisions: Sequence[Decision]) -> list[str]:
+    """The runs of a study, what becomes of each, what they take together, and what was dropped."""
+    rows = [_cells(decision) for decision in decisions]
+    lines = [f"{study.name}: {counted(len(decisions), 'run')} ({study.origin})"]
+    lines += [f"  {line}" for line in aligned(HEADINGS, rows, right=FIGURES)]
+    counts = Counter(decision.action for decision in decisions)
+    lines.append(", ".join(f"{counts[action]} {words}" for action, words in _WORDS.items() if counts[action]))
+    asked = [decision for decision in decisions if decision.action == "submit"]
+    if asked:
+        lines.append(_asked_for(asked))
+    ended = [decision for decision in decisions if decision.action == "ended"]
+    if ended:
+        outcomes = ",".join(sorted({decision.outcome or "unknown" for decision in ended}))
+        lines.append(f"to run those again: titanlab retry {study.name} --outcome {outcomes}")
+    return lines + dropped([_row(each.stage, each.reason) for each in study.dropped])
+
+
+def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "sweep": study.name,
+        "origin": study.origin,
+        **study.definition,
+        "runs": [
+            {
+                "run": decision.run_name,
+                "point": dict(decision.planned.point.values),
+                "repeat": decision.planned.point.repeat,
+                "layout": decision.planned.recipe.layout.label,
+                "action": decision.action,
+                "outcome": decision.outcome,
+                "shape": decision.shape.to_mapping(),
+                "gpu_hours": decision.shape.gpu_hours,
+            }
+            for decision in decisions
+        ],
+        "dropped": [
+            {"point": dict(each.point.values), "repeat": each.point.repeat, "stage": each.stage, "reason": each.reason}
+            for each in study.dropped
+        ],
+        "counts": dict(Counter(decision.action for decision in decisions)),
+    }
+
+
+def _cells(decision: Decision) -> tuple[str, ...]:
+    shape = decision.shape
+    on_slurm = decision.planned.recipe.launch.kind != "local"
+    return (
+        decision.run_name,
+        decision.planned.recipe.layout.label,
+        str(shape.processes),
+        str(shape.nodes) if on_slurm else "",
+        f"{shape.gpu_hours:.1f}" if shape.gpu_hours else "",
+        decision.outcome if decision.action == "ended" and decision.outcome else decision.action,
+    )
+
+
+def _asked_for(asked: Sequence[Decision]) -> str:
+    """Jobs, processes, nodes and GPU-hours of what is to be submitted."""
+    shapes = [decision.shape for decision in asked]
+    parts = [f"{sum(shape.processes for shape in shapes):,} processes in all"]
+    if any(decision.planned.recipe.launch.kind != "local" for decision in asked):
+        arrays = len(dict.fromkeys(str(shape) for shape in shapes))
+        parts += [f"{sum(shape.nodes for shape in shapes):,} nodes", counted(arrays, "array")]
+    gpus = sum(shape.gpus_per_node * shape.nodes for shape in shapes)
+    if gpus:
+        hours = [shape.gpu_hours for shape in shapes]
+        known = [each for each in hours if each is not None]
+        total = f"{sum(known):,.1f}" if len(known) == len(hours) else "no limit to the"
+        parts += [f"{gpus:,} GPUs", f"{total} GPU-hours asked for"]
+    return f"{counted(len(asked), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
+
+
+def _row(stage: str, reason: str) -> dict[str, Any]:
+    return {"state": "dropped", "dropped_stage": stage, "cause": reason}

@@ -1,0 +1,114 @@
+"""What can be said against a point before it is composed: its degrees, and the sweep's conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from titanlab.composition.keys import find_key
+from titanlab.errors import ConfigError
+from titanlab.layout import AXES, Layout, resolve_layout
+from titanlab.sweep.study.composer import Composer
+from titanlab.sweep.study.expression import WHERE, Expression
+from titanlab.sweep.study.point import Point
+from titanlab.sweep.study.space import Values
+
+
+class Unfit(Exception):
+    """A point that is left out.
+
+    Attributes:
+        stage: where that was found.
+        reason: a ConfigError, or what else there is to say.
+    """
+
+    def __init__(self, stage: str, reason: ConfigError | str) -> None:
+        self.stage = stage
+        self.reason = reason
+        super().__init__(stage, str(reason))
+
+
+def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> None:
+    """Hold a point to the conditions and to the arithmetic of its degrees.
+
+    Raises:
+        Unfit: it does not meet them.
+        ConfigError: a condition cannot be computed.
+    """
+    values = _Values(composer, point)
+    for expression in where:
+        if not expression.holds(lambda key, text=expression.text: values.asked(key, text), values.label):  # type: ignore[misc]
+            raise Unfit("where", expression.text)
+    _ = values.layout
+
+
+class _Values:
+    """A point's values as a condition sees them: degrees are resolved, numbers are numbers."""
+
+    def __init__(self, composer: Composer, point: Values) -> None:
+        self._composer = composer
+        self._point = point
+        self._layout: Layout | None = None
+        self.label = Point(values=point).label
+
+    def asked(self, key: str, condition: str) -> Any:
+        """The value of a key that a condition asks for.
+
+        Raises:
+            Unfit: the point has no layout, or cannot be composed.
+            ConfigError: it has no such key.
+        """
+        group, _, axis = key.rpartition(".")
+        if key == "world" or (group == "parallelism" and axis in AXES):
+            layout = self.layout
+            if layout is not None:
+                return layout.world if key == "world" else getattr(layout, axis)
+        try:
+            return self._value(key)
+        except KeyError:
+            group = key.partition(".")[0]
+            option = self._value(group)
+            rule = f"asks for {key}, which {self.label} does not have: its {group} is {option}"
+            cure = f"ask first: {group} != {option!r} or …"
+            raise ConfigError(WHERE, condition, rule, cure) from None
+
+    @property
+    def layout(self) -> Layout | None:
+        """The degrees, with none left open; None where they are no whole numbers, which composing will tell."""
+        if self._layout is None:
+            try:
+                degrees = {axis: self._value(f"parallelism.{axis}") for axis in AXES}
+                world = self._value("world")
+            except KeyError:
+                return None
+            if not all(isinstance(degree, int) for degree in degrees.values()):
+                return None
+            if world is not None and (not isinstance(world, int) or world < 1):
+                return None
+            try:
+                self._layout = resolve_layout(degrees, world)
+            except ConfigError as error:
+                raise Unfit("layout", error) from error
+        return self._layout
+
+    def _value(self, key: str) -> Any:
+        try:
+            value = self._composer.value(self._point, key)
+        except ConfigError as error:
+            raise Unfit("composition", error) from error
+        return _number(value) if isinstance(value, str) and key in self._point and _is_number(key) else value
+
+
+def _is_number(key: str) -> bool:
+    known = find_key(key)
+    return known is not None and "number" in known.wanted
+
+
+def _number(text: str) -> Any:
+    """A text as the number that it will be when it is composed."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

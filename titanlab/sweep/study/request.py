@@ -1,0 +1,258 @@
+"""What a command line asks for: overrides that all points share, and the space of those that differ."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from titanlab.composition.errors import composition_errors, unknown_key, value_error
+from titanlab.composition.flags import Flags, read_flags
+from titanlab.composition.keys import Key, advice, known_keys
+from titanlab.composition.sweeper import Space
+from titanlab.errors import ConfigError
+from titanlab.recipe import Recipe
+from titanlab.sweep.study.expression import WHERE, Expression, read_expression
+from titanlab.sweep.study.hydra_loader import Loader, override_text
+from titanlab.sweep.study.space import Values, expand, keys_of, same
+
+# What a sweep has once.
+_OF_THE_SWEEP = ("sweep", "runs", "sweeps")
+_REPEATS = "repeats"
+_PARAMS = "hydra.sweeper.params"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A sweep as it was asked for, everything in it read and none of it composed.
+
+    Attributes:
+        loader: composes with what all points share.
+        points: values by key, before any is left out.
+        space: where they are from, as plain values.
+        where: conditions.
+        repeats: runs of every point.
+        option: of the group `sweeps`; None: the command line is all there is.
+        named: the command line gives a name to all runs.
+    """
+
+    loader: Loader
+    points: Sequence[Values]
+    space: Any
+    where: Sequence[Expression]
+    repeats: int
+    option: str | None
+    named: bool
+
+    @property
+    def definition(self) -> Mapping[str, Any]:
+        """What the sweep's folder keeps of it."""
+        where = [each.text for each in self.where]
+        return {
+            "overrides": list(self.loader.overrides),
+            "space": self.space,
+            "where": where,
+            "repeats": self.repeats,
+        }
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """Read the arguments of a verb that takes many recipes, and the sweep's file that they name.
+
+    Raises:
+        ConfigError: they describe no sweep.
+    """
+    flags = read_flags(arguments)
+    with composition_errors(flags.overrides, flags.values):
+        parsed = OverridesParser.create().parse_overrides(flags.overrides)
+    shared = [text for text, each in zip(flags.overrides, parsed, strict=True) if not each.is_sweep_override()]
+    loader = Loader(flags, shared)
+    base = loader.base()
+    _hold_plugins(base)
+    node = base.hydra.sweeper
+    typed = _typed(loader, flags, node)
+    own = _plain(node.space) if _is_space(node) else None
+    space = _both(own, typed)
+    points = [{}] if space is None else expand(space)
+    request = Request(
+        loader=loader,
+        points=points,
+        space=space,
+        where=_where(node),
+        repeats=_repeats(node),
+        option=base.hydra.runtime.choices.get("sweeps"),
+        named=any(each.key_or_group == "name" for each in parsed),
+    )
+    _hold_shared(parsed, points)
+    _hold_keys(request)
+    return request
+
+
+def _hold_plugins(base: DictConfig) -> None:
+    """The rule that sweeper and launcher are ours: others have nothing to hand points to."""
+    for name in ("sweeper", "launcher"):
+        node = base.hydra[name]
+        target = "" if _is_space(node) else str(node.get("_target_"))
+        if target and not target.startswith("hydra._internal.core_plugins.basic_"):
+            key, value = f"hydra/{name}", base.hydra.runtime.choices.get(f"hydra/{name}")
+            if value in ("basic", "space"):
+                key, value = f"hydra.{name}._target_", target
+            rule = "would run the points by itself, and here all are planned and submitted together"
+            raise ConfigError(key, value, rule, "leave it out, and choose with launch=local or launch=slurm")
+
+
+def _is_space(node: DictConfig) -> bool:
+    return OmegaConf.get_type(node) is Space
+
+
+def _typed(loader: Loader, flags: Flags, node: DictConfig) -> dict[str, list[Any]]:
+    """Values by key of what the command line sweeps, and of Hydra's own `hydra.sweeper.params`."""
+    given = list(flags.overrides)
+    params = None if _is_space(node) else node.get("params")
+    given = [*(f"{key}={value}" for key, value in (params or {}).items()), *given]
+    found: dict[str, list[Any]] = {}
+    for text, override in zip(given, loader.parse(given), strict=True):
+        key = override.get_key_element().lstrip("+")
+        if override.is_sweep_override():
+            if key in found:
+                raise ConfigError(key, text.partition("=")[2], "is swept twice", f"give all values once: {key}=a,b")
+            found[key] = _values(loader, text, override)
+        elif text not in flags.overrides:
+            raise ConfigError(_PARAMS, text, "is one value", "give it as an override")
+    return found
+
+
+def _values(loader: Loader, text: str, override: Override) -> list[Any]:
+    key, _, typed = text.partition("=")
+    if not override.is_discrete_sweep():
+        raise ConfigError(key, typed, "has no end of values", f"list some: {key}=0.1,0.2, or range(start,stop,step)")
+    try:
+        values = [Override._convert_value(each) for each in override.sweep_iterator()]
+    except HydraException as error:
+        raise ConfigError(key, typed, str(error).splitlines()[0], f"list the values: {key}=a,b") from error
+    if loader.is_group(override.key_or_group):
+        values = [each for each in values if not str(each).endswith("schema")]
+    if not values:
+        raise ConfigError(key, typed, "fits no value", f"list the values: {key}=a,b")
+    return values
+
+
+def _plain(space: Any) -> Any:
+    return OmegaConf.to_container(space, resolve=False) if OmegaConf.is_config(space) else space
+
+
+def _both(own: Any, typed: Mapping[str, list[Any]]) -> Any:
+    """The file's space, and the product of it with what was typed."""
+    if not typed:
+        return own
+    if own is None:
+        return {"product": dict(typed)}
+    for key in keys_of(expand(own)):
+        if key in typed:
+            rule = "is swept by the sweep's file too"
+            raise ConfigError(key, ",".join(map(str, typed[key])), rule, "leave it out here, or there")
+    return {"product": [own, {"product": dict(typed)}]}
+
+
+def _where(node: DictConfig) -> list[Expression]:
+    where = _plain(node.where) if _is_space(node) else []
+    if where is None:
+        return []
+    if isinstance(where, str):
+        where = [where]
+    if not isinstance(where, list):
+        raise ConfigError(WHERE, where, "must be a list of conditions", "write where: ['world <= 8']")
+    expressions = [read_expression(each) for each in where]
+    names = {key.name for key in known_keys()} | {"sweeps", "recipe"}
+    for expression in expressions:
+        for name in expression.names:
+            if name not in names:
+                rule = f"asks for {name}, which is no key of a recipe"
+                raise ConfigError(WHERE, expression.text, rule, advice(name))
+    return expressions
+
+
+def _repeats(node: DictConfig) -> int:
+    repeats = node.repeats if _is_space(node) else 1
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise ConfigError(_REPEATS, repeats, "must be a whole number, at least 1", f"try {_REPEATS}: 1")
+    if repeats > 1000:
+        raise ConfigError(_REPEATS, repeats, "is more than 1000", f"try {_REPEATS}: 3")
+    return repeats
+
+
+def _hold_shared(parsed: Sequence[Override], points: Sequence[Values]) -> None:
+    """The rule that what is given for all points is not swept as well."""
+    swept = keys_of(points)
+    for override in parsed:
+        if not override.is_sweep_override() and override.key_or_group in swept:
+            key, value = override.key_or_group, override.value()
+            rule = "is one value for all points, and the sweep's file gives it several"
+            cure = f'leave it out, or keep some points: hydra.sweeper.where=["{key} == {value!r}"]'
+            raise ConfigError(key, value, rule, cure)
+
+
+def _hold_keys(request: Request) -> None:
+    """The rule that a space sets what a recipe has, to what it may be."""
+    loader = request.loader
+    by_name: dict[str, list[Key]] = {}
+    for known in known_keys():
+        by_name.setdefault(known.name, []).append(known)
+    values: dict[str, dict[str, Any]] = {}
+    for point in request.points:
+        for key, value in point.items():
+            values.setdefault(key, {})[same(value)] = value
+    for key, found in values.items():
+        given = list(found.values())
+        if key.partition(".")[0].partition("/")[0] == "hydra":
+            raise ConfigError(key, _listed(given), "is Hydra's own, which is one for all points", "give one value")
+        if key in _OF_THE_SWEEP:
+            raise ConfigError(key, _listed(given), "is one for the whole sweep", "give one value, outside the space")
+        if key == "repeat" and request.repeats > 1:
+            raise ConfigError(key, _listed(given), "is counted by repeats already", "leave one of the two out")
+        if loader.is_group(key):
+            _hold_options(loader, key, given)
+        elif key not in by_name:
+            raise unknown_key(key, _listed(given))
+        else:
+            for value in given:
+                _hold_type(by_name[key], key, value)
+
+
+def _hold_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
+    options = loader.options(group.partition("@")[0])
+    for value in given:
+        if isinstance(value, str) and value in options:
+            continue
+        if isinstance(value, bool):
+            # YAML takes off, on, yes and no for something else.
+            raise ConfigError(group, value, "is true or false, and no option's name", 'put it in quotes: "off"')
+        near = difflib.get_close_matches(str(value), options, n=1)
+        cure = f"try {near[0]}; " if near else ""
+        raise ConfigError(group, value, "is no option of this group", f"{cure}known: {', '.join(options)}")
+
+
+def _hold_type(known: Sequence[Key], key: str, value: Any) -> None:
+    """The rule that a value is of its key's type, in one of the options that have the key."""
+    wrong: ConfigError | None = None
+    for each in known:
+        schema = Recipe if each.option is None else each.option.schema
+        rest = key if each.option is None else key.removeprefix(f"{each.option.group}.")
+        try:
+            OmegaConf.update(OmegaConf.structured(schema), rest, value, merge=True)
+            return
+        except OmegaConfBaseException as error:
+            wrong = value_error(error, [override_text(key, value)])
+    if wrong is not None:
+        raise ConfigError(key, value, wrong.rule, wrong.cure)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ",".join(map(str, values))

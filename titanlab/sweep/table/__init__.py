@@ -1,0 +1,1 @@
+"""A sweep's runs as rows: watched, told, collected."""

@@ -1,0 +1,61 @@
+"""A sweep's table as files: parquet with types that no value changes, and the same as CSV."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.sweep.table.columns import COLUMNS, NUMBER, SCHEMA, TEXT, TRUTH, WHOLE, point_keys
+
+# In the metadata of the parquet file.
+SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
+
+
+def parquet_schema(points: Sequence[str], sweep: str) -> Any:
+    """The file's schema: all columns that there are, and one of text for each key of the points.
+
+    Args:
+        points: names of the points' columns.
+    """
+    import pyarrow as pa
+
+    types = {TEXT: pa.string(), WHOLE: pa.int64(), NUMBER: pa.float64(), TRUTH: pa.bool_()}
+    fields = [pa.field(column.name, types[column.type]) for column in COLUMNS]
+    fields += [pa.field(name, pa.string()) for name in points]
+    return pa.schema(fields, metadata={SCHEMA_KEY: str(SCHEMA), SWEEP_KEY: sweep})
+
+
+def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> list[Path]:
+    """Write `<sweep>.parquet` and `<sweep>.csv`, each in one step. Returns their paths.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    table = pa.Table.from_pylist(list(rows), schema=parquet_schema(point_keys(rows), sweep))
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        return [
+            _whole(into / f"{sweep}.parquet", lambda path: parquet.write_table(table, path)),
+            _whole(into / f"{sweep}.csv", lambda path: csv.write_csv(table, path)),
+        ]
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror or error})"
+        raise ConfigError("--into", into, rule, "name a folder of yours") from error
+
+
+def _whole(path: Path, write: Callable[[Path], None]) -> Path:
+    """Write a file beside its place, then put it there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,133 @@
+"""Recipes of a sweep side by side: one line for each layout and whatever else differs, repeats taken together."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.numerals import grouped
+from titanlab.sweep.table.columns import POINT, point_keys
+from titanlab.sweep.table.listing import OVERSUBSCRIBED, Row, aligned, runs, word
+
+# What makes two rows two recipes, beside the layout; a column is shown where it differs within the sweep.
+_RECIPE = (
+    *("model", "layers", "dim", "seq_len", "global_batch", "precision", "ac", "compile"),
+    *("optimizer", "data", "accelerator", "device"),
+)
+# These follow from the layout, unless somebody has chosen them.
+_FOLLOWING = ("microbatch", "schedule")
+_LAYOUT = ("layout.label", "world")
+_FIGURES = ("processes", "tokens/s", "of all", "MFU", "GiB", "loss", "validation")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one recipe.
+
+    Attributes:
+        layout: its label.
+        world: processes.
+        differing: what tells it from the other groups of the sweep beside the layout; empty values are None.
+        rows: of the runs, one or several repeats.
+    """
+
+    layout: str
+    world: int
+    differing: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    @property
+    def label(self) -> str:
+        """In few words: `dp_s2 · bf16 · microbatch 4`."""
+        parts = [
+            str(value) if isinstance(value, str) and not name.startswith(POINT) else f"{_short(name)} {_shown(value)}"
+            for name, value in self.differing.items()
+            if value is not None
+        ]
+        return " · ".join([self.layout, *parts])
+
+    @property
+    def is_oversubscribed(self) -> bool:
+        """Whether a run had more processes than cores."""
+        return any(row["oversubscribed"] for row in self.rows)
+
+    def values(self, column: str) -> list[float]:
+        """A figure of every run that is done and has it."""
+        return [row[column] for row in self.rows if row["outcome"] == "done" and row[column] is not None]
+
+    def median(self, column: str) -> float | None:
+        """Of a figure, over the runs that are done."""
+        known = self.values(column)
+        return statistics.median(known) if known else None
+
+
+def groups(rows: Iterable[Row]) -> list[Group]:
+    """The recipes of a sweep, in the order of their first runs; points that were dropped belong to none."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    shown = [row for row in runs(rows) if row["layout.label"] is not None]
+    # Keys of the sweep count too: what they vary may have no column of its own, such as a learning rate.
+    others = (*_FOLLOWING, *point_keys(shown))
+    names = (*_LAYOUT, *_RECIPE, *others)
+    for row in shown:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    keys = [dict(zip(names, values, strict=True)) for values in found]
+    differing = [name for name in _RECIPE if len({key[name] for key in keys}) > 1]
+    differing += _needed(others, keys, (*_LAYOUT, *differing))
+    return [
+        Group(key["layout.label"], key["world"], {name: key[name] for name in differing}, members)
+        for key, members in zip(keys, found.values(), strict=True)
+    ]
+
+
+def comparison(rows: Iterable[Row]) -> list[str]:
+    """Aligned lines: medians over the runs that are done, and how the others ended. Empty without a run."""
+    compared = groups(rows)
+    if not compared:
+        return []
+    headings = ["layout", "processes", *map(_short, compared[0].differing)]
+    headings += ["tokens/s", "of all", "MFU", "GiB", "loss", "validation", "outcome"]
+    lines = [
+        [each.layout, str(each.world), *map(_shown, each.differing.values()), *_figures(each)] for each in compared
+    ]
+    text = aligned(headings, lines, right=_FIGURES)
+    return [*text, OVERSUBSCRIBED] if any(each.is_oversubscribed for each in compared) else text
+
+
+def _needed(names: Sequence[str], keys: Sequence[Row], seen: Sequence[str]) -> list[str]:
+    """Of some columns those without which two lines would look the same."""
+    needed: list[str] = []
+    for name in names:
+        told = {tuple(key[each] for each in (*seen, *needed)) for key in keys}
+        if len(told) < len({tuple(key[each] for each in (*seen, *needed, name)) for key in keys}):
+            needed.append(name)
+    return needed
+
+
+def _figures(group: Group) -> list[str]:
+    mark = "*" if group.is_oversubscribed else ""
+    forms = {
+        "tokens_per_second": lambda value: grouped(value) + mark,
+        "tokens_per_second_all": lambda value: grouped(value) + mark,
+        "mfu_percent": lambda value: f"{value:.1f}%",
+        "memory_gib": lambda value: f"{value:.2f}",
+        "loss": lambda value: f"{value:.4f}",
+        "validation_loss": lambda value: f"{value:.4f}",
+    }
+    medians = {name: group.median(name) for name in forms}
+    texts = ["" if medians[name] is None else form(medians[name]) for name, form in forms.items()]
+    ends = Counter(map(word, group.rows))
+    alone = len(group.rows) == 1
+    return [*texts, ", ".join(name if alone else f"{count} {name}" for name, count in ends.items())]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(POINT)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    return grouped(value) if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,38 @@
+"""One look at a sweep after another: the scheduler is asked now and then, the run folders each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import titanlab
+from titanlab.provenance import code_fingerprint
+from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep.table.rows import States, Table
+
+# A scheduler serves many people; on this host files are looked at.
+_ASK_SECONDS = 10.0
+
+
+def look_at(sweep: SweepFolder, *, clock: Callable[[], float] = time.monotonic) -> Callable[[], list[dict[str, Any]]]:
+    """What makes the sweep's rows each time that it is called.
+
+    Runs whose jobs have ended without a word get their results on the way.
+    """
+    table = Table(sweep, code=code_fingerprint(Path(titanlab.__file__).parent))
+    states: States = {}
+    due = -float("inf")
+
+    def look() -> list[dict[str, Any]]:
+        nonlocal states, due
+        submitted = sweep.submissions()
+        if submitted and clock() >= due:
+            states = reconcile(sweep)
+            if any(each.launcher != "local" for each in submitted):
+                due = clock() + _ASK_SECONDS
+        return table.rows(states)
+
+    return look

@@ -1,0 +1,72 @@
+"""All sweeps of a folder of runs, a line each. Only what every run says of itself is read: schedulers are not asked."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlab.numerals import duration
+from titanlab.outcome import OutcomeKind
+from titanlab.run_folder import RunFolder
+from titanlab.run_search import list_runs
+from titanlab.run_status import STATES
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep.table.listing import aligned
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The sweeps under `runs`, the latest first.
+
+    Attributes:
+        rows: `sweep`, `runs`, `states` (how many of each end and state), `dropped`, `updated`, `folder`.
+    """
+
+    runs: str
+    rows: list[dict[str, Any]]
+
+    def lines(self, *, now: float | None = None) -> list[str]:
+        """As plain lines."""
+        if not self.rows:
+            return [
+                f"no runs under {self.runs}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"
+            ]
+        now = time.time() if now is None else now
+        lines = [
+            [
+                row["sweep"],
+                str(row["runs"]),
+                ", ".join(f"{count} {word}" for word, count in row["states"].items()),
+                str(row["dropped"] or ""),
+                "" if row["updated"] is None else f"{duration(now - row['updated'])} ago",
+            ]
+            for row in self.rows
+        ]
+        headings = ("sweep", "runs", "of which", "dropped", "last heard of")
+        return aligned(headings, lines, right=("runs", "dropped", "last heard of"))
+
+
+def overview(runs: Path | str) -> Overview:
+    """Look at every run's status."""
+    found: dict[Path, list[RunFolder]] = {}
+    for run in list_runs(runs):
+        found.setdefault(run.path.parent, []).append(run)
+    rows = [_row(SweepFolder(path), members) for path, members in found.items()]
+    return Overview(str(runs), sorted(rows, key=lambda row: row["updated"] or 0.0, reverse=True))
+
+
+def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
+    statuses = [run.status() for run in members]
+    words = Counter("prepared" if each is None else each.outcome or each.state for each in statuses)
+    order = {word: place for place, word in enumerate((*(kind.value for kind in OutcomeKind), *STATES))}
+    return {
+        "sweep": sweep.name,
+        "runs": len(members),
+        "states": {word: words[word] for word in sorted(words, key=lambda word: order.get(word, len(order)))},
+        "dropped": sum(bool(point.get("dropped")) for point in sweep.points()),
+        "updated": max((each.updated for each in statuses if each is not None), default=None),
+        "folder": str(sweep.path),
+    }

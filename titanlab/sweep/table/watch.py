@@ -1,0 +1,213 @@
+"""A sweep on a terminal: one table, or one that is redrawn until all runs have ended; changes as lines in a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from titanlab.sweep.table import listing
+from titanlab.sweep.table.listing import Row
+
+Look = Callable[[], list[dict[str, Any]]]
+
+_COLOURS: Mapping[str, str] = {"good": "green", "busy": "cyan", "idle": "dim", "halted": "yellow", "bad": "red"}
+# Where it is narrow: the first goes first. What is left of a run's name is cut after that.
+_DROPPED_FIRST = ("", "layout", "GiB", "MFU", "left")
+_LEAST_NAME = 20
+_GAP = "  "
+# Lines of a live view that are not rows of runs: headings, counts, prompt.
+_FRAME_LINES = 6
+_LIVE_CAUSES = 5
+# Shorter than a line, too: a terminal writes its `^C` behind it.
+_LEAVE = "Ctrl-C ends the watching; the runs go on"
+
+
+class Screen:
+    """Where a sweep is shown.
+
+    Args:
+        stream: None: standard output.
+        environ: where NO_COLOR, TERM, COLUMNS and LINES are read; None: this process's.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._environ = os.environ if environ is None else environ
+        self._clock = clock
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is a terminal on which things can be redrawn."""
+        return self._stream.isatty() and self._environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+    def show(self, name: str, rows: Sequence[Row]) -> None:
+        """The table as it is now."""
+        if self.is_live:
+            self._console().print(self._view(name, rows))
+        else:
+            self._say(listing.text(name, rows, now=self._clock()))
+
+    def follow(
+        self, name: str, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
+    ) -> list[dict[str, Any]]:
+        """Show a sweep until nothing of it is under way or waits; Ctrl-C leaves it to itself. Returns the last rows.
+
+        Args:
+            look: makes the rows.
+            seconds: between two looks.
+        """
+        rows = look()
+        with self._drawn(name) as draw:
+            draw(rows)
+            # Not around the drawing, which is to be put in order.
+            with contextlib.suppress(KeyboardInterrupt):
+                while not settled(rows):
+                    sleep(seconds)
+                    rows = look()
+                    draw(rows)
+        self.show(name, rows)
+        return rows
+
+    @contextlib.contextmanager
+    def _drawn(self, name: str) -> Iterator[Callable[[Sequence[Row]], None]]:
+        """Yields what shows rows while they change: over themselves on a terminal, what is new as lines elsewhere."""
+        if not self.is_live:
+            before: dict[str, str] = {}
+            yield lambda rows: self._tell(rows, before)
+            return
+        from rich.live import Live
+
+        console = self._console()
+        # Gone at the end: the whole table is shown then.
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield lambda rows: live.update(self._view(name, rows, height=console.size.height), refresh=True)
+
+    def _tell(self, rows: Sequence[Row], before: dict[str, str]) -> None:
+        """Lines for the runs whose state is another than `before`, which is brought up to date."""
+        now = {row["run"]: listing.word(row) for row in listing.runs(rows)}
+        changed = [run for run, word in now.items() if before.get(run) != word]
+        before.update(now)
+        for run in changed:
+            self._say(f"{time.strftime('%H:%M:%S', time.localtime(self._clock()))}  {run}: {now[run]}")
+        if changed:
+            self._say(f"          {listing.counts(rows)}")
+
+    def _console(self) -> Any:
+        # Not at the top: `titanlab --help` comes without it.
+        from rich.console import Console
+
+        coloured = not self._environ.get("NO_COLOR")
+        return Console(
+            file=self._stream,
+            force_terminal=True,
+            color_system="standard" if coloured else None,
+            no_color=not coloured,
+            highlight=False,
+            legacy_windows=False,
+            _environ=self._environ,
+        )
+
+    def _view(self, name: str, rows: Sequence[Row], *, height: int | None = None) -> Any:
+        """The table and what stands beneath it, no higher than `height` lines."""
+        from rich.console import Group
+        from rich.text import Text
+
+        columns = self._console().size.width
+        most = None if height is None else _LIVE_CAUSES
+        beneath = listing.beneath(rows, most=most)
+        shown = listing.runs(rows)
+        left_out = 0
+        if height is not None:
+            room = max(1, height - _FRAME_LINES - len(beneath))
+            left_out = max(0, len(shown) - room)
+            shown = _foremost(shown, room)
+        parts = [Text(name, style="bold")]
+        if shown:
+            parts.append(_table(shown, columns, self._clock()))
+        if left_out:
+            parts.append(Text(f"… and {listing.counted(left_out, 'run')} more", style="dim"))
+        if height is None:
+            folded = (textwrap.wrap(line, columns, subsequent_indent="    ") for line in beneath)
+            return Group(*parts, *(Text(line) for lines in folded for line in lines))
+        parts += [Text(line, overflow="ellipsis", no_wrap=True) for line in beneath]
+        return Group(*parts, Text(_LEAVE, style="dim"))
+
+    def _say(self, text: str) -> None:
+        try:
+            encoding = self._stream.encoding or "utf-8"
+            self._stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            # Whoever read this has gone (`| head`).
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def settled(rows: Sequence[Row]) -> bool:
+    """Whether nothing is under way, and nothing waits for a job."""
+    return not any(row["state"] in (*listing.ACTIVE, "queued") for row in rows)
+
+
+def _foremost(rows: Sequence[Row], room: int) -> list[Row]:
+    """As many rows as there is room for: what is under way, then what failed, what waits, what is done; in order."""
+    urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
+    first = sorted(range(len(rows)), key=lambda place: (urgency[listing.tone(rows[place])], place))[:room]
+    return [rows[place] for place in sorted(first)]
+
+
+def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = listing.levelled([listing.cells(row, now=now) for row in rows])
+    kept = _fitting(lines, columns)
+    table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
+    for place, width in kept.items():
+        heading = listing.HEADINGS[place]
+        side = "right" if heading in listing.FIGURES else "left"
+        table.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis", width=width)  # type: ignore[arg-type]
+    state, name = listing.HEADINGS.index("state"), listing.HEADINGS.index("run")
+    for row, line in zip(rows, lines, strict=True):
+        line[name] = _cut(line[name], kept[name])
+        colour = _COLOURS[listing.tone(row)]
+        table.add_row(*(Text(line[place], style=colour if place == state else "") for place in kept))
+    return table
+
+
+def _cut(name: str, width: int) -> str:
+    """A run's name without its middle where it is too long: the hash at its end tells it from others."""
+    ending = 9
+    return name if len(name) <= width else f"{name[: width - ending - 1]}…{name[-ending:]}"
+
+
+def _fitting(lines: Sequence[Sequence[str]], columns: int) -> dict[int, int]:
+    """Columns that have room, with their widths: empty ones go, then the least important, then ends of names."""
+    headings = listing.HEADINGS
+    widths = {
+        place: max(len(line[place]) for line in [headings, *lines])
+        for place in range(len(headings))
+        if any(line[place] for line in lines)
+    }
+
+    def excess() -> int:
+        return sum(width + len(_GAP) for width in widths.values()) - len(_GAP) - columns
+
+    name = headings.index("run")
+    for heading in _DROPPED_FIRST:
+        place = headings.index(heading)
+        if excess() > max(0, widths[name] - _LEAST_NAME) and place in widths:
+            del widths[place]
+    widths[name] = max(min(widths[name], _LEAST_NAME), widths[name] - max(0, excess()))
+    return widths
