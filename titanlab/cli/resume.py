@@ -16,7 +16,8 @@ from titanlab.composition.errors import value_error
 from titanlab.console import Console
 from titanlab.errors import ConfigError
 from titanlab.execute import continue_run, prepare
-from titanlab.options import discover
+from titanlab.launch.local_schema import Local
+from titanlab.options import discover, implementation
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.run_search import find_run
 
@@ -50,8 +51,10 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     run = find_run(given.run, given.runs)
     recipe = _changed(run.config(), given.overrides)
-    # It may have moved since it was born.
+    # It may have moved since it was born; and a queue is `titanlab retry`'s, this verb runs here.
     recipe = replace(recipe, runs=str(run.path.parent.parent))
+    if not hasattr(implementation(recipe.launch), "start"):
+        recipe = replace(recipe, launch=Local(threads=getattr(recipe.launch, "threads", None)))
     with Console() as console:
         (ready,) = prepare([recipe], console.note, started=latest(run.checkpoints) is not None)
         return continue_run(run, ready.recipe, ready.host, ready.ranks, console).kind.exit_code
