@@ -212,12 +212,23 @@ def test_a_mistake_is_told_before_anything_is_made(slurm, tmp_path, points, laun
     assert slurm.jobs() == {}
 
 
-def test_a_partition_that_is_too_small(slurm, tmp_path):
+@pytest.mark.parametrize(("given", "named"), [("normal", "partition normal"), (None, "the default partition")])
+def test_a_partition_that_is_too_small(slurm, tmp_path, given, named):
     wanted = study(
-        tmp_path / "runs", [{"shard": 24}], launch=Slurm(partition="normal"), cluster={"per_node": 4}, global_batch=48
+        tmp_path / "runs", [{"shard": 24}], launch=Slurm(partition=given), cluster={"per_node": 4}, global_batch=48
     )
-    with pytest.raises(ConfigError, match="world=24: needs 6 nodes, and partition normal has 4; try world=16"):
+    with pytest.raises(ConfigError, match=f"world=24: needs 6 nodes, and {named} has 4; try world=16"):
         submit(wanted, quiet)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_slurm_that_does_not_answer_is_told_before_anything_is_made(slurm, tmp_path):
+    slurm.set(silent=True)
+    wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
+    assert actions(decide(wanted)) == ["submit"]
+    with pytest.raises(ConfigError, match="launch=slurm: Slurm does not answer; try again when `sinfo` answers"):
+        submit(wanted, quiet)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_world_that_fills_no_nodes_evenly(tmp_path):
@@ -298,10 +309,13 @@ def test_while_slurm_does_not_answer_nothing_is_submitted_twice(slurm, tmp_path)
     wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
     folder = submit(wanted, quiet).folder
     slurm.set(silent=True)
-    assert submit(wanted, quiet).jobs == ()
-    _forget_answer(folder)
-    with pytest.raises(ConfigError, match="Slurm does not answer, and an earlier submission may have reached it"):
+    with pytest.raises(ConfigError, match="Slurm does not answer; "):
         submit(wanted, quiet)
+    _forget_answer(folder)
+    # It may fall silent just after it was asked.
+    with pytest.raises(ConfigError, match="Slurm does not answer, and an earlier submission may have reached it"):
+        settle(folder, quiet)
+    assert len(slurm.jobs()) == 1
 
 
 def _forget_answer(folder):

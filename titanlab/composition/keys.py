@@ -60,6 +60,9 @@ def advice(name: str) -> str:
     for key in keys:
         if key.name == name and key.option is not None and key.option.kind is not None:
             return f"it belongs to another {key.option.group}: try {key.option.group}={key.option.kind}"
+    within = name.rpartition(".")[0]
+    if any(key.name == within and typing.get_origin(key.declared) is dict for key in keys):
+        return f"new keys of {within} are added: try +{name}=…"
     # A kind is chosen with its group.
     names = [name for name in dict.fromkeys(key.name for key in keys) if not name.endswith(".kind")]
     group, _, end = name.rpartition(".")

@@ -26,7 +26,7 @@ from titanlab.launch.slurm_schema import Slurm
 
 # Slurm's own default (MaxArraySize); a longer row of jobs becomes several arrays.
 MAX_ARRAY = 1000
-_COMMANDS = ("sbatch", "srun", "squeue")
+_COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 _TIMEOUT_SECONDS = 60.0
 # After the first task has ended; a rank that ended well may still wait for others that save.
 _WAIT_SECONDS = 600
@@ -56,30 +56,36 @@ class Array:
 
 
 def is_here() -> bool:
-    """Whether this host can submit to Slurm."""
-    return all(shutil.which(command) is not None for command in _COMMANDS)
+    """Whether this host can submit to Slurm, and Slurm answers."""
+    return all(shutil.which(command) is not None for command in _COMMANDS) and _partitions() is not None
 
 
 def check(jobs: Sequence[tuple[Slurm, Shape]]) -> None:
     """Hold Slurm to be here, and to have what the jobs ask for, as far as it tells.
 
     Raises:
-        ConfigError: it is not, or a partition is unknown or too small.
+        ConfigError: it is not, or does not answer, or a partition is unknown or too small.
     """
     for command in _COMMANDS:
         if shutil.which(command) is None:
             rule = f"Slurm is not here: there is no {command} on PATH"
             raise ConfigError("launch", "slurm", rule, "submit from a login node of the cluster, or try launch=local")
     partitions = _partitions()
+    if partitions is None:
+        cure = "try again when `sinfo` answers; nothing was submitted"
+        raise ConfigError("launch", "slurm", "Slurm does not answer", cure)
     for config, shape in jobs:
-        names = config.partition.split(",") if config.partition is not None else []
+        # Without a name it is the default, which sinfo lists under the empty one here.
+        asked = config.partition if config.partition is not None else ""
+        names = [name for name in asked.split(",") if name in partitions or asked]
         for name in names:
-            if partitions is not None and name not in partitions:
-                cure = f"known: {', '.join(sorted(partitions))}"
+            if name not in partitions:
+                cure = f"known: {', '.join(sorted(filter(None, partitions)))}"
                 raise ConfigError("launch.partition", config.partition, "Slurm knows no such partition", cure)
-        sizes = [partitions[name] for name in names] if partitions is not None else []
+        sizes = [partitions[name] for name in names]
         if sizes and shape.nodes > max(sizes):
-            rule = f"needs {shape.nodes} nodes, and partition {config.partition} has {max(sizes)}"
+            where = f"partition {asked}" if asked else "the default partition"
+            rule = f"needs {shape.nodes} nodes, and {where} has {max(sizes)}"
             cure = f"try world={max(sizes) * shape.tasks_per_node}, or another partition"
             raise ConfigError("world", shape.processes, rule, cure)
 
@@ -227,15 +233,16 @@ def _refused(text: str) -> ConfigError:
 
 
 def _partitions() -> dict[str, int] | None:
-    """Nodes of every partition; None where Slurm does not tell."""
-    listed = _ask("sinfo", "--noheader", "--format=%P %D") if shutil.which("sinfo") else None
+    """Nodes of every partition, and under the empty name those of the default; None where Slurm does not answer."""
+    listed = _ask("sinfo", "--noheader", "--format=%P %D")
     if listed is None:
         return None
     found: dict[str, int] = {}
     for line in listed.splitlines():
         name, _, count = line.strip().partition(" ")
         with contextlib.suppress(ValueError):
-            found[name.rstrip("*")] = found.get(name.rstrip("*"), 0) + int(count)
+            for key in {name.rstrip("*"), "" if name.endswith("*") else name}:
+                found[key] = found.get(key, 0) + int(count)
     return found
 
 
