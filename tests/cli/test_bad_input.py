@@ -29,7 +29,11 @@ UNKNOWN = [
     ("lr=0.1", "lr=0.1", "did you mean optimizer.lr?"),
     ("training.colour=red", "training.colour=red", "keys of training: steps, seq_len,"),
     ("modell=debug", "modell=debug", "did you mean model?"),
-    ("launch=slurm launch.extra.reservation=x", "launch.extra.reservation=x: is no key of this recipe", "try +launch.extra.reservation=…"),
+    (
+        "launch=slurm launch.extra.reservation=x",
+        "launch.extra.reservation=x: is no key of this recipe",
+        "try +launch.extra.reservation=…",
+    ),
     ("tracker.tags=[a]", "tracker.tags=[a]", "it belongs to another tracker: try tracker=wandb"),
     ("+foo=3", "foo=3: is no key", "--cfg job"),
     ("++training.foo=3", "training.foo=3: is no key", "keys of training"),
