@@ -135,6 +135,15 @@ def test_without_a_peak_there_is_no_mfu():
     assert meter.summary()["peak_tflops"] is None
 
 
+def test_a_share_of_more_than_the_peak_is_no_mfu():
+    clock = Clock()
+    meter = metered(clock, work=Work(devices=1, flops_per_token=1e9, peak_flops=0.9e12))
+    clock.run(1.0)
+    meter.end_step(tokens=1000)
+    assert meter.window().mfu_percent is None
+    assert meter.summary()[names.TFLOPS] == 1.0
+
+
 def test_warm_up_is_marked_and_left_out_of_the_summary():
     clock = Clock()
     meter = metered(clock, warmup_steps=2)

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from titanlab.numerals import duration, grouped, rate, short, short_span, significant
+from titanlab.numerals import counted, duration, grouped, rate, short, short_span, significant
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,9 @@ from titanlab.numerals import duration, grouped, rate, short, short_span, signif
         (grouped(8030261248), "8,030,261,248"),
         (grouped(18432.4), "18,432"),
         (grouped(float("nan")), "nan"),
+        (counted(1, "run"), "1 run"),
+        (counted(1234, "run"), "1,234 runs"),
+        (counted(0, "process", "processes"), "0 processes"),
         (short(0), "0"),
         (short(512), "512"),
         (short(999), "999"),

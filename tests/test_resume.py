@@ -153,6 +153,10 @@ def test_metrics_and_results_of_a_stopped_run(pool, tmp_path):
     assert run.result(1).kind is OutcomeKind.CANCELLED
     assert (run.result(2).kind, run.result(2).step) == (OutcomeKind.DONE, STEPS)
     assert run.result().attempt == 2
+    # An attempt ends after its last row, which is rounded to milliseconds.
+    for number in (1, 2):
+        last = max(row["time"] for row in run.metrics("train") if row["attempt"] == number)
+        assert run.result(number).ended > last - 0.001
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Speed:
         data_seconds: mean of the part spent waiting for data.
         tokens_per_second: of one device.
         tflops: of one device, by the convention for FLOPs per token.
-        mfu_percent: share of the device's peak; None where that is unknown.
+        mfu_percent: share of the device's peak; None where that is unknown, or must be wrong: at more than all of it.
         warming_up: whether warm-up steps are among them.
     """
 
@@ -263,6 +263,7 @@ class Meter:
         per_device = rate / self._work.devices
         flops = per_device * self._work.flops_per_token
         peak = self._work.peak_flops
+        share = None if peak is None else 100 * flops / peak
         return Speed(
             steps=steps,
             step_seconds=mean,
@@ -270,6 +271,7 @@ class Meter:
             data_seconds=data,
             tokens_per_second=per_device,
             tflops=flops / 1e12,
-            mfu_percent=None if peak is None else 100 * flops / peak,
+            # Above its peak nothing runs: it was measured while others used the device, and is none.
+            mfu_percent=None if share is None or share > 100 else share,
             warming_up=warming_up,
         )

@@ -12,6 +12,11 @@ def grouped(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else str(value)
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """A count with its noun: 1 run, 1,000 runs, 2 processes."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def short(value: float, *, digits: int = 3) -> str:
     """A count to some significant digits with its magnitude: 8.03B, 512, 16.8M, 1.00K."""
     if not math.isfinite(value):

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -196,7 +197,8 @@ def train(
         outcome = replace(outcome, step=position.step)
         if recipe.checkpoint.at_end and position.step > saved_step and outcome.kind is not OutcomeKind.NAN:
             save(position)
-        outcome = recorder.finish(outcome)
+        # The outcome was begun with the first step, and ends here.
+        outcome = recorder.finish(replace(outcome, ended=time.time()))
         # No rank leaves before the result is on disk: a launcher ends the others when one has left.
         world.share(None)
         return outcome

@@ -18,7 +18,9 @@ def main(arguments: Sequence[str]) -> int:
         "runs_and_keys",
         nargs="*",
         metavar="RUN | launch.KEY=VALUE",
-        help="runs by folder, label or first digits of the hash (default: all); keys of launch for the new jobs",
+        default=[],
+        help="runs by folder, label or first digits of the hash (default: all); keys of launch, and cluster.nodes and "
+        "cluster.per_node, for the new jobs",
     )
     parser.add_argument("--outcome", default="", help="those that have ended so: hang,node_fail")
     parser.add_argument("--all-failed", action="store_true", help="those that have ended otherwise than done")

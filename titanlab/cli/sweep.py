@@ -66,9 +66,13 @@ def main(arguments: Sequence[str]) -> int:
         print(_HELP.format(sweeps=", ".join(_sweeps())))
         return 0
     given = _given(arguments)
-    if not read_flags(given.rest).starts:
+    flags = read_flags(given.rest)
+    if not flags.starts:
         compose(given.rest)
         return 0
+    if not flags.overrides:
+        cure = "try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps"
+        raise ConfigError("arguments", " ".join(given.rest), "say nothing of what to sweep", cure)
     return run_study(given)
 
 

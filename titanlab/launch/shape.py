@@ -103,6 +103,10 @@ def check_cluster(cluster: Cluster, launch: Any) -> None:
         key = "accelerator" if cluster.accelerator == "auto" else "device"
         rule = f"is whatever this host has, and launch={launch.kind} runs elsewhere"
         raise ConfigError(f"cluster.{key}", getattr(cluster, key), rule, cure)
+    if cluster.accelerator == "cuda" and cluster.device == "cpu":
+        rule = "is what the recipe asks for, and the nodes of this cluster have none"
+        cure = "name nodes with GPUs, such as cluster=h100, or try a recipe for CPUs"
+        raise ConfigError("cluster.accelerator", "cuda", rule, cure)
     if cluster.per_node is None:
         rule = f"launch={launch.kind} derives the nodes of a job from it"
         raise ConfigError("cluster.per_node", None, rule, cure)

@@ -70,6 +70,7 @@ ARGUMENTS = [
     ("hydra/launcher=mine", "hydra/launcher=mine: would run the points by itself", "launch=slurm"),
     ("hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system: would run the points", ""),
     ("launch=slurm", "cluster.accelerator=auto: is whatever this host has", "cluster=h100"),
+    (f"{SLURM} cluster=cpu cluster.accelerator=cuda", "cluster.accelerator=cuda: is what the recipe asks for", "cluster=h100"),
     (f"{SLURM} launch.partition=fast", "launch.partition=fast: Slurm knows no such partition", "known: large, normal"),
     (f"{SLURM} cluster.nodes=2 parallelism=fsdp world=32 training.global_batch=32", "world=32: is more than the cluster's 2 nodes", ""),
     (f"{SLURM} launch.partition=normal parallelism=fsdp world=64 training.global_batch=64", "world=64: needs 8 nodes", ""),
@@ -143,6 +144,10 @@ def test_a_file_that_does_not_compose_is_refused(refused, tmp_path, text, begins
     said = refused(*write_sweep(tmp_path, text))
     assert said.startswith(f"error: {begins}")
     assert has in said
+
+
+def test_a_sweep_of_nothing_is_refused(refused):
+    assert "try +sweeps=quickstart_layouts" in refused()
 
 
 def test_a_sweeps_file_is_added(refused):

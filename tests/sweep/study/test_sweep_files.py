@@ -17,6 +17,7 @@ FILES = sorted((conf_folder() / "sweeps").glob("*.yaml"))
 # Name → runs, points that are dropped, processes of the largest.
 EXPECTED = {
     "ac_memory": (27, 0, 8),
+    "cpu_1d_to_4d": (12, 0, 16),
     "llama3_405b_512gpus": (11, 0, 512),
     "llama3_70b_256gpus": (9, 0, 256),
     "llama3_8b_128gpus_1d_to_4d": (14, 0, 128),

@@ -88,6 +88,24 @@ def test_every_failure_has_one_line(made):
     assert counts(rows) == "5 runs: 1 done, 1 nan, 1 crash, 1 cancelled, 1 missing"
 
 
+@pytest.mark.parametrize(
+    ("kind", "word", "told"),
+    [
+        ("done", "COMPLETED", []),
+        ("done", "RUNNING", []),
+        ("done", "FAILED", ["done; the scheduler says FAILED"]),
+        ("crash", "FAILED", ["crash, step 4: boom"]),
+        ("crash", "COMPLETED", ["crash, step 4: boom; the scheduler says COMPLETED"]),
+    ],
+)
+def test_a_scheduler_that_says_the_contrary_is_heard(made, kind, word, told):
+    run = made.run("r", seed=0)
+    begin(run)
+    end(run, kind, cause=None if kind == "done" else "boom")
+    rows = [{**row, "scheduler_state": word} for row in Table(made.folder).rows()]
+    assert [line.partition(": ")[2] for line in failures(rows)] == told
+
+
 def test_many_reasons_are_cut(made):
     for place in range(8):
         made.drop("rule", f"reason {place}", key=place)

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlab.sweep.table.listing import aligned, counted, dropped
+from titanlab.numerals import counted
+from titanlab.sweep.enqueue import Item, arrays
+from titanlab.sweep.table.listing import aligned, dropped
 
 if TYPE_CHECKING:
     from titanlab.sweep.study.plan import Study
@@ -84,10 +86,10 @@ def _cells(decision: Decision) -> tuple[str, ...]:
 def _asked_for(asked: Sequence[Decision]) -> str:
     """Jobs, processes, nodes and GPU-hours of what is to be submitted."""
     shapes = [decision.shape for decision in asked]
-    parts = [f"{sum(shape.processes for shape in shapes):,} processes in all"]
+    parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
     if any(decision.planned.recipe.launch.kind != "local" for decision in asked):
-        arrays = len(dict.fromkeys(str(shape) for shape in shapes))
-        parts += [f"{sum(shape.nodes for shape in shapes):,} nodes", counted(arrays, "array")]
+        items = [Item(run=each.run_name, shape=each.shape, launch=each.planned.recipe.launch) for each in asked]
+        parts += [f"{sum(shape.nodes for shape in shapes):,} nodes", counted(len(list(arrays(items))), "array")]
     gpus = sum(shape.gpus_per_node * shape.nodes for shape in shapes)
     if gpus:
         hours = [shape.gpu_hours for shape in shapes]

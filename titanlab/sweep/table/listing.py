@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from titanlab.numerals import duration, grouped
+from titanlab.numerals import counted, duration, grouped
 from titanlab.outcome import OutcomeKind
 
 Row = Mapping[str, Any]
 
 ACTIVE = ("starting", "running", "saving")
+# A scheduler's words for the end of a job that did not exit with 0.
+_BAD_ENDS = frozenset("BOOT_FAIL CANCELLED DEADLINE FAILED GONE NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 # States in the order in which a person wants to see them counted; ends come before, by outcome.
 _STATES = (*ACTIVE, "queued", "prepared", "missing", "unreadable")
 # A run that logs nothing for so long may be in a long step, or gone.
@@ -95,18 +97,29 @@ def dropped(rows: Iterable[Row]) -> list[str]:
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
-    """One line for each run that has ended otherwise than done: which, how, where, and the first cause."""
+    """One line for each run that has ended otherwise than done, or whose scheduler says so: which, how, where, why."""
     lines = []
     for row in rows:
+        doubt = _doubt(row)
         if row["state"] == "ended" and row["outcome"] == OutcomeKind.DONE.value:
+            lines += [f"{row['run']}: done{doubt}"] if doubt else []
             continue
         if row["state"] not in ("ended", "missing", "unreadable"):
             continue
         where = [f"rank {row['rank']}"] if row["rank"] is not None else []
         # Some causes begin with it.
         where += [f"step {row['step']}"] if row["step"] and not str(row["cause"]).startswith("step ") else []
-        lines.append(f"{row['run']}: {', '.join([word(row), *where])}" + (f": {row['cause']}" if row["cause"] else ""))
+        cause = f": {row['cause']}" if row["cause"] else ""
+        lines.append(f"{row['run']}: {', '.join([word(row), *where])}{cause}{doubt}")
     return lines
+
+
+def _doubt(row: Row) -> str:
+    """What the scheduler says of a run that has ended, where that is the contrary of what the run says."""
+    state, done = row["scheduler_state"], row["outcome"] == OutcomeKind.DONE.value
+    if row["state"] == "ended" and (state in _BAD_ENDS if done else state == "COMPLETED"):
+        return f"; the scheduler says {state}"
+    return ""
 
 
 def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
@@ -161,11 +174,6 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     if len(shown) < len(causes):
         lines.append(f"  … and {len(causes) - len(shown)} more")
     return lines + dropped(rows)
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 run`, `2 runs`."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _note(row: Row, now: float) -> str:

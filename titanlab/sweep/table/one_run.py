@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from titanlab.numerals import duration, grouped
+from titanlab.numerals import counted, duration, grouped
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.table.listing import Row, word
 
@@ -31,7 +31,12 @@ def details(row: Row) -> list[tuple[str, object]]:
         ("step", None if row["step"] is None else f"{row['step']} of {row['steps']}"),
         ("attempt", _attempt(row)),
         ("time left", None if row["seconds_left"] is None else duration(row["seconds_left"])),
-        ("layout", f"{row['layout.label']}, {row['world']} processes on {row['device']}" if row["world"] else None),
+        (
+            "layout",
+            f"{row['layout.label']}, {counted(row['world'], 'process', 'processes')} on {row['device']}"
+            if row["world"]
+            else None,
+        ),
         ("techniques", ", ".join(techniques)),
         ("loss", None if row["loss"] is None else f"{row['loss']:.4f}"),
         ("validation loss", None if row["validation_loss"] is None else f"{row['validation_loss']:.4f}"),
@@ -49,7 +54,8 @@ def details(row: Row) -> list[tuple[str, object]]:
 
 def own_words(run: RunFolder, row: Row) -> tuple[str, str] | None:
     """What the failing rank said, and where that is from: its traceback, or the end of its log; None for a good end."""
-    if row["state"] != "ended" or row["outcome"] in (None, "done"):
+    # Those that were stopped have saved, and said nothing else.
+    if row["state"] != "ended" or row["outcome"] in (None, "done", "cancelled", "preempted", "walltime"):
         return None
     outcome, rank = run.result(), row["rank"]
     if outcome is not None and outcome.traceback:

@@ -76,7 +76,7 @@ class Table:
         """
         points = self.sweep.points()
         folders = {run.path.name: run for run in self.sweep.runs()}
-        jobs = jobs_of(self.sweep.submissions())
+        jobs = jobs_of(self.sweep, self.sweep.submissions())
         rows = []
         for point in points:
             name = point.get("run")
