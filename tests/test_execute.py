@@ -144,6 +144,21 @@ def test_one_that_was_stopped_begins_its_next_attempt(tmp_path, starts, console)
     assert [run.result(attempt).kind.value for attempt in run.attempts()] == ["cancelled", "done"]
 
 
+def test_an_old_wish_to_cancel_is_not_for_the_next_attempt(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    starts.then(ends(OutcomeKind.CANCELLED, step=4))
+    execute(ready(recipe), console)
+    (run,) = list_runs(tmp_path)
+    run.ask_to_cancel()
+    with run.claim(), pytest.raises(ConfigError, match="is in the hands of"):
+        execute(ready(recipe), console)
+    # Whoever works on it has still to read it.
+    assert run.asked_to_cancel()
+    starts.then(ends(step=10))
+    execute(ready(recipe), console)
+    assert run.asked_to_cancel() is None
+
+
 def test_another_layout_is_another_attempt_with_a_config_of_its_own(tmp_path, starts, console):
     recipe = tiny.recipe(tmp_path, shard=2)
     starts.then(ends(OutcomeKind.PREEMPTED, step=4))

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def test_a_new_folder_has_everything(tmp_path):
     ]
     assert run.config() == CONFIG
     assert run.identity() == an_identity()
+    assert run.created() == pytest.approx(time.time(), abs=60)
     assert run.status().state == "prepared"
     assert (run.result(), run.env(), run.attempts(), run.metrics()) == (None, None, [], [])
     assert [path.name for path in run.path.parent.iterdir()] == [run.path.name]
@@ -136,6 +138,16 @@ def test_an_attempt_has_its_own_config_environment_and_result(tmp_path):
     assert (run.env(), run.env(1), run.env(2)) == ({"code": 2}, {"code": 1}, {"code": 2})
     assert [run.result(number).kind for number in (1, 2)] == ["preempted", "done"]
     assert run.result() == run.result(2)
+
+
+def test_a_wish_to_cancel_outlives_the_beginning_of_an_attempt(tmp_path):
+    run = make(tmp_path)
+    run.withdraw_cancel()
+    run.ask_to_cancel()
+    run.begin_attempt(CONFIG, {})
+    assert run.asked_to_cancel().startswith("titanlab cancel on ")
+    run.withdraw_cancel()
+    assert run.asked_to_cancel() is None
 
 
 def test_status_round_trips_and_knows_its_words(tmp_path):

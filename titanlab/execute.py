@@ -75,6 +75,7 @@ def continue_run(run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None
         failures = local.start_one(run.path, ranks, config=to_mapping(recipe))
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
+        run.withdraw_cancel()
         attempt = begin(run, recipe, host, started_by=ranks.started_by if ranks else recipe.launch.kind)
         keep_tokenizer(run, recipe)
         if ranks is not None:

@@ -95,6 +95,10 @@ class RunFolder:
         value = _read_json(self.path / "identity.json")
         return None if value is None else Identity(sha256=value["sha256"], content=value["content"])
 
+    def created(self) -> float | None:
+        """When the folder was made, in seconds since the epoch; None where that was not yet noted."""
+        return (_read_json(self.path / "identity.json") or {}).get("created")
+
     def env(self, attempt: int | None = None) -> dict[str, Any] | None:
         """Code, versions and machine of the latest attempt, or of one."""
         folder = self.path if attempt is None else self.attempt_folder(attempt)
@@ -132,7 +136,7 @@ class RunFolder:
         )
 
     def asked_to_cancel(self) -> str | None:
-        """Who has asked that the run be cancelled since its latest attempt began."""
+        """Who has asked that the run be cancelled since it was last submitted, or started by hand."""
         wish = _read_json(self.path / "cancel.json")
         return None if wish is None else str(wish.get("by"))
 
@@ -169,7 +173,6 @@ class RunFolder:
                 write_text(folder / "code.patch", patch)
             # The last attempt's end is not this one's; it stays in that attempt's folder.
             (self.path / "result.json").unlink(missing_ok=True)
-            (self.path / "cancel.json").unlink(missing_ok=True)
             self.write_status(Status(state="starting", attempt=attempt))
             return attempt
         raise AssertionError("a million attempts")
@@ -215,8 +218,12 @@ class RunFolder:
         write_json(folder / f"rank-{outcome.rank or 0}.json", outcome.to_mapping(), durable=True)
 
     def ask_to_cancel(self) -> None:
-        """Ask whoever works on the run to save and end it as cancelled; the next attempt knows nothing of it."""
+        """Ask whoever works on the run to save and end it as cancelled, also in an attempt that begins just now."""
         write_json(self.path / "cancel.json", {"by": f"titanlab cancel on {socket.gethostname()}", "time": time.time()})
+
+    def withdraw_cancel(self) -> None:
+        """Forget an earlier wish to cancel, of one that is submitted or started again."""
+        (self.path / "cancel.json").unlink(missing_ok=True)
 
     def claim(self, *, patience_seconds: float = claim.PATIENCE_SECONDS) -> AbstractContextManager[None]:
         """Hold the run for this process; the claim ends with the block, or with the process however it dies.
@@ -267,8 +274,8 @@ def create_run(
         if not (final / "config.yaml").exists():
             for folder in _SUBFOLDERS:
                 (part / folder).mkdir(parents=True)
-            born = {"schema": SCHEMA, "sha256": identity.sha256, "content": identity.content}
-            write_json(part / "identity.json", born)
+            born = {"sha256": identity.sha256, "content": identity.content, "created": time.time()}
+            write_json(part / "identity.json", {"schema": SCHEMA, **born})
             write_text(part / "config.yaml", config_text(config))
             RunFolder(part).write_status(Status(state="prepared"))
             # Fails where another process was faster: a folder with files in it is never replaced.

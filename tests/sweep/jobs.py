@@ -62,6 +62,9 @@ class Jobs:
             runs=(run.path.name,),
         )
         write_submission(self.sweep.path, submission)
+        if not (self.sweep.path / "code").exists():
+            # What runs here is what was submitted.
+            (self.sweep.path / "code").symlink_to(ROOT)
         return submission
 
     def start(self, run: RunFolder, world: int, *, preamble: str = "", **environment) -> list[subprocess.Popen[str]]:

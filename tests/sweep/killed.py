@@ -1,7 +1,7 @@
-"""Kills processes that submit: `python -m tests.sweep.killed FOLDER slurm|local ROUNDS`, prints what is left as JSON.
+"""Kills processes that submit: `python -m tests.sweep.killed FOLDER slurm|local|force ROUNDS`, prints JSON of what is left.
 
 Each round forks a process that submits, kills it at a random moment, and submits again, until as many as were asked for
-have died of it. It is a program of its own because a process that has threads, as pytest's may, does not fork well.
+have died of it. With `force`, it is a sweep of Slurm's that is done, and the killed process was to do it anew. It is a program of its own because a process that has threads, as pytest's may, does not fork well.
 """
 
 import functools
@@ -17,17 +17,18 @@ from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.launch.local_schema import Local
+from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
-from titanlab.sweep.submit import submit
+from titanlab.sweep.submit import folder_of, submit
 
 POINTS = [*seeds(3), *seeds(2, shard=2), {"shard": 4}]
 
 
-def in_a_child(wanted):
+def in_a_child(wanted, *, force=False):
     child = os.fork()
     if child == 0:
         try:
-            submit(wanted, lambda text: None)
+            submit(wanted, lambda text: None, force=force)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -35,10 +36,20 @@ def in_a_child(wanted):
     return child
 
 
+def done(wanted, slurm):
+    """Submit a study, and end all its jobs well."""
+    assert os.waitpid(in_a_child(wanted), 0)[1] == 0
+    for run in folder_of(wanted).runs():
+        run.write_result(Outcome(kind=OutcomeKind.DONE, attempt=run.begin_attempt(run.config(), {})))
+    for number in slurm.jobs():
+        slurm.put(number, "COMPLETED")
+
+
 def main(folder, launcher, rounds):
     chance = random.Random(5)
-    launch = SLURM if launcher == "slurm" else Local(at_once=8)
-    if launcher == "slurm":
+    force = launcher == "force"
+    launch = Local(at_once=8) if launcher == "local" else SLURM
+    if launcher != "local":
         slurm = FakeSlurm(folder / "slurm")
         slurm.set(before=0.05, after=0.05)
         os.environ.update(slurm.environment)
@@ -52,8 +63,10 @@ def main(folder, launcher, rounds):
     while sum(bool(each["killed"]) for each in left) < rounds and len(left) < 5 * rounds:
         number = len(left)
         wanted = study(folder / f"runs{number}", POINTS, launch=launch)
+        if force:
+            done(wanted, slurm)
         moment = chance.uniform(0, whole)
-        child = in_a_child(wanted)
+        child = in_a_child(wanted, force=force)
         time.sleep(moment)
         os.kill(child, signal.SIGKILL)
         was_killed = os.waitpid(child, 0)[1] != 0

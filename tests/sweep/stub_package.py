@@ -11,10 +11,8 @@ from pathlib import Path
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.sweep.sweep_folder import SweepFolder
 
-def told(number, frame):
-    raise KeyboardInterrupt
-
-signal.signal(signal.SIGTERM, told)
+# It waits until it is looked for, so that none comes between two lines.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 folder, token, index = SweepFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 (submission,) = [each for each in folder.submissions() if each.token == token]
 run = folder.run(submission.runs[index])
@@ -24,13 +22,11 @@ with (folder.path / "ran.txt").open("a") as file:
     words = [run.path.name, rank, world, os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"] or "none"]
     file.write(" ".join([*map(str, words), os.getcwd(), str(time.time())]) + "\\n")
 if rank:
-    time.sleep(SECONDS)
+    signal.sigtimedwait({signal.SIGTERM}, SECONDS)
 else:
     with run.claim():
         attempt = run.begin_attempt(run.config(), {"code": {"fingerprint": "stub"}})
-        try:
-            time.sleep(SECONDS)
-        except KeyboardInterrupt:
+        if signal.sigtimedwait({signal.SIGTERM}, SECONDS):
             kind = OutcomeKind.CANCELLED if run.asked_to_cancel() else OutcomeKind.PREEMPTED
         run.write_result(Outcome(kind=kind, attempt=attempt, step=1))
 """

@@ -52,6 +52,25 @@ def test_slurm_has_every_job_once(tmp_path, rounds):
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)])
+def test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is(tmp_path, rounds):
+    found = killed(tmp_path, "force", rounds)
+    for each in found["rounds"]:
+        folder = SweepFolder(Path(each["folder"]))
+        submitted = collections.Counter(run for job in folder.submissions() for run in job.runs)
+        assert len(folder.runs()) == len(submitted) == found["runs"]
+        for run in folder.runs():
+            aside = folder.superseded / f"{run.path.name}.1"
+            if aside.exists():
+                # Its earlier end is kept, nobody invents one, and there is one job for it.
+                assert (aside / "result.json").is_file()
+                assert (run.result(), submitted[run.path.name]) == (None, 2)
+            else:
+                assert (run.result().kind, submitted[run.path.name]) == ("done", 1)
+        assert not list(folder.superseded.glob("*.2"))
+        assert all(job.state == "submitted" for job in folder.submissions())
+
+
+@pytest.mark.parametrize("rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)])
 def test_this_host_runs_every_job_once(tmp_path, rounds):
     found = killed(tmp_path, "local", rounds)
     for each in found["rounds"]:

@@ -1,11 +1,13 @@
 """Where jobs stand, from what squeue and sacct of Slurm 22.05 print, and from what a supervisor notes."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from titanlab.launch.shape import Shape
 from titanlab.run_folder import RunFolder
+from titanlab.run_status import Status
 from titanlab.sweep import queue
 from titanlab.sweep.queue import JobState, job_states
 from titanlab.sweep.submission import LocalJob, Submission, born_at, write_local_job
@@ -120,6 +122,33 @@ def test_what_is_new_or_only_intended_is_not_gone(slurm, tmp_path):
     fresh = submission("aa", runs=("one",), created=time.time())
     intended = submission("bb", runs=("one",), state="intent")
     assert [state.state for state in states(tmp_path, fresh, intended)] == ["unknown", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("started", "word", "updated", "state"),
+    [
+        (3600, "running", 90, "ended"),
+        (3600, "running", 30, "running"),
+        (3600, "ended", 30, "ended"),
+        (3600, "prepared", 30, "ended"),
+        (3600, None, None, "ended"),
+        (None, None, None, "ended"),
+        (30, "prepared", 90, "running"),
+    ],
+)
+def test_a_job_of_another_host_lives_as_long_as_it_is_heard_of(slurm, tmp_path, started, word, updated, state):
+    """Started, and with a status, so many seconds ago."""
+    run = RunFolder(tmp_path / "one")
+    run.path.mkdir()
+    # A number that a process of this host has, too.
+    job = LocalJob(state="running", host="other", pid=1, born=born_at(1))
+    write_local_job(tmp_path, "aa", 0, replace(job, started=None if started is None else time.time() - started))
+    if word is not None:
+        run.write_status(Status(state=word, updated=time.time() - updated))
+    local = submission(runs=("one",), launcher="local")
+    assert [each.state for each in states(tmp_path, local)] == [state]
+    with run.claim():
+        assert [each.state for each in states(tmp_path, local)] == ["running"]
 
 
 def test_jobs_of_this_host(slurm, tmp_path):

@@ -1,6 +1,7 @@
 """Every job that has ended has a result, and what the scheduler says of it stands beside it."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -128,6 +129,44 @@ def test_ranks_that_were_told_to_stop_may_not_know_that_a_node_failed(jobs, sett
     run.write_result(Outcome(kind=OutcomeKind.PREEMPTED, step=3, steps=10, cause="a node of job 12_0 failed (SIGTERM)"))
     result = settled(run, JobState(state="ended", raw="NODE_FAIL", exit_code=0, job_id="12_0"))
     assert (result.kind, result.step, result.scheduler["state"]) == (OutcomeKind.NODE_FAIL, 3, "NODE_FAIL")
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "cause"),
+    [
+        ("OUT_OF_MEMORY", "oom", "the job had more memory than it was given"),
+        ("TIMEOUT", "walltime", "the job's time limit was reached before it could save"),
+        ("NODE_FAIL", "node_fail", "a node of the job failed"),
+        ("CANCELLED", "crash", "ended with exit code 1 and left no result; its log says more"),
+        ("FAILED", "crash", "ended with exit code 1 and left no result; its log says more"),
+    ],
+)
+def test_the_schedulers_word_wins_over_a_bare_exit_that_a_watcher_wrote_first(jobs, settled, raw, kind, cause):
+    run = begun(jobs)
+    run.write_result(replace(from_exit(1, rank=1, step=3), steps=10))
+    result = settled(run, JobState(state="ended", raw=raw, exit_code=1, job_id="12_0"))
+    assert (result.kind.value, result.cause, result.rank, result.step) == (kind, cause, 1, 3)
+    assert run.result(1) == result
+    assert run.status().outcome == kind
+
+
+def test_what_a_rank_has_said_of_a_crash_stands(jobs, settled):
+    run = begun(jobs)
+    try:
+        raise LookupError("no such thing")
+    except LookupError as error:
+        run.write_result(from_exception(error, rank=0))
+    result = settled(run, JobState(state="ended", raw="OUT_OF_MEMORY", exit_code=1, job_id="12_0"))
+    assert (result.kind, result.scheduler["state"]) == (OutcomeKind.CRASH, "OUT_OF_MEMORY")
+
+
+@pytest.mark.parametrize("code", [None, -15, 1])
+def test_one_that_was_cancelled_before_it_could_hear_is_cancelled(jobs, settled, code):
+    run = jobs.run(1)
+    run.ask_to_cancel()
+    result = settled(run, JobState(state="ended", raw="running", exit_code=code, job_id="aa"))
+    assert (result.kind, result.attempt, run.attempts()) == (OutcomeKind.CANCELLED, 0, [])
+    assert result.cause.startswith("titanlab cancel on ")
 
 
 def test_a_job_that_was_cancelled_while_it_waited(jobs, settled):

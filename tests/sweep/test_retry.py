@@ -11,6 +11,7 @@ from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
 from titanlab.sweep.cancel import cancel
 from titanlab.sweep.retry import FAILED, retry
+from titanlab.sweep.submission import LocalJob, write_local_job
 from titanlab.sweep.submit import decide, submit
 
 ENDS = [OutcomeKind.DONE, OutcomeKind.HANG, OutcomeKind.OOM, None, None]
@@ -98,6 +99,41 @@ def test_stale_runs_start_anew_and_their_folders_are_kept(slurm, sweep):
     assert before is not None
 
 
+def test_stale_runs_that_sbatch_refuses_are_left_to_submit(slurm, sweep, tmp_path):
+    slurm.set(refuses="invalid account or account/partition combination specified")
+    with pytest.raises(ConfigError, match="sbatch says: invalid account"):
+        retry(sweep, quiet, stale=True)
+    slurm.set()
+    wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
+    actions = [each.action for each in submit(wanted, quiet).decisions]
+    assert actions == ["done", "submit", "submit", "running", "queued"]
+    assert [sweep.run(names(sweep)[index]).result() for index in (1, 2)] == [None, None]
+    assert submitted(slurm) == [5, 2]
+
+
+def test_each_launcher_is_asked_about_its_own_jobs(slurm, sweep, tmp_path, monkeypatch):
+    here = study(tmp_path / "runs", [{"shard": 1, "seed": 9}])
+    monkeypatch.setattr("titanlab.sweep.local_submit.wake", lambda folder: None)
+    (name,) = submit(here, quiet).jobs[0][2]
+    run = sweep.run(name)
+    run.begin_attempt(run.config(), {"code": {"fingerprint": "other"}})
+    run.write_result(Outcome(kind=OutcomeKind.HANG, attempt=1, step=3))
+    write_local_job(sweep.path, sweep.job_of(name)[0].token, 0, LocalJob(state="ended"))
+    asked = []
+    monkeypatch.setattr("titanlab.launch.slurm.check", lambda jobs: asked.append(len(jobs)))
+    monkeypatch.setattr("titanlab.launch.local.check", lambda jobs: asked.append(-len(jobs)), raising=False)
+    assert len(retry(sweep, quiet, outcomes=["hang", "oom"]).chosen) == 3
+    assert sorted(asked) == [-1, 2]
+
+
+def test_a_wish_to_cancel_ends_with_the_next_submission(slurm, sweep):
+    cancel(sweep, quiet, names=[names(sweep)[4]])
+    run = sweep.run(names(sweep)[4])
+    assert run.asked_to_cancel()
+    retry(sweep, quiet, names=[run.path.name])
+    assert run.asked_to_cancel() is None
+
+
 def test_keys_of_launch_may_change(slurm, sweep):
     retry(sweep, quiet, outcomes=["hang"], overrides=["launch.minutes=90", "launch.partition=large"])
     flags = slurm.jobs()[102]["flags"]
@@ -136,12 +172,21 @@ def test_mistakes(slurm, sweep, asked, told):
 def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
     done = cancel(sweep, quiet)
     assert (done.told, done.waited) == ([names(sweep)[3]], [names(sweep)[4]])
-    assert slurm.jobs()[101]["states"] == ["COMPLETED", "FAILED", "FAILED", "CANCELLED", "CANCELLED"]
+    # Whoever runs is told, and has the time that it needs.
+    assert slurm.jobs()[101]["states"] == ["COMPLETED", "FAILED", "FAILED", "RUNNING", "CANCELLED"]
+    assert slurm.jobs()[101]["signals"] == [[3, "INT"]]
     assert sweep.run(names(sweep)[3]).asked_to_cancel()
     outcome = sweep.run(names(sweep)[4]).result()
     assert (outcome.kind, outcome.cause) == ("cancelled", "cancelled before it started")
     # What was cancelled can be done after all.
     assert [each.run.path.name for each in retry(sweep, quiet, names=[names(sweep)[4]]).chosen] == [names(sweep)[4]]
+
+
+def test_whoever_cancels_twice_does_not_want_to_wait(slurm, sweep):
+    cancel(sweep, quiet, names=[names(sweep)[3]])
+    done = cancel(sweep, quiet, names=[names(sweep)[3]])
+    assert done.told == [names(sweep)[3]]
+    assert (slurm.jobs()[101]["states"][3], len(slurm.jobs()[101]["signals"])) == ("CANCELLED", 1)
 
 
 def test_cancel_of_one_run(slurm, sweep):

@@ -1,17 +1,22 @@
 import dataclasses
+import errno
 import json
 import re
 import shlex
+import time
 
 import pytest
 
 from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
+from titanlab.launch import slurm as slurm_launcher
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import settle
+from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.submit import check_study, decide, folder_of, submit
+from titanlab.sweep.table.rows import Table
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
 
@@ -85,7 +90,7 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     assert [line for line in lines if line in order] == order
     assert f"export PYTHONPATH={snapshot}${{PYTHONPATH:+:$PYTHONPATH}}" in lines
     (command,) = [line for line in lines if line.startswith("srun ")]
-    assert "--kill-on-bad-exit=0" in command
+    assert "--export=ALL --kill-on-bad-exit=0" in command
     assert "--cpus-per-task=4 --mpi=none apptainer exec image.sif python3 -P -m titanlab.sweep.job.task" in command
     assert shlex.split(command)[-2:] == [str(submitted.folder.path), submission.token]
     assert list(submission.runs) == [each.run_name for each in submitted.decisions]
@@ -114,6 +119,39 @@ def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
     monkeypatch.setattr("titanlab.launch.slurm.MAX_ARRAY", 2)
     submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)
     assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%1", "0-1%1", "0-0%1"]
+
+
+@pytest.mark.parametrize(("limit", "parameters"), [(2, "(null)"), (1001, "bf_interval=2,max_array_tasks=2")])
+def test_arrays_are_as_long_as_the_site_allows(slurm, tmp_path, limit, parameters):
+    slurm.set(max_array=limit, parameters=parameters)
+    submit(study(tmp_path / "runs", seeds(5), launch=SLURM), quiet)
+    assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%2", "0-1%2", "0-0%1"]
+
+
+def test_variables_of_a_shell_do_not_override_the_batch_file(slurm, tmp_path, monkeypatch):
+    for name in ("JOB_NAME", "PARTITION", "TIMELIMIT", "SIGNAL", "EXPORT", "ARRAY_INX", "WAIT", "ACCOUNT", "QOS"):
+        monkeypatch.setenv(f"SBATCH_{name}", "theirs")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    launch = Slurm(account="mine", environment={"MASTER_PORT": "29500"})
+    submit(study(tmp_path / "runs", seeds(1), launch=launch), quiet)
+    (job,) = slurm.jobs().values()
+    # On whose behalf is a matter of the shell's, where launch does not say it.
+    assert [name for name in job["environment"] if name.startswith(("SBATCH_", "MASTER_"))] == ["SBATCH_QOS"]
+    assert "export MASTER_PORT=29500" in job["script"].splitlines()
+
+
+@pytest.mark.parametrize(("error", "held"), [(None, True), (errno.EWOULDBLOCK, True), (errno.ENOSYS, False)])
+def test_sbatch_is_called_under_a_lock_where_there_are_locks(tmp_path, monkeypatch, error, held):
+    def flock(descriptor, how):
+        if error is not None:
+            raise OSError(error, "no")
+
+    monkeypatch.setattr(slurm_launcher.fcntl, "flock", flock)
+    words = slurm_launcher._sbatch(SLURM, tmp_path / "batch.sh", (tmp_path / "intent.json", tmp_path / "lock"))
+    assert (words[0] == "flock") is held
+    # Also without one: an intent that is gone is not submitted.
+    assert ["sh", "-c", 'test -e "$0" && exec "$@"', str(tmp_path / "intent.json"), "env"] == words[2 * held :][:5]
 
 
 # Only what is missing
@@ -164,6 +202,43 @@ def test_force_puts_ended_runs_aside_and_does_them_anew(slurm, tmp_path):
     assert (folder.superseded / f"{first.path.name}.1" / "result.json").is_file()
     assert [runs for _, _, runs in found.jobs] == [(first.path.name,)]
     assert second.path.is_dir()
+
+
+def test_force_that_sbatch_refuses_leaves_runs_to_submit(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    for run in folder.runs():
+        ended(run)
+    slurm.put(101, "COMPLETED")
+    slurm.set(refuses="invalid account or account/partition combination specified")
+    with pytest.raises(ConfigError, match="sbatch says: invalid account"):
+        submit(wanted, quiet, force=True)
+    reconcile(folder)
+    assert [run.result() for run in folder.runs()] == [None, None]
+    assert [(row["state"], row["outcome"], row["job_id"]) for row in Table(folder).rows()] == [
+        ("prepared", None, None)
+    ] * 2
+    slurm.set()
+    found = submit(wanted, quiet)
+    assert actions(found.decisions) == ["submit", "submit"]
+    assert [job for job, _, _ in found.jobs] == ["102"]
+    assert actions(submit(wanted, quiet).decisions) == ["queued", "queued"]
+
+
+def test_a_job_is_no_older_than_its_runs_whatever_the_clock_says(slurm, tmp_path, monkeypatch):
+    wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
+    ahead = time.time() + 30
+    monkeypatch.setattr("titanlab.run_folder.time.time", lambda: ahead)
+    folder = submit(wanted, quiet).folder
+    monkeypatch.undo()
+    for name, value in slurm.environment.items():
+        monkeypatch.setenv(name, value)
+    (path,) = (folder.path / "submissions").glob("*.json")
+    path.unlink()
+    (slurm.folder / "jobs" / "101.json").unlink()
+    # The folder is another host's, whose clock is ahead.
+    assert actions(submit(wanted, quiet).decisions) == ["submit"]
+    assert actions(submit(wanted, quiet).decisions) == ["queued"]
 
 
 # What the folder says

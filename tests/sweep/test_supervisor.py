@@ -2,6 +2,7 @@ import dataclasses
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,12 @@ from titanlab.host import Host, cores
 from titanlab.launch.local_schema import Local
 from titanlab.launch.shape import Shape
 from titanlab.outcome import OutcomeKind
+from titanlab.run_folder import RunFolder
 from titanlab.sweep import snapshot
 from titanlab.sweep.cancel import cancel
 from titanlab.sweep.local_submit import LOCK, has_work, wake
-from titanlab.sweep.submission import LocalJob, Submission, local_job, write_local_job, write_submission
+from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.submission import LocalJob, Submission, born_at, local_job, write_local_job, write_submission
 from titanlab.sweep.submit import submit
 from titanlab.sweep.supervisor import Supervisor, _Job, _Running, visible_devices
 from titanlab.sweep.sweep_folder import SweepFolder
@@ -138,6 +141,19 @@ def test_a_supervisor_that_is_told_to_end_asks_its_jobs_to(stub, tmp_path):
     assert has_work(folder)
 
 
+def test_where_another_run_meets_is_not_handed_on(stub, tmp_path, monkeypatch):
+    stub(2.0)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    folder = submit(study(tmp_path / "runs", seeds(1), launch=Local()), quiet).folder
+    until(lambda: ran(folder))
+    (submission,) = folder.submissions()
+    pids = [supervisor_of(folder), local_job(folder.path, submission.token, 0).pid]
+    said = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids]
+    assert not [text for each in said for text in each if text.startswith(b"MASTER_")]
+    until(lambda: over(folder))
+
+
 def test_threads_are_one_share_for_every_process(stub, tmp_path):
     stub(0.0)
     folder = submit(study(tmp_path / "runs", [{"shard": 2}], launch=Local(at_once=2)), quiet).folder
@@ -203,8 +219,55 @@ def test_devices_are_those_that_this_process_sees(monkeypatch):
 
 def test_a_number_that_another_process_has_now_is_not_the_job(tmp_path):
     write_local_job(tmp_path, "t", 0, LocalJob(state="running", pid=os.getpid(), born=1))
-    assert not local_job(tmp_path, "t", 0).is_alive
+    assert not local_job(tmp_path, "t", 0).is_alive(RunFolder(tmp_path / "run"))
     assert local_job(tmp_path, "t", 1) is None
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A job that another host's supervisor has started, and its run: `elsewhere(started)`; nothing here is killed."""
+
+    def killed(pid, number):
+        pytest.fail(f"{pid} is another host's process")
+
+    def noted(started):
+        monkeypatch.setattr("titanlab.sweep.local_submit.wake", lambda folder: None)
+        submitted = submit(study(tmp_path / "runs", seeds(1)), quiet)
+        folder, name = submitted.folder, submitted.decisions[0].run_name
+        token = submitted.folder.submissions()[0].token
+        record = LocalJob(state="running", host="other", pid=os.getpid(), born=born_at(os.getpid()), started=started)
+        write_local_job(folder.path, token, 0, record)
+        monkeypatch.setattr(os, "kill", killed)
+        return folder, folder.run(name), token
+
+    return noted
+
+
+def test_a_job_of_another_host_that_nobody_hears_of_has_ended(elsewhere):
+    folder, run, token = elsewhere(1.0)
+    assert cancel(folder, quiet).left == [run.path.name]
+    assert run.result().kind is OutcomeKind.CRASH
+    supervisor = Supervisor(folder, devices=[])
+    supervisor._take_stock()
+    supervisor._collect()
+    assert local_job(folder.path, token, 0).state == "ended"
+    assert not has_work(folder)
+
+
+def test_a_job_that_lives_on_another_host_is_cancelled_there(elsewhere):
+    folder, run, token = elsewhere(time.time())
+    lines = []
+    assert cancel(folder, lines.append).told == [run.path.name]
+    assert lines == [f"{run.path.name} runs on other: cancel it there"]
+    supervisor = Supervisor(folder, devices=[])
+    supervisor._take_stock()
+    supervisor.end(signal.SIGTERM, None)
+    supervisor._collect()
+    assert local_job(folder.path, token, 0).state == "running"
+    # Its host dies after it was asked.
+    write_local_job(folder.path, token, 0, dataclasses.replace(local_job(folder.path, token, 0), started=1.0))
+    reconcile(folder)
+    assert run.result().kind is OutcomeKind.CANCELLED
 
 
 def test_there_is_nothing_to_wake_where_nothing_waits(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -41,6 +42,22 @@ def test_the_latest_submission_has_a_run(folder):
     assert folder.job_of("b") == (first, 1)
     (folder.path / "submissions" / "torn.json").write_text('{"schema": 1, "tok')
     assert folder.submissions() == [first]
+
+
+def test_a_job_from_before_a_run_was_made_anew_is_not_its_job(folder):
+    run, other, _ = folder.runs()
+    before = submission(run.created() - 0.001, run.path.name, other.path.name, "gone")
+    write_submission(folder.path, before)
+    assert folder.job_of(run.path.name) is None
+    assert folder.job_of("gone") == (before, 2)
+    write_submission(folder.path, after := submission(run.created(), run.path.name))
+    assert folder.job_of(run.path.name) == (after, 0)
+    # Folders of an earlier version do not say when they were made.
+    identity = other.path / "identity.json"
+    told = json.loads(identity.read_text())
+    del told["created"]
+    identity.write_text(json.dumps(told))
+    assert folder.job_of(other.path.name) == (before, 1)
 
 
 def test_runs_are_named_by_folder_label_or_hash(folder):

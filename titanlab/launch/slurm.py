@@ -7,6 +7,8 @@ nothing is missing when the process that submits is killed.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import io
 import os
 import re
@@ -24,7 +26,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_schema import Slurm
 
-# Slurm's own default (MaxArraySize); a longer row of jobs becomes several arrays.
+# At most, whatever a site allows; a longer row of jobs becomes several arrays.
 MAX_ARRAY = 1000
 _COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 _TIMEOUT_SECONDS = 60.0
@@ -32,6 +34,12 @@ _TIMEOUT_SECONDS = 60.0
 _WAIT_SECONDS = 600
 # Of a job that this process runs in; the new job is not part of that one.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
+# On whose behalf is asked, which sites set for a person's shell; each as long as launch does not say it.
+_ON_BEHALF = ("account", "qos", "wckey")
+# Where the ranks of another run meet.
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+# What scancel says of single jobs: the others have been told.
+_PASSED_OVER = re.compile("nvalid job id|can not be altered now|already completing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +98,14 @@ def check(jobs: Sequence[tuple[Slurm, Shape]]) -> None:
             raise ConfigError("world", shape.processes, rule, cure)
 
 
+def max_array() -> int:
+    """How many jobs one array takes here; MAX_ARRAY where Slurm does not tell."""
+    told = _ask("scontrol", "show", "config") or ""
+    # MaxArraySize is one more than the largest index, and the first is 0. With 0 there are no arrays: sbatch says so.
+    limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", told, re.MULTILINE)
+    return max(1, min([MAX_ARRAY, *map(int, limits)]))
+
+
 def submit(config: Slurm, shape: Shape, array: Array) -> str:
     """Ask for an array of jobs of one shape. Returns Slurm's number of it.
 
@@ -102,7 +118,7 @@ def submit(config: Slurm, shape: Shape, array: Array) -> str:
 
     class Guarded(SlurmExecutor):
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            return _sbatch(submission_file_path, array.guard)
+            return _sbatch(config, submission_file_path, array.guard)
 
     array.folder.mkdir(parents=True, exist_ok=True)
     executor = Guarded(array.folder)
@@ -137,14 +153,21 @@ def find(name: str, *, since: float) -> str | None:
     return next((line.split("_")[0] for line in listed.split()), None)
 
 
-def cancel(jobs: Sequence[str]) -> None:
+def cancel(jobs: Sequence[str], *, gently: bool = False) -> None:
     """End jobs, or elements of arrays such as `12_3`; those that have ended are passed over.
+
+    Args:
+        gently: they run; their processes are told, and have all the time that they need to save. Without it, Slurm
+            kills what has not ended within KillWait, half a minute on most sites.
 
     Raises:
         ConfigError: Slurm does not answer.
     """
+    # SIGINT is a person's wish by itself: a process that does not yet see cancel.json, for a file system that is slow
+    # to show it, takes it for nothing else. Its steps get it; the shell around them does not, and waits.
+    how = ["--signal=INT"] if gently else []
     for first in range(0, len(jobs), MAX_ARRAY):
-        if _ask("scancel", *jobs[first : first + MAX_ARRAY], quiet=False) is None:
+        if _ask("scancel", *how, *jobs[first : first + MAX_ARRAY], quiet=False) is None:
             rule = "Slurm does not answer, and the jobs may go on"
             raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers")
 
@@ -197,7 +220,8 @@ def _setup(config: Slurm, array: Array) -> list[str]:
 
 def _srun(config: Slurm, shape: Shape) -> list[str]:
     """Words for srun: ranks see to each other themselves, and rank 0 writes down how they ended."""
-    words = ["--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
+    # What the batch file exports leads to the code; a job that was submitted with --export=NONE would lose it.
+    words = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
     if shape.cpus_per_task is not None:
         # Since Slurm 22.05 it no longer takes this from the job.
         words.append(f"--cpus-per-task={shape.cpus_per_task}")
@@ -210,18 +234,45 @@ def _command(config: Slurm, array: Array) -> str:
     return shlex.join(words)
 
 
-def _sbatch(batch_file: Path, guard: tuple[Path, Path] | None) -> list[str]:
-    """The call of sbatch, without the variables of a job around it; under the guard's lock, if there is a guard.
+def _sbatch(config: Slurm, batch_file: Path, guard: tuple[Path, Path] | None) -> list[str]:
+    """The call of sbatch, without variables that would change the job; under the guard's lock, if there is a guard.
 
     A process that is killed leaves its sbatch behind. Whoever comes next takes the lock, and knows that none is under
     way; one that has not begun by then finds its file gone, and does nothing.
     """
-    theirs = [name for name in os.environ if name.startswith("SLURM_") and name not in _KEPT]
-    plain = ["env", *(f"--unset={name}" for name in theirs), "sbatch", str(batch_file)]
-    if guard is None or shutil.which("flock") is None:
+    plain = ["env", *(f"--unset={name}" for name in _unwanted(config)), "sbatch", str(batch_file)]
+    if guard is None:
         return plain
     file, lock = guard
-    return ["flock", str(lock), "sh", "-c", 'test -e "$0" && exec "$@"', str(file), *plain]
+    held = ["flock", str(lock)] if shutil.which("flock") is not None and _has_locks(lock) else []
+    return [*held, "sh", "-c", 'test -e "$0" && exec "$@"', str(file), *plain]
+
+
+def _unwanted(config: Slurm) -> list[str]:
+    """Variables of this process that are not for the new job.
+
+    sbatch takes SBATCH_* before what its file says: a name by which no job is found again, a partition and a time that
+    nobody has checked. What launch leaves to the site is the site's alone, also for those that the file does not set,
+    so that a recipe asks for the same from every shell.
+    """
+    said = {name for name, value in config.extra.items() if value is not None}
+    said |= {name for name in _ON_BEHALF if getattr(config, name, None) is not None}
+    kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in said)}
+    return [name for name in os.environ if name not in kept and name.startswith(("SLURM_", "SBATCH_", *_MEETING))]
+
+
+def _has_locks(lock: Path) -> bool:
+    """Whether the file system has them: flock(1) fails where it does not, as on Lustre without -o flock."""
+    descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True  # Somebody holds it.
+    except OSError as error:
+        return error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _refused(text: str) -> ConfigError:
@@ -254,6 +305,6 @@ def _ask(command: str, *arguments: str, quiet: bool = True) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    if ended.returncode and not quiet and "nvalid job id" in ended.stderr:
+    if ended.returncode and not quiet and _PASSED_OVER.search(ended.stderr):
         return ended.stdout
     return ended.stdout if ended.returncode == 0 else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,8 +49,9 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
     done = Cancelled()
     with folder.claim():
         settle(folder, report)
-        jobs, states = jobs_of(folder.submissions()), reconcile(folder)
-        elsewhere: dict[str, list[tuple[Submission, int]]] = {}
+        jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
+        # By launcher, and whether they have time to save.
+        elsewhere: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
         for run in folder.find(names):
             name, job = run.path.name, jobs.get(run.path.name)
             word, _ = standing(run, job, states)
@@ -59,6 +59,8 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
                 done.left.append(name)
                 continue
             (done.told if word == "running" else done.waited).append(name)
+            # Whoever asks a second time does not want to wait.
+            gently = word == "running" and run.asked_to_cancel() is None
             # First the wish, then the signal: whoever gets it reads the wish.
             run.ask_to_cancel()
             if job is None:
@@ -66,9 +68,10 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
             if job[0].launcher == "local":
                 _end_here(folder, job, report)
             else:
-                elsewhere.setdefault(job[0].launcher, []).append(job)
-        for there in elsewhere.values():
-            launcher_of(there[0][0]).cancel([f"{submission.job_id}_{index}" for submission, index in there])
+                elsewhere.setdefault((job[0].launcher, gently), []).append(job)
+        for (_, gently), there in elsewhere.items():
+            names_there = [f"{submission.job_id}_{index}" for submission, index in there]
+            launcher_of(there[0][0]).cancel(names_there, gently=gently)
         for name in list(done.waited):
             if not _note_end(folder.run(name)):
                 # It has started just now, and writes its own end.
@@ -82,9 +85,12 @@ def _end_here(folder: SweepFolder, job: tuple[Submission, int], report: Callable
     noted = local_job(folder.path, submission.token, index)
     if noted is None or (noted.state == "starting" and noted.pid is None):
         write_local_job(folder.path, submission.token, index, LocalJob(state="cancelled", ended=time.time()))
-    elif noted.host != socket.gethostname():
+    elif not noted.is_here and not noted.is_alive(folder.run(submission.runs[index])):
+        # Nobody will note that it has ended.
+        write_local_job(folder.path, submission.token, index, replace(noted, state="ended", ended=time.time()))
+    elif not noted.is_here:
         report(f"{submission.runs[index]} runs on {noted.host}: cancel it there")
-    elif noted.is_alive and noted.pid is not None:
+    elif noted.is_alive(folder.run(submission.runs[index])) and noted.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(noted.pid, signal.SIGTERM)
 

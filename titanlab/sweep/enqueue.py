@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 from titanlab.claim import claimed
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
+from titanlab.numerals import counted
 from titanlab.options import implementation, schema_of
 from titanlab.sweep import snapshot
 from titanlab.sweep.submission import Submission, drop_submission, write_submission
@@ -36,6 +38,25 @@ class Item:
     launch: Any
 
 
+def check_jobs(jobs: Sequence[tuple[Any, Shape]], *, submits: bool = True) -> None:
+    """Ask each launcher whether it can take its jobs, all at once.
+
+    Args:
+        jobs: the launcher's config and the shape of each.
+        submits: the launcher has to be here; else it is asked only if it is.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    by_launcher: dict[str, list[tuple[Any, Shape]]] = {}
+    for launch, shape in jobs:
+        by_launcher.setdefault(launch.kind, []).append((launch, shape))
+    for group in by_launcher.values():
+        launcher = implementation(group[0][0])
+        if hasattr(launcher, "check") and (submits or launcher.is_here()):
+            launcher.check(group)
+
+
 def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], None]) -> list[Submission]:
     """Submit runs whose folders are there. The caller holds the sweep.
 
@@ -47,14 +68,18 @@ def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], 
     folder.jobs.mkdir(exist_ok=True)
     code = snapshot.take(folder.code).relative_to(folder.path)
     made = []
-    for group in _groups(items):
-        first = group[0]
+    for group in arrays(items):
+        first, runs = group[0], [folder.run(item.run) for item in group]
+        for run in runs:
+            run.withdraw_cancel()
         submission = Submission(
             launcher=first.launch.kind,
+            # Later than its runs' folders, whose maker's clock may be ahead of this one.
+            created=max([time.time(), *(run.created() or 0.0 for run in runs)]),
             code=code.as_posix(),
             shape=first.shape,
             launch=asdict(first.launch),
-            runs=tuple(item.run for item in group),
+            runs=tuple(run.path.name for run in runs),
         )
         if first.launch.kind == "local":
             # The file itself is the queue, which the supervisor reads.
@@ -134,19 +159,22 @@ def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
         return submission
 
 
-def _groups(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Runs whose jobs are asked for in the same words, in the order of the first of each."""
+def arrays(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """Runs whose jobs are asked for in the same words, as many as an array takes, in the order of each first."""
     groups: dict[str, list[Item]] = {}
     for item in items:
         key = json.dumps([asdict(item.shape), asdict(item.launch)], sort_keys=True, default=str)
         groups.setdefault(key, []).append(item)
+    most_of: dict[str, int] = {}
     for group in groups.values():
-        most = getattr(implementation(group[0].launch), "MAX_ARRAY", len(group))
+        kind, launcher = group[0].launch.kind, implementation(group[0].launch)
+        if kind not in most_of:
+            most_of[kind] = launcher.max_array() if hasattr(launcher, "max_array") else len(items)
+        most = most_of[kind]
         yield from (group[first : first + most] for first in range(0, len(group), most))
 
 
 def _told(submission: Submission) -> str:
     shape, runs = submission.shape, len(submission.runs)
     nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
-    one = "1 process" if shape.processes == 1 else f"{shape.processes} processes"
-    return f"{runs} run{'' if runs == 1 else 's'} of {one}{nodes}"
+    return f"{counted(runs, 'run')} of {counted(shape.processes, 'process', 'processes')}{nodes}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titanlab.sweep.enqueue import job_command
-from titanlab.sweep.local_submit import python_environment
+from titanlab.sweep.local_submit import MEETING, python_environment
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder
 
@@ -36,7 +36,8 @@ def start(
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         **variables,
     }
-    words = [f"{name}={value}" for name, value in environment.items()]
+    words = [word for name in MEETING for word in ("-u", name)]
+    words += [f"{name}={value}" for name, value in environment.items()]
     command = [sys.executable, *job_command(folder, submission, index)]
     # Relative paths of a recipe start where it was submitted.
     shell = ["sh", "-c", 'cd "$0" 2> /dev/null; exec env "$@"', submission.folder, *words, *command]

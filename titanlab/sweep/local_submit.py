@@ -13,6 +13,8 @@ from titanlab.sweep.sweep_folder import SweepFolder
 
 LOCK = ".supervisor"
 LOG = "supervisor.log"
+# Where the ranks of another run meet.
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def has_work(folder: SweepFolder) -> bool:
@@ -37,12 +39,13 @@ def wake(folder: SweepFolder) -> bool:
     code = next(each.code for each in reversed(folder.submissions()) if each.launcher == "local")
     folder.jobs.mkdir(exist_ok=True)
     command = [sys.executable, "-P", "-m", "titanlab.sweep.supervisor", str(folder.path)]
+    environment = {**os.environ, **python_environment(folder, code)}
     # The shell ends at once: the supervisor has no parent that waits for it, and no terminal.
     subprocess.run(
         ["sh", "-c", 'exec "$@" < /dev/null >> "$0" 2>&1 &', str(folder.jobs / LOG), *command],
         check=True,
         start_new_session=True,
-        env={**os.environ, **python_environment(folder, code)},
+        env={name: value for name, value in environment.items() if name not in MEETING},
     )
     return True
 

@@ -69,12 +69,12 @@ def job_states(submitted: Sequence[Submission], sweep: Path) -> Mapping[tuple[st
 
 
 def _local(sweep: Path, submission: Submission, index: int, run: str) -> JobState:
-    job = local_job(sweep, submission.token, index)
-    working = RunFolder(sweep / run).is_claimed()
+    job, folder = local_job(sweep, submission.token, index), RunFolder(sweep / run)
+    working = folder.is_claimed()
     if job is None:
         return JobState(state="running" if working else "pending", job_id=submission.token)
     elapsed = None if job.started is None else (job.ended or time.time()) - job.started
-    if working or job.is_alive:
+    if working or job.is_alive(folder):
         state = "running"
     elif job.state == "starting":
         # Whose supervisor died before there was a process is started by the next one.

@@ -1,8 +1,8 @@
 """Every job that has ended has a result: runs that recorded none get one from what is left of them.
 
 A rank that could still say why it ended is believed first, then a word of the scheduler's that says why, then the wish
-to stop that the job had got, then an exit code. What the scheduler says is kept beside every result of its jobs, also
-where it disagrees.
+to stop that the job had got, or was to get, then an exit code. What the scheduler says is kept beside every result of
+its jobs, also where it disagrees.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
     "REVOKED": (OutcomeKind.CANCELLED, "the job was revoked"),
 }
 _LOST = ("NODE_FAIL", "BOOT_FAIL")
+# Ends that Slurm knows better than whoever has seen no more than an exit code.
+_KNOWN = (OutcomeKind.OOM, OutcomeKind.WALLTIME, OutcomeKind.NODE_FAIL)
 # Ends of runs that were told to stop.
 _ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
 
@@ -50,7 +52,7 @@ def reconcile(sweep: SweepFolder) -> Mapping[tuple[str, int], JobState]:
     if not submitted:
         return {}
     states = job_states(submitted, sweep.path)
-    for name, (submission, index) in jobs_of(submitted).items():
+    for name, (submission, index) in jobs_of(sweep, submitted).items():
         state = states[submission.token, index]
         run = sweep.run(name)
         if state.state not in _OVER or not run.path.is_dir() or _settled(run, state):
@@ -86,6 +88,10 @@ def _record(run: RunFolder, submission: Submission, index: int, state: JobState)
     if state.raw in _LOST and outcome.kind in _ASKED:
         # Its ranks on other nodes were told to stop, and could not know more.
         outcome = replace(outcome, kind=OutcomeKind.NODE_FAIL)
+    word = _WORDS.get(state.raw or "")
+    if word is not None and word[0] in _KNOWN and outcome.kind is OutcomeKind.CRASH and not _says_why(outcome):
+        # Whoever wrote that was faster than Slurm.
+        outcome = replace(outcome, kind=word[0], cause=word[1], echo=False)
     run.write_result(replace(outcome, scheduler=_word(state)))
 
 
@@ -94,13 +100,16 @@ def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
     notes = run.failures(attempt)
     told = first_cause(notes) if notes else None
     code = state.exit_code
-    if told is not None and not told.echo and (told.traceback or told.kind is not OutcomeKind.CRASH):
+    if told is not None and _says_why(told):
         return told
     wish = read_wish(run.attempt_folder(attempt))
     if (word := _WORDS.get(state.raw or "")) is not None:
         return _plain(*word, attempt, code)
     if wish is not None:
         return _plain(wish.kind, f"{wish.cause}; it ended before it had saved", attempt, code)
+    if (asked := run.asked_to_cancel()) is not None:
+        # Also one that died of the signal before it could hear it.
+        return _plain(OutcomeKind.CANCELLED, f"{asked}; it ended before it had saved", attempt, code)
     if told is not None:
         return told
     if state.state == "gone":
@@ -112,6 +121,11 @@ def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
         cause = "its processes ended, or were killed, and left no result; logs/ and the sweep's jobs/ say more"
         return _plain(OutcomeKind.CRASH, cause, attempt, None)
     return from_exit(0, attempt=attempt)
+
+
+def _says_why(outcome: Outcome) -> bool:
+    """Whether it is more than an exit code, or an echo of another rank's end."""
+    return not outcome.echo and (outcome.traceback is not None or outcome.kind is not OutcomeKind.CRASH)
 
 
 def _plain(kind: OutcomeKind, cause: str, attempt: int, code: int | None) -> Outcome:

@@ -13,12 +13,11 @@ from yaml import YAMLError
 from titanlab.composition.errors import value_error
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape, shape_of
-from titanlab.options import implementation
 from titanlab.outcome import OutcomeKind
 from titanlab.recipe import from_mapping
 from titanlab.run_folder import RunFolder, create_run
 from titanlab.sweep import local_submit, snapshot
-from titanlab.sweep.enqueue import Item, enqueue, settle
+from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing, supersede
 from titanlab.sweep.submission import Submission
@@ -90,9 +89,7 @@ def retry(
         chosen = _chosen(folder, report, outcomes, names, overrides, stale=stale)
         if dry_run or not chosen:
             return Retried(chosen=tuple(chosen), jobs=())
-        rule = getattr(implementation(chosen[0].launch), "check", None)
-        if rule is not None:
-            rule([(each.launch, each.shape) for each in chosen])
+        check_jobs([(each.launch, each.shape) for each in chosen])
         for each in chosen:
             if each.anew:
                 _begin_anew(folder, each.run)
@@ -111,7 +108,7 @@ def _chosen(
     *,
     stale: bool,
 ) -> list[Chosen]:
-    jobs, states = jobs_of(folder.submissions()), reconcile(folder)
+    jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
     code = snapshot.fingerprint() if stale else None
     chosen = []
     for run in folder.find(names):

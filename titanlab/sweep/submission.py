@@ -19,8 +19,11 @@ from typing import Any
 
 from titanlab.atomic_file import write_json
 from titanlab.launch.shape import Shape, shape_from
+from titanlab.run_folder import RunFolder
 
 SCHEMA = 1
+# As long, a job of another host is taken to live after the last word of it.
+_HEARD_SECONDS = 60.0
 STATES = ("intent", "submitted")
 
 
@@ -80,11 +83,22 @@ class LocalJob:
     devices: tuple[str, ...] = ()
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the controller runs; of another host's process nothing can be told, and it is taken to run."""
-        if self.pid is None or self.state != "running":
+    def is_here(self) -> bool:
+        """Whether it is a job of this host."""
+        return self.host == socket.gethostname()
+
+    def is_alive(self, run: RunFolder) -> bool:
+        """Whether the controller runs; of another host's, whether somebody has the run, or it was heard of lately.
+
+        A container or a laptop that has another name now leaves jobs of a host that nobody ever hears of again.
+        """
+        if self.state != "running":
             return False
-        return self.host != socket.gethostname() or (born_at(self.pid) is not None and born_at(self.pid) == self.born)
+        if self.is_here:
+            return self.pid is not None and born_at(self.pid) is not None and born_at(self.pid) == self.born
+        status = run.status()
+        heard = status.updated if status is not None and status.state not in ("prepared", "ended") else 0.0
+        return run.is_claimed() or time.time() - max(self.started or 0.0, heard) < _HEARD_SECONDS
 
 
 def submissions(sweep: Path) -> list[Submission]:

@@ -14,11 +14,10 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape, shape_of
-from titanlab.options import implementation
 from titanlab.recipe import to_mapping
 from titanlab.run_folder import RunFolder, check_runs, create_run
 from titanlab.sweep import local_submit
-from titanlab.sweep.enqueue import Item, enqueue, settle
+from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle
 from titanlab.sweep.queue import job_states
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import States, standing, supersede
@@ -87,13 +86,8 @@ def check_study(study: Study, *, submits: bool = True) -> list[Shape]:
     """
     shapes = [shape_of(planned.recipe) for planned in study.planned]
     _hold_name(folder_of(study), study)
-    by_launcher: dict[str, list[tuple[Any, Shape]]] = {}
-    for planned, shape in zip(study.planned, shapes, strict=True):
-        by_launcher.setdefault(planned.recipe.launch.kind, []).append((planned.recipe.launch, shape))
-    for jobs in by_launcher.values():
-        launcher = implementation(jobs[0][0])
-        if hasattr(launcher, "check") and (submits or launcher.is_here()):
-            launcher.check(jobs)
+    launches = [planned.recipe.launch for planned in study.planned]
+    check_jobs(list(zip(launches, shapes, strict=True)), submits=submits)
     return shapes
 
 
@@ -142,7 +136,7 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
 def _decided(
     study: Study, folder: SweepFolder, shapes: Sequence[Shape], states: States, *, force: bool
 ) -> list[Decision]:
-    jobs, known = jobs_of(folder.submissions()), _by_identity(folder)
+    jobs, known = jobs_of(folder, folder.submissions()), _by_identity(folder)
     decisions = []
     for planned, shape in zip(study.planned, shapes, strict=True):
         # By what it is and not by its label, which may have changed.

@@ -22,6 +22,7 @@ from titanlab.claim import claimed
 from titanlab.errors import ConfigError
 from titanlab.host import cores, this_host
 from titanlab.launch.shape import local_processes
+from titanlab.numerals import counted
 from titanlab.outcome import OutcomeKind
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.local_start import controller_of, start
@@ -109,9 +110,11 @@ class Supervisor:
         """Handle SIGTERM: ask all jobs to save and end, and start no more."""
         self._ending = True
         for running in self._running.values():
-            if running.record.is_alive and running.record.pid is not None:
+            record = running.record
+            # Another host's number may be any process of this one.
+            if record.is_here and record.is_alive(self._run(running.job)) and record.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(running.record.pid, signal.SIGTERM)
+                    os.kill(record.pid, signal.SIGTERM)
 
     def _is_over(self, lock: contextlib.ExitStack) -> bool:
         with contextlib.suppress(ConfigError), self._folder.claim():
@@ -159,9 +162,10 @@ class Supervisor:
     def _collect(self) -> None:
         """Note the ends of jobs."""
         for key, running in list(self._running.items()):
-            alive = running.record.is_alive if running.process is None else running.process.poll() is None
+            run, process = self._run(running.job), running.process
+            alive = running.record.is_alive(run) if process is None else process.poll() is None
             # Killed controllers leave their tasks behind, which hold the run.
-            if alive or self._run(running.job).is_claimed():
+            if alive or run.is_claimed():
                 continue
             noted = local_job(self._folder.path, *key) or running.record
             write_local_job(self._folder.path, *key, replace(noted, state="ended", ended=time.time()))
@@ -196,7 +200,7 @@ class Supervisor:
             return  # Somebody submits just now; the next look is soon.
         self._waiting.remove(job)
         self._running[job.key] = _Running(job=job, record=record, process=process, devices=devices)
-        _say(f"{job.run} is started: {job.processes} ranks, controller {process.pid}")
+        _say(f"{job.run} is started: {counted(job.processes, 'rank')}, controller {process.pid}")
 
     def _is_wanted(self, job: _Job) -> bool:
         noted = local_job(self._folder.path, *job.key)

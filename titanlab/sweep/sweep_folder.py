@@ -107,7 +107,7 @@ class SweepFolder:
 
     def job_of(self, run: str) -> tuple[Submission, int] | None:
         """The latest submission that has a run, and its index there."""
-        return jobs_of(self.submissions()).get(run)
+        return jobs_of(self, self.submissions()).get(run)
 
     # Writing
 
@@ -126,9 +126,14 @@ class SweepFolder:
         return claimed(self.path, "sweep", patience_seconds=patience_seconds)
 
 
-def jobs_of(submitted: Sequence[Submission]) -> dict[str, tuple[Submission, int]]:
-    """The latest submission of every run, and the run's index there."""
-    return {run: (each, index) for each in submitted for index, run in enumerate(each.runs)}
+def jobs_of(sweep: SweepFolder, submitted: Sequence[Submission]) -> dict[str, tuple[Submission, int]]:
+    """The latest submission of every run, and the run's index there.
+
+    One that is older than the run's folder was of the folder before, which was put aside: the run is done anew.
+    """
+    latest = {run: (each, index) for each in submitted for index, run in enumerate(each.runs)}
+    made = {run: sweep.run(run).created() for run in latest}
+    return {run: job for run, job in latest.items() if job[0].created >= (made[run] or 0.0)}
 
 
 def open_sweep(text: str, runs: Path | str = "runs") -> SweepFolder:

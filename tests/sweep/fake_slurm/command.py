@@ -87,13 +87,24 @@ def sacct(arguments, settings):
 
 
 def scancel(arguments, settings):
-    for text in arguments:
+    signals = [text.partition("=")[2] for text in arguments if text.startswith("--signal=")]
+    for text in arguments[len(signals) :]:
         number, _, index = text.partition("_")
         job = json.loads((JOBS / f"{number}.json").read_text())
         for place in [int(index)] if index else range(len(job["states"])):
-            if job["states"][place] not in NO_LONGER_WAITING:
+            if signals:
+                job.setdefault("signals", []).append([place, *signals])
+            elif job["states"][place] not in NO_LONGER_WAITING:
                 job["states"][place] = "CANCELLED"
         write(number, job)
+    return 0
+
+
+def scontrol(arguments, settings):
+    if arguments != ["show", "config"] or "max_array" not in settings:
+        return 1
+    print("Configuration data as of 2026-11-22T01:01:12")
+    print(f"MaxArraySize            = {settings['max_array']}\nSchedulerParameters     = {settings.get('parameters')}")
     return 0
 
 

@@ -1,11 +1,17 @@
 """The processes of a job, for real: they train, are told to stop, go on, and every end of theirs is a result."""
 
+import json
 import signal
+from dataclasses import replace
 
 import pytest
 
 from tests.sweep.jobs import Jobs, ended, send, until
-from titanlab.outcome import OutcomeKind
+from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.ranks import ALONE
+from titanlab.sweep.job import rendezvous, task
+from titanlab.sweep.job.place import Place
+from titanlab.sweep.job.task import Job
 
 
 @pytest.fixture
@@ -144,3 +150,50 @@ def test_what_is_refused_at_the_start_is_a_result_too(jobs):
     result = run.result()
     assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said
     assert "is of another model" in result.cause
+
+
+def test_edited_code_trains_nothing(jobs):
+    run = jobs.run(2, steps=3)
+    (jobs.sweep.path / "code").unlink()
+    (jobs.sweep.path / "code" / "titanlab").mkdir(parents=True)
+    codes, said = ended(jobs.start(run, 2))
+    result = run.result()
+    assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said
+    assert "is not the code of this job" in result.cause
+    assert run.metrics("train") == []
+
+
+@pytest.mark.parametrize(("restart", "index", "code", "asked"), [(1, 0, 73, True), (0, 0, 0, False), (1, 1, 0, False)])
+def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_again(
+    jobs, monkeypatch, restart, index, code, asked
+):
+    run = jobs.run(1, launcher="slurm", steps=3)
+    attempt = run.begin_attempt(run.config(), {})
+    token = jobs.sweep.submissions()[0].token
+    (run.attempt_folder(attempt) / "job.json").write_text(json.dumps({"token": token, "index": index}))
+    for name in ("CLAIM_SECONDS", "CLAIM_AGAIN_SECONDS", "CLAIM_DEAD_SECONDS"):
+        monkeypatch.setattr(task, name, 0.1)
+    put_back = []
+    monkeypatch.setattr(task, "put_back", lambda place: put_back.append(place.restart))
+    place = Place(
+        launcher="slurm", job_id="12", raw_job_id="12", restart=restart, index=None, ranks=ALONE, nodes=("n1",)
+    )
+    launch = {"requeue": True, "max_requeues": 20}
+    job = Job(run=run, place=place, token=token, index=0, launch=launch)
+    with run.claim():
+        assert task._lead(job) == code
+        assert put_back == ([1] if asked else [])
+        assert rendezvous.find(run, job.start).reason
+        # Not without end, and not against a wish.
+        assert task._lead(replace(job, launch={**launch, "max_requeues": 1})) == code
+        assert task._lead(replace(job, heard=[(2, 0.0)])) == code
+    assert put_back == ([1] if asked else [])
+
+
+def test_the_others_are_told_that_a_run_is_done(jobs):
+    run = jobs.run(2, launcher="slurm", steps=3)
+    run.write_result(Outcome(kind=OutcomeKind.DONE, attempt=1))
+    place = Place(launcher="slurm", job_id="12", raw_job_id="12", restart=0, index=None, ranks=ALONE, nodes=("n1",))
+    job = Job(run=run, place=place, token="aa", index=0)
+    assert task._lead(job) == 0
+    assert rendezvous.find(run, job.start).reason == "is done"

@@ -31,15 +31,18 @@ from titanlab.recipe import Recipe, from_mapping
 from titanlab.run_folder import RunFolder, open_run
 from titanlab.stop import ONE_WISH_SECONDS, STOP_SIGNALS
 from titanlab.sweep.job import rendezvous
+from titanlab.sweep.job.hold import hold_code, hold_run
 from titanlab.sweep.job.place import Place, address_of, free_port, place_in
 from titanlab.sweep.job.rank_watch import RankWatch, await_result, settle
 from titanlab.sweep.job.rendezvous import Rendezvous
 from titanlab.sweep.job.wish import meaning, put_back, read_wish, write_wish
-from titanlab.sweep.submission import submissions
+from titanlab.sweep.submission import Submission, submissions
 
-# Of one that was put back into the queue: the processes of its last start may take a moment to go.
 CLAIM_SECONDS = 3.0
+# Of one that was put back into the queue: the processes of its last start may take a moment to go.
 CLAIM_AGAIN_SECONDS = 30.0
+# ... and if their node is dead, a file server keeps its locks for a lease, 90 s for NFS, and some time of grace.
+CLAIM_DEAD_SECONDS = 150.0
 # For rank 0 to find out what a signal means, before another one does.
 WISH_SECONDS = 5.0
 
@@ -53,6 +56,7 @@ class Job:
         place: of the process.
         token, index: of the submission, and the run's index there.
         launch: the launcher's config that it was submitted under; the run was born under another, perhaps.
+        code: folder of the code that it was submitted with; None: whichever runs.
         heard: signals that have come and when, oldest first.
     """
 
@@ -61,6 +65,7 @@ class Job:
     token: str
     index: int
     launch: Mapping[str, Any] = field(default_factory=dict)
+    code: Path | None = None
     heard: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -87,8 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _hearing() as heard:
         try:
             index = int(rest[0]) if rest else place.index or 0
-            run, launch = _submitted(Path(folder), token, index)
-            job = Job(run=run, place=place, token=token, index=index, launch=launch, heard=heard)
+            run, submission = _submitted(Path(folder), token, index)
+            code, launch = Path(folder) / submission.code, submission.launch
+            job = Job(run=run, place=place, token=token, index=index, launch=launch, code=code, heard=heard)
             return _lead(job) if job.leads else _follow(job)
         except TitanlabError as error:
             _say(f"error: {error}")
@@ -98,23 +104,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _lead(job: Job) -> int:
     """Rank 0: keep the record."""
     if _is_done(job):
-        return 0
+        return _nothing_to_do(job, "is done")
+    goes_on = _goes_on(job)
     with contextlib.ExitStack() as stack:
-        try:
-            patience = CLAIM_AGAIN_SECONDS if job.place.restart else CLAIM_SECONDS
-            stack.enter_context(job.run.claim(patience_seconds=patience))
-        except ConfigError as error:
+        seconds = CLAIM_DEAD_SECONDS if goes_on else CLAIM_AGAIN_SECONDS if job.place.restart else CLAIM_SECONDS
+        refused = hold_run(job.run, stack, seconds=seconds, is_told=lambda: bool(job.heard))
+        if refused is not None and not goes_on:
             # Another job has it: whatever there is to do, it does.
-            rendezvous.publish(job.run, Rendezvous(start=job.start, reason=error.rule))
-            _say(f"{job.run.path.name} {error.rule}: nothing is done twice")
-            return 0
+            _say(f"{job.run.path.name} {refused}: nothing is done twice")
+            return _nothing_to_do(job, refused)
+        if refused is not None:
+            # Its own earlier start has, which is dead: nobody else goes on with it.
+            _say(f"{job.run.path.name} {refused}, from an earlier start of this job")
+            if not job.heard:
+                _back_into_queue(job)
+            return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code)
         if _is_done(job):
-            return 0
+            return _nothing_to_do(job, "is done")
         before = latest(job.run.checkpoints)
         outcome = _attempted(job)
         _say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
         _put_back(job, outcome, came_on=latest(job.run.checkpoints) != before)
     return _exit_code(outcome)
+
+
+def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
+    """Tell the other ranks that there will be no attempt. Returns the exit code."""
+    rendezvous.publish(job.run, Rendezvous(start=job.start, reason=reason))
+    return code
+
+
+def _goes_on(job: Job) -> bool:
+    """Whether the run's newest attempt is of an earlier start of this job."""
+    made_by = job.run.job() or {}
+    return job.place.restart > 0 and (made_by.get("token"), made_by.get("index")) == (job.token, job.index)
 
 
 def _attempted(job: Job) -> Outcome:
@@ -124,6 +147,8 @@ def _attempted(job: Job) -> Outcome:
     if job.launch:
         config["launch"] = dict(job.launch)
     try:
+        if job.code is not None:
+            hold_code(job.code)
         recipe = from_mapping(config)
         address = address_of(place, os.environ)
         attempt = begin(run, recipe, this_host(), started_by=place.launcher)
@@ -165,6 +190,8 @@ def _watched(job: Job, recipe: Recipe, there: Rendezvous) -> int:
     run, ranks = job.run, replace(job.place.ranks, address=there.address, port=there.port)
     attempt = run.attempt_folder(there.attempt)
     try:
+        if job.code is not None:
+            hold_code(job.code)
         cluster = recipe.cluster
         check_host(this_host(), accelerator=cluster.accelerator, device=cluster.device, processes=ranks.local_world)
         if job.leads:
@@ -197,7 +224,7 @@ def _watched(job: Job, recipe: Recipe, there: Rendezvous) -> int:
 
 def _hear(job: Job, attempt: Path, signal_seconds: float) -> None:
     """Find out what the signals of this process mean, if nobody has, and write it down for all ranks."""
-    asked = job.run.asked_to_cancel() if job.leads else None
+    asked = job.run.asked_to_cancel() if job.leads or job.heard else None
     if not job.heard and asked is None:
         return
     number, when = job.heard[0] if job.heard else (int(signal.SIGTERM), time.monotonic())
@@ -210,15 +237,20 @@ def _hear(job: Job, attempt: Path, signal_seconds: float) -> None:
 
 def _put_back(job: Job, outcome: Outcome, *, came_on: bool) -> None:
     """Put a job that was not at fault back into the queue; its next start goes on from the checkpoint."""
-    launch = job.launch
     if job.place.launcher != "slurm" or outcome.kind not in (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME):
         return
+    if outcome.kind is OutcomeKind.WALLTIME and not came_on:
+        _say("not put back into the queue: this attempt has saved nothing, and the next one would not either")
+    else:
+        _back_into_queue(job)
+
+
+def _back_into_queue(job: Job) -> None:
+    launch = job.launch
     if not launch.get("requeue", False):
         _say("not put back into the queue: launch.requeue=false")
     elif job.place.restart >= launch.get("max_requeues", 0):
         _say(f"not put back into the queue: it has been {job.place.restart} times (launch.max_requeues)")
-    elif outcome.kind is OutcomeKind.WALLTIME and not came_on:
-        _say("not put back into the queue: this attempt has saved nothing, and the next one would not either")
     else:
         refused = put_back(job.place)
         _say(f"not put back into the queue: {refused}" if refused else "put back into the queue")
@@ -260,10 +292,10 @@ def _exit_code(outcome: Outcome) -> int:
     return wrong if outcome.exit_code == wrong else outcome.kind.exit_code
 
 
-def _submitted(sweep: Path, token: str, index: int) -> tuple[RunFolder, Mapping[str, Any]]:
+def _submitted(sweep: Path, token: str, index: int) -> tuple[RunFolder, Submission]:
     for submission in submissions(sweep):
         if submission.token == token and index < len(submission.runs):
-            return open_run(sweep / submission.runs[index]), submission.launch
+            return open_run(sweep / submission.runs[index]), submission
     # An intent that was dropped: another job has its runs.
     raise ConfigError("submission", f"{token}/{index}", f"is not in {sweep}", "submit the sweep again")
 

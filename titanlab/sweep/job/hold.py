@@ -1,0 +1,52 @@
+"""What one start of a job holds before it trains: the code that it was submitted with, and its run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import titanlab
+from titanlab.errors import ConfigError
+from titanlab.run_folder import RunFolder
+
+_LOOK_SECONDS = 1.0
+
+
+def hold_code(code: Path) -> None:
+    """Hold this process to run the code in a folder, and not what has been edited since it was put there.
+
+    Raises:
+        ConfigError: it runs other code.
+    """
+    here = Path(titanlab.__file__).parent
+    # Not by their names: one folder may have several.
+    with contextlib.suppress(OSError):
+        if here.samefile(code / "titanlab"):
+            return
+    rule = f"is not the code of this job, {code}: PYTHONPATH was lost or changed on the way to its processes"
+    cure = "have launch.container and launch.srun_arguments pass PYTHONPATH on, and launch.environment leave it alone"
+    raise ConfigError("titanlab", here, rule, cure)
+
+
+def hold_run(run: RunFolder, stack: contextlib.ExitStack, *, seconds: float, is_told: Callable[[], bool]) -> str | None:
+    """Claim the run until the stack ends.
+
+    Args:
+        seconds: how long to wait for another holder.
+        is_told: whether this process is to end, and waits no longer.
+
+    Returns:
+        who else has it; None: it is this process's.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            patience = max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))
+            stack.enter_context(run.claim(patience_seconds=patience))
+        except ConfigError as error:
+            if is_told() or time.monotonic() >= end:
+                return error.rule
+        else:
+            return None
