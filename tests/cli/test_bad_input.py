@@ -32,7 +32,7 @@ UNKNOWN = [
     (
         "launch=slurm launch.extra.reservation=x",
         "launch.extra.reservation=x: is no key of this recipe",
-        "try +launch.extra.reservation=…",
+        "with a plus: +launch.extra.reservation=…",
     ),
     ("tracker.tags=[a]", "tracker.tags=[a]", "it belongs to another tracker: try tracker=wandb"),
     ("+foo=3", "foo=3: is no key", "--cfg job"),

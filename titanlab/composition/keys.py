@@ -62,7 +62,7 @@ def advice(name: str) -> str:
             return f"it belongs to another {key.option.group}: try {key.option.group}={key.option.kind}"
     within = name.rpartition(".")[0]
     if any(key.name == within and typing.get_origin(key.declared) is dict for key in keys):
-        return f"new keys of {within} are added: try +{name}=…"
+        return f"new keys of {within} are added with a plus: +{name}=…"
     # A kind is chosen with its group.
     names = [name for name in dict.fromkeys(key.name for key in keys) if not name.endswith(".kind")]
     group, _, end = name.rpartition(".")
