@@ -271,7 +271,7 @@ class Meter:
             data_seconds=data,
             tokens_per_second=per_device,
             tflops=flops / 1e12,
-            # Above its peak nothing runs: it was measured while others used the device, and is none.
+            # Above its peak nothing runs: it was measured too low, and is none.
             mfu_percent=None if share is None or share > 100 else share,
             warming_up=warming_up,
         )
