@@ -45,7 +45,7 @@ def measure() -> dict[str, float]:
     pruned = time.process_time()
     recipes = left.keep(lambda point, _: composer.recipe(point))
     composed = time.process_time()
-    planned = plan.plan_study(SWEEP, print, prepare_data=False)
+    planned = plan.plan_study(SWEEP)
     whole = time.process_time()
     data = plan.DataOnce()
     for each in planned.planned:

@@ -2,11 +2,10 @@
 
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-TITANLAB = Path(sys.executable).parent / "titanlab"
+from tests.installed_command import titanlab
+
 _TOY = (
     *("model=debug", "model.vocab_size=256", "data=synthetic", "data.vocab_size=256", "training.seq_len=32"),
     *("training.global_batch=4", "training.steps=6", "training.log_every=1", "optimizer.schedule.warmup_steps=2"),
@@ -20,14 +19,5 @@ def small_sweep(folder: Path) -> Path:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     # Four sequences are not to be shared among three.
     swept = ["parallelism.shard=1,2,3", "sweep=small"]
-    done = subprocess.run(
-        [TITANLAB, "sweep", *swept, *_TOY, "--wait"],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    titanlab("sweep", *swept, *_TOY, "--wait", folder=folder, environ=environ, seconds=900)
     return folder / "runs" / "small"

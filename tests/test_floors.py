@@ -20,7 +20,7 @@ PACKAGE = Path(titanlab.__file__).parent
 # import each other; groups on one floor do not know each other. The longest name that fits decides.
 FLOORS: dict[int, list[str]] = {
     # Words.
-    0: ["errors console options numerals progress atomic_file"],
+    0: ["errors console options numerals progress atomic_file command"],
     # Sums: no torch at all.
     1: [
         """account layout hardware flops meter outcome identity host ranks stop

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-TITANLAB = Path(sys.executable).parent / "titanlab"
+from tests.installed_command import titanlab
+
+
+@pytest.fixture
+def newcomer(tmp_path):
+    """`newcomer("status", seconds=9)`: what titanlab prints where nobody has said how many threads there are."""
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return functools.partial(titanlab, folder=tmp_path, environ=environ)
 
 
 @pytest.mark.full
-def test_the_quickstart_learns_python_and_writes_some(tmp_path):
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    train = subprocess.run(
-        [TITANLAB, "train", "+recipe=quickstart", f"runs={tmp_path}/runs"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert train.returncode == 0, train.stderr
+def test_the_quickstart_learns_python_and_writes_some(newcomer, tmp_path):
+    newcomer("train", "+recipe=quickstart", f"runs={tmp_path}/runs", seconds=900)
     (run,) = (tmp_path / "runs" / "single").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss_metrics/global_avg_loss"] for row in rows if row["kind"] == "train"]
@@ -38,40 +32,16 @@ def test_the_quickstart_learns_python_and_writes_some(tmp_path):
     validation = [row["validation_metrics/loss"] for row in rows if row["kind"] == "validation"]
     assert validation == sorted(validation, reverse=True)
     assert validation[-1] < 0.7 * start
-    sample = subprocess.run(
-        [TITANLAB, "generate", run, "--prompt", "def ", "--tokens", "60"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert sample.returncode == 0, sample.stderr
-    assert sample.stdout.startswith("def ")
-    assert len(sample.stdout.strip()) > 30
+    sample = newcomer("generate", run, "--prompt", "def ", "--tokens", "60", seconds=120)
+    assert sample.startswith("def ")
+    assert len(sample.strip()) > 30
 
 
 @pytest.mark.full
-def test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared(tmp_path):
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-
-    def titanlab(*arguments, seconds):
-        done = subprocess.run(
-            [TITANLAB, *arguments],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    titanlab("sweep", "+sweeps=quickstart_layouts", "--wait", seconds=1800)
-    said = titanlab("collect", "quickstart_layouts", seconds=120).splitlines()
-    rows = json.loads(titanlab("status", "quickstart_layouts", "--json", seconds=120))
+def test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared(newcomer):
+    newcomer("sweep", "+sweeps=quickstart_layouts", "--wait", seconds=1800)
+    said = newcomer("collect", "quickstart_layouts", seconds=120).splitlines()
+    rows = json.loads(newcomer("status", "quickstart_layouts", "--json", seconds=120))
     layouts = ["single", "dp_r2", "dp_s2", "dp_s2·tp2", "dp_s2·pp2", "dp_s2·tp2·pp2"]
     assert [row["layout.label"] for row in rows] == layouts
     assert {row["outcome"] for row in rows} == {"done"}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+from titanlab.command import output_of
 
 # What a snapshot of the code says about the repository that it was taken from.
 RECORD = "code.json"
@@ -112,15 +113,6 @@ def _git(root: Path, *arguments: str) -> str | None:
     """Output of a git command, or None where it failed, took too long or is not installed."""
     # GIT_DIR and its like, which git sets for hooks, would point it to another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        ended = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            capture_output=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-            # No lock on the index: a run must not get in the way of a person's own git.
-            env={**environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return ended.stdout.decode(errors="replace") if ended.returncode == 0 else None
+    # No lock on the index: a run must not get in the way of a person's own git.
+    environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    return output_of("git", "-C", str(root), *arguments, seconds=_TIMEOUT_SECONDS, environ=environ)

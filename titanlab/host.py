@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlab.command import output_of
 from titanlab.errors import ConfigError
 from titanlab.hardware import find
 
@@ -86,14 +86,5 @@ def _gpu_names() -> list[str]:
     if names or shutil.which("nvidia-smi") is None:
         return names
     # Containers may hide the driver's folder and still bring the tool.
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
+    listed = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", seconds=10.0) or ""
+    return [line.strip() for line in listed.splitlines() if line.strip()]

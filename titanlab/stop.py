@@ -7,7 +7,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TextIO
 
@@ -22,6 +22,7 @@ STOPS: Mapping[int, OutcomeKind] = {
 }
 STOP_SIGNALS = tuple(STOPS)
 ONE_WISH_SECONDS = 1.0
+Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
@@ -35,6 +36,29 @@ class StopRequest:
 def signal_for(kind: OutcomeKind) -> int:
     """The signal that asks for an end of this kind."""
     return {wanted: int(number) for number, wanted in STOPS.items() if number != signal.SIGTERM}[kind]
+
+
+@contextlib.contextmanager
+def handlers_kept(numbers: Iterable[int]) -> Iterator[None]:
+    """Give signals back, at the end, the handlers that they had, whoever sets others in between."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def handled(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
+    """Let a handler have these signals, also where they were ignored; afterwards all is as it was.
+
+    In the main thread only.
+    """
+    with handlers_kept(numbers):
+        for number in numbers:
+            signal.signal(number, handler)
+        yield
 
 
 @contextlib.contextmanager
@@ -59,12 +83,8 @@ def stop_request() -> Iterator[StopRequest]:
         elif time.monotonic() - first > ONE_WISH_SECONDS:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
-    try:
+    with handled(STOP_SIGNALS, handler):
         yield request
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 def stop_line(kind: OutcomeKind, cause: str) -> str:

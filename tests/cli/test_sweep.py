@@ -126,9 +126,7 @@ def test_hydra_answers_for_sweeps_too(command, sweep):
 
 
 def test_a_plan_counts_what_is_there_already():
-    found = plan_study(
-        ["data=synthetic", "optimizer.schedule.warmup_steps=0", "seed=range(0,5)"], print, prepare_data=False
-    )
+    found = plan_study(["data=synthetic", "optimizer.schedule.warmup_steps=0", "seed=range(0,5)"])
     shape = Shape(processes=16, nodes=2, tasks_per_node=8, gpus_per_node=8, minutes=90)
     actions = [("submit", None), ("done", "done"), ("running", None), ("queued", None), ("ended", "oom")]
     decisions = [

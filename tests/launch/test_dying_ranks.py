@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from tests.launch.test_local import Command, alive, children, until
+from tests.launch.command import alive, children
+from tests.until import until
 from titanlab.outcome import OutcomeKind
 
 SECONDS = 10.0
@@ -20,11 +21,6 @@ PIPELINE_SHARD = ["parallelism.pipeline=2", "parallelism.shard=2", "training.mic
 COPIES_TENSOR = ["parallelism.replicate=2", "parallelism.tensor=2"]
 # Stages 0 1 1 0, and backward passes in halves.
 V_SHAPED = [*PIPELINE_TENSOR, "schedule=zbv", "model.layers=4"]
-
-
-@pytest.fixture
-def command(tmp_path):
-    return Command(tmp_path)
 
 
 def dead(command, layout, fault, where, rank):

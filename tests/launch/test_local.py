@@ -3,93 +3,24 @@
 Every run here is the command that a person types, on data with planted faults.
 """
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.launch.command import alive, children, finished
+from tests.until import until
 from titanlab.launch import local
 from titanlab.launch.local import Failure
 from titanlab.outcome import OutcomeKind
-from titanlab.run_folder import RunFolder
-from titanlab.run_search import list_runs
 
-ROOT = Path(__file__).parent.parent.parent
-SMALL = [
-    *["model.vocab_size=256", "training.seq_len=32", "training.global_batch=4", "training.log_every=1"],
-    *["optimizer.schedule.warmup_steps=1", "cluster.peak_tflops=1", "data=planted"],
-]
 TWO = ["parallelism=fsdp", "world=2"]
 # Which takes a second less to import.
 COPIES = ["parallelism=ddp", "world=2"]
-
-
-class Command:
-    """`titanlab train` in a folder of its own, with the tests' data installed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        package = folder / "installed" / "planted-1.dist-info"
-        package.mkdir(parents=True)
-        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
-        (package / "entry_points.txt").write_text("[titanlab.options]\nplanted = tests.planted_schema\n")
-        (folder / "conf" / "data").mkdir(parents=True)
-        (folder / "conf" / "data" / "planted.yaml").write_text("defaults: [planted_schema, _self_]\n")
-        self.environment = {**os.environ, "PYTHONPATH": f"{package.parent}:{ROOT}"}
-
-    def start(self, *overrides, launcher=("-m", "titanlab")) -> subprocess.Popen[str]:
-        # A session of its own, as a terminal gives it: a Ctrl-C there reaches all of its process group.
-        return subprocess.Popen(
-            [sys.executable, *launcher, "train", "--config-dir", "conf", *SMALL, *overrides],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, *overrides, **how) -> tuple[int, str, str]:
-        return finished(self.start(*overrides, **how))
-
-    @property
-    def only_run(self) -> RunFolder:
-        (run,) = list_runs(self.folder / "runs")
-        return run
-
-    def reached(self, step: int) -> RunFolder:
-        """The run, once it has done so many steps."""
-        until(lambda: [run for run in list_runs(self.folder / "runs") if len(run.metrics("train")) >= step])
-        return self.only_run
-
-
-def finished(process) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, out, err
-
-
-def until(true, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def command(tmp_path):
-    return Command(tmp_path)
 
 
 def steps(run):
@@ -205,23 +136,6 @@ def test_a_run_that_was_killed_goes_on_when_mended(command):
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
-def children(parent: int) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # pid (name) state parent …
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(folder.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process that its parent is gone")
 def test_a_launcher_that_is_killed_leaves_nobody_behind(command):
     process = command.start(*TWO, "training.steps=2000", "data.seconds=0.05")
@@ -236,11 +150,15 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(command):
     assert run.checkpoints.joinpath(f"step-{run.result().step:08d}", ".metadata").exists()
 
 
+def torchrun():
+    """What starts two ranks instead of titanlab's own launcher."""
+    port = str(local._free_port())
+    return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "titanlab"]
+
+
 def test_ranks_that_torchrun_starts_share_one_run_and_one_attempt(command):
     """Also where rank 1 is ready long before rank 0 has begun the attempt."""
-    port = local._free_port()
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "-m", "titanlab"]
-    code, out, err = command.run("parallelism=fsdp", "training.steps=4", "data.late=2.5", launcher=launcher)
+    code, out, err = command.run("parallelism=fsdp", "training.steps=4", "data.late=2.5", launcher=torchrun())
     assert code == 0, err
     run = command.only_run
     assert run.attempts() == [1]
@@ -255,9 +173,8 @@ def test_ranks_that_torchrun_starts_share_one_run_and_one_attempt(command):
 @pytest.mark.full
 def test_torchrun_tells_of_a_rank_that_raises_and_goes_on(command):
     def launch(*overrides):
-        port = str(local._free_port())
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "titanlab"]
-        return command.run("parallelism=fsdp", "training.steps=6", "checkpoint.every=2", *overrides, launcher=torchrun)
+        how = ["parallelism=fsdp", "training.steps=6", "checkpoint.every=2"]
+        return command.run(*how, *overrides, launcher=torchrun())
 
     code, out, err = launch("data.fault=raise", "data.step=4", "data.rank=1")
     assert code == 1

@@ -110,7 +110,9 @@ def hold_layouts(trained, band):
     reference, halves = trained(), trained(microbatch=2)
     staged = compare(halves, trained(pipeline=2, microbatch=2))
     assert staged.largest <= 1e-5, staged
-    reordered = [compare(reference, other).grad_norm for other in (halves, trained(microbatch=1), trained(microbatch=4))]
+    reordered = [
+        compare(reference, other).grad_norm for other in (halves, trained(microbatch=1), trained(microbatch=4))
+    ]
     for layout in CUT:
         found = trained(**layout)
         difference = compare(reference, found)

@@ -5,15 +5,10 @@ import sys
 import matplotlib as mpl
 import pytest
 
-from tests.sweep.made import SUMMARY, Made, begin, end, train
+from tests.sweep.made import SUMMARY, begin, end, train
 from titanlab import meter
 from titanlab.report import figures
 from titanlab.report.frames import metrics_frame, sweep_frame
-
-
-@pytest.fixture
-def made(tmp_path):
-    return Made(tmp_path / "runs")
 
 
 @pytest.fixture

@@ -13,11 +13,6 @@ from titanlab.sweep.table.rows import Table
 
 
 @pytest.fixture
-def made(tmp_path):
-    return Made(tmp_path / "runs")
-
-
-@pytest.fixture
 def mixed(made):
     done = made.run("fsdp", shard=2)
     begin(done, cores=1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from tests.planted_package import install_planted
+from tests.until import until
 from titanlab.run_folder import RunFolder
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 
 ROOT = Path(__file__).parent.parent.parent
 # Two processes to a node, so that 1, 2, 4 and 8 processes take 1, 1, 2 and 4 nodes. A peak that is given need not be
@@ -50,14 +52,9 @@ class Site:
 
     def __init__(self, folder: Path, config: Path, code: Path = ROOT) -> None:
         self.folder = folder
-        package = folder / "installed" / "planted-1.dist-info"
-        package.mkdir(parents=True)
-        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
-        (package / "entry_points.txt").write_text("[titanlab.options]\nplanted = tests.planted_schema\n")
-        (folder / "conf" / "data").mkdir(parents=True)
+        installed = install_planted(folder)
         (folder / "conf" / "sweeps").mkdir()
-        (folder / "conf" / "data" / "planted.yaml").write_text("defaults: [planted_schema, _self_]\n")
-        self.environment = {**os.environ, "SLURM_CONF": str(config), "PYTHONPATH": f"{code}:{package.parent}:{ROOT}"}
+        self.environment = {**os.environ, "SLURM_CONF": str(config), "PYTHONPATH": f"{code}:{installed}:{ROOT}"}
 
     # Commands
 
@@ -110,6 +107,11 @@ class Site:
         said = self.slurm("sacct", "--parsable2", "--duplicates", "--allusers", f"--format={columns}", *how)
         return list(csv.DictReader(said.splitlines(), delimiter="|"))
 
+    def starts(self, run: RunFolder) -> list[dict[str, str]]:
+        """Rows of sacct for a run's job, one for each of its starts."""
+        job = self.job_id(run)
+        return [row for row in self.accounting(f"--jobs={job}", "--allocations") if row["JobID"] == job]
+
     # Sweeps
 
     def sweep(self, name: str) -> SweepFolder:
@@ -121,7 +123,8 @@ class Site:
 
     def job_id(self, run: RunFolder) -> str:
         """As `squeue` and `scancel` know the run's job: 12_3."""
-        submission, index = self.sweep(run.sweep).job_of(run.path.name)
+        sweep = self.sweep(run.sweep)
+        submission, index = jobs_of(sweep, sweep.submissions())[run.path.name]
         return f"{submission.job_id}_{index}"
 
     def rows(self, sweep: str) -> dict[str, dict[str, Any]]:
@@ -138,19 +141,14 @@ class Site:
 
     def ended(self, sweep: str, seconds: float = 300) -> SweepFolder:
         """The sweep, once all of its jobs have come to their end."""
-        until(lambda: not self.waits_or_runs(sweep), seconds, lambda: str(self.waits_or_runs(sweep)))
+        left = functools.partial(self.waits_or_runs, sweep)
+        # Each look is a process.
+        until(lambda: not left(), seconds, told=lambda: str(left()), pause_seconds=0.25)
         return self.sweep(sweep)
 
     def reached(self, run: RunFolder, step: int, seconds: float = 200) -> None:
         """Wait until a run has done so many steps."""
-        until(lambda: len(run.metrics("train")) >= step, seconds, lambda: f"{run.path.name}: {run.status()}")
-
-
-def until(true: Callable[[], Any], seconds: float, told: Callable[[], str] = lambda: "nothing happened") -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, told()
-        time.sleep(0.25)
+        until(lambda: len(run.metrics("train")) >= step, seconds, told=lambda: f"{run.path.name}: {run.status()}")
 
 
 def losses(run: RunFolder) -> list[tuple[int, float]]:

@@ -20,9 +20,8 @@ def ends(site, submitted):
 
 def state(site, sweep, name):
     """Slurm's word for the last start of a job, without who cancelled it, and its exit code."""
-    job = site.job_id(site.run(sweep, name))
-    rows = [row for row in site.accounting(f"--jobs={job}", "--allocations") if row["JobID"] == job]
-    return rows[-1]["State"].split()[0], rows[-1]["ExitCode"]
+    last = site.starts(site.run(sweep, name))[-1]
+    return last["State"].split()[0], last["ExitCode"]
 
 
 def test_one_that_raises_is_its_own_rank_s_crash(site, ends):

@@ -24,8 +24,7 @@ def test_it_is_preempted_requeued_and_done(site, victim):
     assert victim.attempts() == [1, 2]
     assert victim.result(1).kind is OutcomeKind.PREEMPTED
     assert 5 <= victim.result(1).step < STEPS
-    job = site.job_id(victim)
-    rows = [row for row in site.accounting(f"--jobs={job}", "--allocations") if row["JobID"] == job]
+    rows = site.starts(victim)
     assert len(rows) == 2
     assert rows[0]["State"] in ("REQUEUED", "PREEMPTED")
     assert rows[1]["State"] == "COMPLETED"

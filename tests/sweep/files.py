@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlab.sweep.study.plan import Study, plan_study
+from tests.sweep.conftest import quiet
+from titanlab.sweep.study.plan import Study, plan_study, with_data
 
 # Nothing of it takes long, and no data is prepared.
 BASE = "training:\n  steps: 20\n  global_batch: 8\noptimizer: {schedule: {warmup_steps: 2}}\n"
@@ -30,7 +31,8 @@ def sweep_text(space: Any, *, node: Mapping[str, Any] | None = None, base: str =
 
 def plan(*arguments: str, prepare_data: bool = False) -> Study:
     """A study, planned in silence."""
-    return plan_study(arguments, lambda text: None, prepare_data=prepare_data)
+    study = plan_study(arguments)
+    return with_data(study, quiet) if prepare_data else study
 
 
 def dropped(study: Study) -> list[tuple[str, str, str]]:

@@ -4,17 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests import tiny
+from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.identity import identify
 from titanlab.launch.shape import Shape
 from titanlab.recipe import to_mapping
 from titanlab.run_folder import RunFolder, create_run
 from titanlab.sweep.submission import Submission, write_submission
-from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -24,13 +24,9 @@ class Jobs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        package = folder / "installed" / "planted-1.dist-info"
-        package.mkdir(parents=True)
-        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
-        (package / "entry_points.txt").write_text("[titanlab.options]\nplanted = tests.planted_schema\n")
         self.environment = {
             **os.environ,
-            "PYTHONPATH": f"{package.parent}{os.pathsep}{ROOT}",
+            "PYTHONPATH": f"{install_planted(folder)}{os.pathsep}{ROOT}",
             "SUBMITIT_EXECUTOR": "local",
         }
         self.processes: list[subprocess.Popen[str]] = []
@@ -67,12 +63,15 @@ class Jobs:
             (self.sweep.path / "code").symlink_to(ROOT)
         return submission
 
+    def job_of(self, run: RunFolder) -> tuple[Submission, int]:
+        """The latest submission that has the run, and its index there."""
+        return jobs_of(self.sweep, self.sweep.submissions())[run.path.name]
+
     def start(self, run: RunFolder, world: int, *, preamble: str = "", **environment) -> list[subprocess.Popen[str]]:
         """The ranks of the run's latest job."""
-        job = self.sweep.job_of(run.path.name)
-        assert job is not None
+        submission, _ = self.job_of(run)
         self.started += 1
-        command = [sys.executable, "-m", "titanlab.sweep.job.task", str(self.sweep.path), job[0].token, "0"]
+        command = [sys.executable, "-m", "titanlab.sweep.job.task", str(self.sweep.path), submission.token, "0"]
         if preamble:
             command = ["sh", "-c", f'{preamble}; exec "$@"', "sh", *command]
         ranks = [
@@ -108,14 +107,6 @@ def ended(ranks, seconds=300.0) -> tuple[list[int], str]:
     """Exit codes by rank, and all that was said."""
     said = [rank.communicate(timeout=seconds)[0] for rank in ranks]
     return [rank.returncode for rank in ranks], "".join(said)
-
-
-def until(true, seconds=200.0):
-    end = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.05)
-    return found
 
 
 def send(ranks, number: signal.Signals) -> None:

@@ -13,6 +13,9 @@ from titanlab.sweep.local_submit import has_work
 from titanlab.sweep.sweep_folder import SweepFolder
 
 ROOT = Path(__file__).parents[2]
+FEW_OR_MANY = pytest.mark.parametrize(
+    "rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)]
+)
 
 
 def killed(folder, launcher, rounds):
@@ -33,7 +36,7 @@ def submitted_once(folder, count):
     assert sorted(runs) == [run.path.name for run in folder.runs()]
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)])
+@FEW_OR_MANY
 def test_slurm_has_every_job_once(tmp_path, rounds):
     found = killed(tmp_path, "slurm", rounds)
     # One that was left behind would have come by now.
@@ -51,7 +54,7 @@ def test_slurm_has_every_job_once(tmp_path, rounds):
     assert arrays == known
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)])
+@FEW_OR_MANY
 def test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is(tmp_path, rounds):
     found = killed(tmp_path, "force", rounds)
     for each in found["rounds"]:
@@ -70,7 +73,7 @@ def test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is(tmp_
         assert all(job.state == "submitted" for job in folder.submissions())
 
 
-@pytest.mark.parametrize("rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)])
+@FEW_OR_MANY
 def test_this_host_runs_every_job_once(tmp_path, rounds):
     found = killed(tmp_path, "local", rounds)
     for each in found["rounds"]:

@@ -35,7 +35,7 @@ def slurm(monkeypatch):
         answers.asked.append(words)
         return answers[words[0]]
 
-    monkeypatch.setattr(queue, "_ask", ask)
+    monkeypatch.setattr(queue, "output_of", ask)
     return answers
 
 

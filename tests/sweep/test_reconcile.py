@@ -27,7 +27,7 @@ def settled(jobs, monkeypatch):
     """The run after a look at the sweep, whose job is in the given state."""
 
     def look(run, state):
-        job, index = jobs.sweep.job_of(run.path.name)
+        job, index = jobs.job_of(run)
         monkeypatch.setattr(reconciling, "job_states", lambda submitted, sweep: {(job.token, index): state})
         assert reconcile(jobs.sweep) == {(job.token, index): state}
         return run.result()
@@ -44,7 +44,7 @@ def begun(jobs, **given):
 
 def begin(jobs, run):
     run.begin_attempt(run.config(), {})
-    job, index = jobs.sweep.job_of(run.path.name)
+    job, index = jobs.job_of(run)
     attempt = max(run.attempts())
     write_json(run.attempt_folder(attempt) / "job.json", {"token": job.token, "index": index})
     run.write_status(Status(state="running", step=3, steps=10, attempt=attempt))

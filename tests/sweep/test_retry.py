@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.cli import cancel as cancel_verb
 from titanlab.cli import retry as retry_verb
@@ -13,21 +13,10 @@ from titanlab.sweep.cancel import cancel
 from titanlab.sweep.retry import FAILED, retry
 from titanlab.sweep.submission import LocalJob, write_local_job
 from titanlab.sweep.submit import decide, submit
+from titanlab.sweep.sweep_folder import jobs_of
 
 ENDS = [OutcomeKind.DONE, OutcomeKind.HANG, OutcomeKind.OOM, None, None]
 STATES = ["COMPLETED", "FAILED", "FAILED", "RUNNING", "PENDING"]
-
-
-def quiet(text):
-    pass
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = FakeSlurm(tmp_path / "slurm")
-    for name, value in fake.environment.items():
-        monkeypatch.setenv(name, value)
-    return fake
 
 
 @pytest.fixture
@@ -118,7 +107,7 @@ def test_each_launcher_is_asked_about_its_own_jobs(slurm, sweep, tmp_path, monke
     run = sweep.run(name)
     run.begin_attempt(run.config(), {"code": {"fingerprint": "other"}})
     run.write_result(Outcome(kind=OutcomeKind.HANG, attempt=1, step=3))
-    write_local_job(sweep.path, sweep.job_of(name)[0].token, 0, LocalJob(state="ended"))
+    write_local_job(sweep.path, jobs_of(sweep, sweep.submissions())[name][0].token, 0, LocalJob(state="ended"))
     asked = []
     monkeypatch.setattr("titanlab.launch.slurm.check", lambda jobs: asked.append(len(jobs)))
     monkeypatch.setattr("titanlab.launch.local.check", lambda jobs: asked.append(-len(jobs)), raising=False)
@@ -153,7 +142,7 @@ def test_a_dry_run_submits_nothing(slurm, sweep):
         ({"outcomes": ["hung"]}, "--outcome=hung: is no outcome; known: oom, hang"),
         ({"outcomes": ["done"]}, "--outcome=done: is done"),
         ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
-        ({"outcomes": ["oom"], "overrides": ["seed=2"]}, "seed=2: is not to be changed in a run that has its name"),
+        ({"outcomes": ["oom"], "overrides": ["seed=2"]}, "seed=2: is not to be changed in a run that has begun"),
         ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),
         (
             {"outcomes": ["oom"], "overrides": ["launch.partition=fast"]},

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import titanlab
-from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.git_state import git_state
 from titanlab.provenance import code_fingerprint, collect
@@ -82,23 +82,21 @@ def test_a_snapshot_of_an_installed_package_has_no_git(tmp_path):
     assert git_state(taken / "titanlab") is None
 
 
-def test_what_is_edited_after_submission_reaches_no_job(tmp_path, monkeypatch):
+def test_what_is_edited_after_submission_reaches_no_job(slurm, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     package = copy_of_the_clone(clone)
     (package / "sweep" / "job" / "task.py").write_text("import titanlab.stop\nprint(titanlab.__file__)\n")
-    for name, value in FakeSlurm(tmp_path / "slurm").environment.items():
-        monkeypatch.setenv(name, value)
     taken = snapshot.take
     monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
-    folder = submit(study(tmp_path / "runs", seeds(1), launch=SLURM), lambda text: None).folder
+    folder = submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet).folder
     (submission,) = folder.submissions()
-    script = json.loads((tmp_path / "slurm" / "jobs" / "101.json").read_text())["script"]
+    script = slurm.jobs()[101]["script"]
 
     (package / "sweep" / "job" / "task.py").write_text("raise SystemExit('edited')\n")
     (package / "stop.py").write_text("raise SystemExit('edited')\n")
     # As Slurm runs it, in the clone itself, in which a plain `python -m` would find the edited code first. srun runs
     # what stands behind its own words.
-    srun = tmp_path / "slurm" / "bin" / "srun"
+    srun = slurm.folder / "bin" / "srun"
     srun.write_text(f'#!/bin/sh\nwhile [ "$1" != {sys.executable} ]; do shift; done\nexec "$@"\n')
     ran = subprocess.run(["bash", "-c", script], cwd=clone, capture_output=True, text=True, env=os.environ, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
 from titanlab.launch import slurm as slurm_launcher
@@ -19,18 +19,6 @@ from titanlab.sweep.submit import check_study, decide, folder_of, submit
 from titanlab.sweep.table.rows import Table
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    fake = FakeSlurm(tmp_path / "slurm")
-    for name, value in fake.environment.items():
-        monkeypatch.setenv(name, value)
-    return fake
-
-
-def quiet(text):
-    pass
 
 
 def ended(run, kind=OutcomeKind.DONE):

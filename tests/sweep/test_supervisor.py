@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweep.conftest import quiet
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
+from tests.until import until
 from titanlab.claim import is_claimed
 from titanlab.host import Host, cores
 from titanlab.launch.local_schema import Local
@@ -24,10 +26,6 @@ from titanlab.sweep.supervisor import Supervisor, _Job, _Running, visible_device
 from titanlab.sweep.sweep_folder import SweepFolder
 
 
-def quiet(text):
-    pass
-
-
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
     """Jobs of the code that is submitted train nothing: `stub(seconds)` says how long they take instead."""
@@ -39,13 +37,6 @@ def stub(tmp_path, monkeypatch):
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return of
-
-
-def until(holds, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.05)
 
 
 def over(folder):

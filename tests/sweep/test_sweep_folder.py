@@ -9,7 +9,7 @@ from titanlab.launch.shape import Shape
 from titanlab.recipe import to_mapping
 from titanlab.run_folder import create_run
 from titanlab.sweep.submission import Submission, drop_submission, write_submission
-from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, open_sweep
 
 
 @pytest.fixture
@@ -30,16 +30,20 @@ def submission(created, *runs, **given):
     return Submission(launcher="slurm", created=created, code="code/x", shape=shape, launch={}, runs=runs, **given)
 
 
+def job_of(folder, run):
+    return jobs_of(folder, folder.submissions()).get(run)
+
+
 def test_the_latest_submission_has_a_run(folder):
     first, second = submission(1.0, "a", "b"), submission(2.0, "b", state="submitted", job_id="7")
     for each in (second, first):
         write_submission(folder.path, each)
     assert folder.submissions() == [first, second]
-    assert folder.job_of("a") == (first, 0)
-    assert folder.job_of("b") == (second, 0)
-    assert folder.job_of("c") is None
+    assert job_of(folder, "a") == (first, 0)
+    assert job_of(folder, "b") == (second, 0)
+    assert job_of(folder, "c") is None
     drop_submission(folder.path, second)
-    assert folder.job_of("b") == (first, 1)
+    assert job_of(folder, "b") == (first, 1)
     (folder.path / "submissions" / "torn.json").write_text('{"schema": 1, "tok')
     assert folder.submissions() == [first]
 
@@ -48,16 +52,16 @@ def test_a_job_from_before_a_run_was_made_anew_is_not_its_job(folder):
     run, other, _ = folder.runs()
     before = submission(run.created() - 0.001, run.path.name, other.path.name, "gone")
     write_submission(folder.path, before)
-    assert folder.job_of(run.path.name) is None
-    assert folder.job_of("gone") == (before, 2)
+    assert job_of(folder, run.path.name) is None
+    assert job_of(folder, "gone") == (before, 2)
     write_submission(folder.path, after := submission(run.created(), run.path.name))
-    assert folder.job_of(run.path.name) == (after, 0)
+    assert job_of(folder, run.path.name) == (after, 0)
     # Folders of an earlier version do not say when they were made.
     identity = other.path / "identity.json"
     told = json.loads(identity.read_text())
     del told["created"]
     identity.write_text(json.dumps(told))
-    assert folder.job_of(other.path.name) == (before, 1)
+    assert job_of(folder, other.path.name) == (before, 1)
 
 
 def test_runs_are_named_by_folder_label_or_hash(folder):

@@ -84,7 +84,7 @@ def run_study(given: Given) -> int:
     with Console() as console:
         # Only JSON is read by programs, and then nothing else is on standard output.
         report = (lambda text: None) if given.as_json else console.note
-        study = plan_study(given.rest, report, prepare_data=False, whole=given.whole)
+        study = plan_study(given.rest, whole=given.whole)
         if given.dry_run:
             _show(study, given, console)
             return 0

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from titanlab.ranks import Ranks
-from titanlab.stop import STOP_SIGNALS
+from titanlab.stop import STOP_SIGNALS, handlers_kept
 
 POLL_SECONDS = 0.1
 # For the other ranks, once one has failed.
@@ -194,13 +194,8 @@ class _Signals:
 @contextlib.contextmanager
 def _signals_handed_on() -> Iterator[_Signals]:
     """Hand wishes to stop on instead of dying of them; afterwards all handlers are what they were."""
-    names = (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in names}
-    try:
+    with handlers_kept((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
         yield _Signals()
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 def _free_port() -> int:

@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlab.command import ask, output_of
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_schema import Slurm
@@ -29,7 +29,6 @@ from titanlab.launch.slurm_schema import Slurm
 # At most, whatever a site allows; a longer row of jobs becomes several arrays.
 MAX_ARRAY = 1000
 _COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
-_TIMEOUT_SECONDS = 60.0
 # After the first task has ended; a rank that ended well may still wait for others that save.
 _WAIT_SECONDS = 600
 # Of a job that this process runs in; the new job is not part of that one.
@@ -100,7 +99,7 @@ def check(jobs: Sequence[tuple[Slurm, Shape]]) -> None:
 
 def max_array() -> int:
     """How many jobs one array takes here; MAX_ARRAY where Slurm does not tell."""
-    told = _ask("scontrol", "show", "config") or ""
+    told = output_of("scontrol", "show", "config") or ""
     # MaxArraySize is one more than the largest index, and the first is 0. With 0 there are no arrays: sbatch says so.
     limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", told, re.MULTILINE)
     return max(1, min([MAX_ARRAY, *map(int, limits)]))
@@ -141,7 +140,7 @@ def find(name: str, *, since: float) -> str | None:
     Raises:
         ConfigError: Slurm does not answer, so that nothing is known.
     """
-    listed = _ask("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F")
+    listed = output_of("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F")
     if listed is None:
         rule = "Slurm does not answer, and an earlier submission may have reached it"
         raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers; nothing was submitted")
@@ -149,7 +148,7 @@ def find(name: str, *, since: float) -> str | None:
         # It forgets jobs some minutes after their end; the accounting, where there is one, does not.
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
         words = ("--noheader", "--parsable2", "--allocations", f"--name={name}", f"--starttime={start}")
-        listed = _ask("sacct", *words, "--format=JobID") or ""
+        listed = output_of("sacct", *words, "--format=JobID") or ""
     return next((line.split("_")[0] for line in listed.split()), None)
 
 
@@ -167,7 +166,8 @@ def cancel(jobs: Sequence[str], *, gently: bool = False) -> None:
     # to show it, takes it for nothing else. Its steps get it; the shell around them does not, and waits.
     how = ["--signal=INT"] if gently else []
     for first in range(0, len(jobs), MAX_ARRAY):
-        if _ask("scancel", *how, *jobs[first : first + MAX_ARRAY], quiet=False) is None:
+        answer = ask("scancel", *how, *jobs[first : first + MAX_ARRAY])
+        if answer is None or (answer.code and not _PASSED_OVER.search(answer.errors)):
             rule = "Slurm does not answer, and the jobs may go on"
             raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers")
 
@@ -285,7 +285,7 @@ def _refused(text: str) -> ConfigError:
 
 def _partitions() -> dict[str, int] | None:
     """Nodes of every partition, and under the empty name those of the default; None where Slurm does not answer."""
-    listed = _ask("sinfo", "--noheader", "--format=%P %D")
+    listed = output_of("sinfo", "--noheader", "--format=%P %D")
     if listed is None:
         return None
     found: dict[str, int] = {}
@@ -295,16 +295,3 @@ def _partitions() -> dict[str, int] | None:
             for key in {name.rstrip("*"), "" if name.endswith("*") else name}:
                 found[key] = found.get(key, 0) + int(count)
     return found
-
-
-def _ask(command: str, *arguments: str, quiet: bool = True) -> str | None:
-    """What one of Slurm's commands prints; None where it failed, took too long or is not here."""
-    try:
-        ended = subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    if ended.returncode and not quiet and _PASSED_OVER.search(ended.stderr):
-        return ended.stdout
-    return ended.stdout if ended.returncode == 0 else None

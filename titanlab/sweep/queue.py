@@ -7,19 +7,18 @@ job may have ours. On this host it is the supervisor's notes and the locks of li
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlab.claim import is_claimed
+from titanlab.command import output_of
 from titanlab.ranks import hosts
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.local_submit import LOCK
 from titanlab.sweep.submission import Submission, local_job
 
-_TIMEOUT_SECONDS = 60.0
 # As long, a job that nobody knows may be on its way into the queue.
 _FRESH_SECONDS = 60.0
 _WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
@@ -95,11 +94,11 @@ def _slurm(submitted: Sequence[Submission]) -> dict[tuple[str, int], JobState]:
     # Days of grace for clocks that differ.
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(min(each.created for each in submitted) - 86_400))
     # In this order: a job that the accounting takes for alive and the queue, asked later, does not know is lost.
-    listed = _ask(
+    listed = output_of(
         *["sacct", "--noheader", "--parsable2", "--allocations", f"--name={names}"],
         *[f"--starttime={since}", f"--format={_SACCT}"],
     )
-    queued = _ask("squeue", "--noheader", "--array", "--states=all", f"--name={names}", f"--format={_SQUEUE}")
+    queued = output_of("squeue", "--noheader", "--array", "--states=all", f"--name={names}", f"--format={_SQUEUE}")
     recorded = _recorded(listed or "")
     live = _queued(queued or "")
     found = {}
@@ -206,12 +205,3 @@ def _seconds(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def _ask(*words: str) -> str | None:
-    """What a command of Slurm's prints; None where it failed, took too long or is not here."""
-    try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return ended.stdout if ended.returncode == 0 else None

@@ -6,15 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from titanlab.composition.errors import value_error
+from titanlab.composition.frozen import hold_changeable, overridden
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape, shape_of
 from titanlab.outcome import OutcomeKind
-from titanlab.recipe import from_mapping
 from titanlab.run_folder import RunFolder, create_run
 from titanlab.sweep import local_submit, snapshot
 from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle
@@ -145,20 +140,7 @@ def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
 
 def _as_asked(run: RunFolder, overrides: Sequence[str]) -> tuple[Shape, Any]:
     """Shape and launcher of a run's next job."""
-    config = run.config()
-    try:
-        merged = OmegaConf.merge(OmegaConf.create(config), OmegaConf.from_dotlist(list(overrides)))
-        changed: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
-    except (OmegaConfBaseException, YAMLError) as error:
-        rule = f"cannot be read ({str(error).splitlines()[0]})"
-        raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error
-    try:
-        recipe = from_mapping({**config, "launch": changed["launch"], "cluster": changed["cluster"]})
-    except ConfigError as error:
-        if isinstance(error.__cause__, OmegaConfBaseException):
-            # A person typed the key just now, and is told what it takes.
-            raise value_error(error.__cause__, overrides) from error
-        raise
+    recipe = overridden(run.config(), overrides)
     return shape_of(recipe), recipe.launch
 
 
@@ -170,10 +152,8 @@ def _hold(outcomes: Collection[str], overrides: Sequence[str], *, asked: bool) -
         if outcome not in FAILED:
             rule = "is done" if outcome == OutcomeKind.DONE.value else "is no outcome"
             raise ConfigError("--outcome", outcome, rule, f"known: {', '.join(FAILED)}")
+    hold_changeable(overrides, CHANGEABLE)
     for override in overrides:
         key, _, value = override.partition("=")
-        if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in CHANGEABLE):
-            rule = "is not to be changed in a run that has its name"
-            raise ConfigError(key, value, rule, "changeable: keys of launch, cluster.per_node and cluster.nodes")
         if key == "launch.kind":
             raise ConfigError(key, value, "would be another launcher", "submit the sweep under another name: sweep=…")

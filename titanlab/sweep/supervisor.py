@@ -12,11 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from titanlab.claim import claimed
 from titanlab.errors import ConfigError
@@ -25,6 +24,7 @@ from titanlab.launch.shape import local_processes
 from titanlab.numerals import counted
 from titanlab.outcome import OutcomeKind
 from titanlab.run_folder import RunFolder
+from titanlab.stop import handled
 from titanlab.sweep.local_start import controller_of, start
 from titanlab.sweep.local_submit import LOCK
 from titanlab.sweep.submission import LocalJob, Submission, born_at, local_job, write_local_job
@@ -237,19 +237,6 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-@contextlib.contextmanager
-def _signals(supervisor: Supervisor) -> Iterator[None]:
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    # A shell that starts something in the background has it ignore SIGINT; its children should not.
-    for number in before:
-        signal.signal(number, supervisor.end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the jobs of the sweep in a folder. Returns 0, also where another supervisor is there already."""
     (path,) = sys.argv[1:] if arguments is None else arguments
@@ -261,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError:
             return 0
         _say(f"supervisor {os.getpid()} of {folder.name}")
-        with _signals(supervisor):
+        # A shell that starts something in the background has it ignore SIGINT; its children should not.
+        with handled((signal.SIGTERM, signal.SIGINT), supervisor.end):
             supervisor.run(lock)
     return 0
 

@@ -105,10 +105,6 @@ class SweepFolder:
             found.update({run.path: run for run in fitting})
         return list(found.values())
 
-    def job_of(self, run: str) -> tuple[Submission, int] | None:
-        """The latest submission that has a run, and its index there."""
-        return jobs_of(self, self.submissions()).get(run)
-
     # Writing
 
     def write_manifest(self, manifest: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> None:

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sweep.jobs import Jobs, ended, send, until
+from tests.sweep.jobs import Jobs, ended, send
+from tests.until import until
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.ranks import ALONE
 from titanlab.sweep.job import rendezvous, task
 from titanlab.sweep.job.place import Place
 from titanlab.sweep.job.task import Job
+
+# Until ranks have begun to train, on a busy machine.
+START_SECONDS = 200.0
 
 
 @pytest.fixture
@@ -48,7 +52,7 @@ def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(
     assert ended(jobs.start(undisturbed, 2))[0] == [0, 0]
     run = jobs.run(2, steps=12, seconds=0.1)
     ranks = jobs.start(run, 2)
-    until(lambda: len(run.metrics("train")) >= 3)
+    until(lambda: len(run.metrics("train")) >= 3, START_SECONDS)
     assert run.is_claimed()
     send(ranks, signal.SIGUSR2)
     codes, said = ended(ranks)
@@ -65,7 +69,7 @@ def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(
 def test_one_that_is_preempted_before_its_first_step_loses_nothing_and_says_so(jobs):
     run = jobs.run(2, steps=3)
     ranks = jobs.start(run, 2)
-    until(lambda: (run.attempt_folder(1) / "rendezvous.json").exists())
+    until(lambda: (run.attempt_folder(1) / "rendezvous.json").exists(), START_SECONDS)
     send(ranks, signal.SIGTERM)
     codes, said = ended(ranks)
     assert codes == [75, 75], said
@@ -76,7 +80,7 @@ def test_one_that_is_preempted_before_its_first_step_loses_nothing_and_says_so(j
 def test_one_that_is_cancelled_saves_and_says_who_asked(jobs):
     run = jobs.run(1, steps=2000, seconds=0.05)
     ranks = jobs.start(run, 1)
-    until(lambda: len(run.metrics("train")) >= 2)
+    until(lambda: len(run.metrics("train")) >= 2, START_SECONDS)
     run.ask_to_cancel()
     codes, said = ended(ranks)
     result = run.result()

@@ -84,7 +84,7 @@ def test_slurm_is_asked_about_this_job_and_no_other_of_its_array(monkeypatch):
 
     def run(words, **_):
         asked.append(words)
-        return subprocess.CompletedProcess(words, 0, GRACE, "")
+        return subprocess.CompletedProcess(words, 0, GRACE.encode(), b"")
 
     monkeypatch.setattr(subprocess, "run", run)
     meaning(signal.SIGUSR2, place(), signal_seconds=30, cancelled_by=None)

@@ -152,7 +152,7 @@ def test_whole_studies_take_no_point_that_cannot_be_run():
     given = [*SMALL, "parallelism=fsdp_tp,single", "world=1,2"]
     assert len(dropped(plan(*given))) == 2
     with pytest.raises(ConfigError, match="world"):
-        studies.plan_study(given, print, prepare_data=False, whole=True)
+        studies.plan_study(given, whole=True)
 
 
 def test_data_is_prepared_once_and_its_rules_hold(monkeypatch, tmp_path):

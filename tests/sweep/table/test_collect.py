@@ -6,16 +6,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.sweep.made import Made, begin, end
+from tests.sweep.made import begin, end
 from titanlab.errors import ConfigError
 from titanlab.sweep.table.collect import SCHEMA_KEY, SWEEP_KEY, parquet_schema, write_table
 from titanlab.sweep.table.columns import COLUMNS, NAMES
 from titanlab.sweep.table.rows import Table
-
-
-@pytest.fixture
-def made(tmp_path):
-    return Made(tmp_path / "runs")
 
 
 def full(made):

@@ -2,15 +2,10 @@
 
 import pytest
 
-from tests.sweep.made import Made, begin, end, train, word
+from tests.sweep.made import begin, end, train, word
 from titanlab.sweep.table.comparison import comparison, groups
 from titanlab.sweep.table.listing import aligned, cells, counts, dropped, failures, text
 from titanlab.sweep.table.rows import Table
-
-
-@pytest.fixture
-def made(tmp_path):
-    return Made(tmp_path / "runs")
 
 
 @pytest.fixture

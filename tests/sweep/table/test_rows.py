@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.sweep.made import Made, begin, end, train, word
+from tests.sweep.made import begin, end, train, word
 from titanlab.layout import AXES
 from titanlab.recipe import to_mapping
 from titanlab.sweep.table.columns import COLUMNS, NAMES, point_keys
@@ -15,11 +15,6 @@ from titanlab.sweep.table.rows import Table
 from titanlab.sweep.table.run_columns import recipe_columns
 
 PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
-
-
-@pytest.fixture
-def made(tmp_path):
-    return Made(tmp_path / "runs")
 
 
 def row_of(made, run, states=None, **given):

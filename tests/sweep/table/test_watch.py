@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.sweep.made import Made, begin, end, train
+from tests.sweep.made import begin, end, train
 from titanlab.sweep.table.rows import Table
 from titanlab.sweep.table.watch import Screen, settled
 
@@ -17,11 +17,6 @@ class Terminal(io.StringIO):
 
     def isatty(self):
         return True
-
-
-@pytest.fixture
-def made(tmp_path):
-    return Made(tmp_path / "runs")
 
 
 def screen(columns=80, lines=24, **environ):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from titanlab.command import output_of
 from titanlab.errors import ConfigError
 from titanlab.ranks import Ranks, hosts, slurm_ranks, submitit_ranks
 
@@ -106,16 +106,7 @@ def address_of(place: Place, environ: Mapping[str, str]) -> str:
 
 def node_address(node: str) -> str | None:
     """The address by which Slurm itself reaches a node, where names of nodes mean nothing to the network."""
-    try:
-        told = subprocess.run(
-            ["scontrol", "show", "node", "--oneliner", node],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
+    told = output_of("scontrol", "show", "node", "--oneliner", node, seconds=_TIMEOUT_SECONDS) or ""
     match = re.search(r"\bNodeAddr=(\S+)", told)
     return match[1] if match else None
 

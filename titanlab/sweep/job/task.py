@@ -29,7 +29,7 @@ from titanlab.launch.child import Child
 from titanlab.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.run_folder import RunFolder, open_run
-from titanlab.stop import ONE_WISH_SECONDS, STOP_SIGNALS
+from titanlab.stop import ONE_WISH_SECONDS, STOP_SIGNALS, handled
 from titanlab.sweep.job import rendezvous
 from titanlab.sweep.job.hold import hold_code, hold_run
 from titanlab.sweep.job.place import Place, address_of, free_port, place_in
@@ -308,12 +308,8 @@ def _hearing() -> Iterator[list[tuple[int, float]]]:
     def handler(number: int, frame: FrameType | None) -> None:
         heard.append((number, time.monotonic()))
 
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
-    try:
+    with handled(STOP_SIGNALS, handler):
         yield heard
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 def _say(text: str) -> None:

@@ -15,12 +15,12 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlab.command import ask, output_of
 from titanlab.outcome import OutcomeKind
 from titanlab.sweep.job.place import Place
 
@@ -108,31 +108,19 @@ def put_back(place: Place) -> str | None:
     """Put this process's job back into Slurm's queue. Returns what speaks against it."""
     if int(_job_facts(place.job_id).get("Restarts") or 0) > place.restart:
         return "Slurm has done that already"
-    try:
-        ended = subprocess.run(
-            ["scontrol", "requeue", place.job_id], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    return None if ended.returncode == 0 else " ".join((ended.stderr or ended.stdout).split())
+    answer = ask("scontrol", "requeue", place.job_id)
+    if answer is None:
+        return "scontrol does not answer"
+    return None if answer.code == 0 else answer.complaint
 
 
 def _job_facts(job: str) -> Mapping[str, str]:
     """What `scontrol show job` says, as far as values have no spaces; empty where it does not answer."""
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     for _ in range(_TRIES):
-        try:
-            told = subprocess.run(
-                ["scontrol", "show", "job", "--oneliner", job],
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_SECONDS,
-                check=False,
-                env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        if told.returncode == 0 and "JobState=" in told.stdout:
-            return dict(word.split("=", 1) for word in told.stdout.split() if "=" in word)
+        told = output_of("scontrol", "show", "job", "--oneliner", job, seconds=_TIMEOUT_SECONDS, environ=environ) or ""
+        if "JobState=" in told:
+            return dict(word.split("=", 1) for word in told.split() if "=" in word)
         time.sleep(0.2)
     return {}
 

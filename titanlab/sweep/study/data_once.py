@@ -21,6 +21,8 @@ class DataOnce:
 
     def __init__(self) -> None:
         self._told: dict[str, Any] = {}
+        # Some data has been: then more rules on data can be checked, and what was told before is asked again.
+        self._prepared = False
 
     def check(self, recipe: Recipe) -> None:
         """Hold a recipe to the rules on its data that can be checked at this time.
@@ -31,7 +33,7 @@ class DataOnce:
         training = recipe.training
         asked = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
         asked += [training.validation_sequences, training.validate_every]
-        self._once(["check", "prepare" in self._told, _plain(recipe), asked], lambda: check_data(recipe))
+        self._once(["check", self._prepared, _plain(recipe), asked], lambda: check_data(recipe))
 
     def prepare(self, recipe: Recipe, report: Callable[[str], None]) -> None:
         """Prepare a recipe's data, and hold the recipe to the rules on the data itself.
@@ -41,7 +43,7 @@ class DataOnce:
         """
         try:
             self._once(["prepare", _plain(recipe)], lambda: source.prepare(recipe.data, report=report))
-            self._told["prepare"] = None
+            self._prepared = True
             self.check(recipe)
         except ConfigError as error:
             raise Unfit("rule", error) from error

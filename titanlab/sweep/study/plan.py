@@ -74,15 +74,11 @@ class Study:
     dropped: tuple[Dropped, ...]
 
 
-def plan_study(
-    arguments: Sequence[str], report: Callable[[str], None], *, prepare_data: bool, whole: bool = False
-) -> Study:
-    """Plan the sweep that a command line asks for. Nothing is written but the cache of prepared data.
+def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
+    """Plan the sweep that a command line asks for, without its data (see `with_data`). Nothing is written.
 
     Args:
         arguments: overrides and Hydra's flags.
-        report: told, line by line, what takes long.
-        prepare_data: prepare it, so that the rules that need it hold too.
         whole: every point has to be one that can be run, unless a condition leaves it out.
 
     Raises:
@@ -98,8 +94,7 @@ def plan_study(
         # Of a job that no cluster has room for there is nothing to prepare.
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
-    study = _named(request, composer, left, recipes, check.data)
-    return with_data(study, report, whole=whole) if prepare_data else study
+    return _named(request, composer, left, recipes, check.data)
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:

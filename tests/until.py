@@ -1,0 +1,19 @@
+"""Waiting for what other processes do."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def until(
+    true: Callable[[], Any],
+    seconds: float = 60.0,
+    *,
+    told: Callable[[], str] = lambda: "nothing happened",
+    pause_seconds: float = 0.05,
+) -> None:
+    """Wait for something to be true; where it is not so in time, the test fails and `told` says how it stands."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, told()
+        time.sleep(pause_seconds)

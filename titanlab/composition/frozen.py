@@ -1,0 +1,59 @@
+"""Overrides of a recipe that is frozen: a run has it, in plain values, and only some of its keys may still change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from titanlab.composition.errors import value_error
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.recipe import Recipe, from_mapping
+
+
+def hold_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None:
+    """Hold overrides to the keys that may change.
+
+    Args:
+        overrides: `key=value` arguments.
+        changeable: keys, and beginnings of keys, which end in a dot.
+
+    Raises:
+        ConfigError: one is no override, or of another key.
+    """
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError("overrides", override, "is no override", "write key=value")
+        if key in discover():
+            rule = "is another preset, and a run that has begun has values"
+            raise ConfigError(key, value, rule, f"give keys of {key}, as in parallelism.shard=2 or launch.threads=1")
+        if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in changeable):
+            allowed = ", ".join(name.removesuffix(".") for name in changeable)
+            raise ConfigError(key, value, "is not to be changed in a run that has begun", f"changeable: {allowed}")
+
+
+def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Recipe:
+    """The recipe of a run's frozen config, with some keys changed.
+
+    Raises:
+        ConfigError: an override cannot be read, or its value does not fit; or the config is none of this version's.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(dict(config)), OmegaConf.from_dotlist(list(overrides)))
+    except (OmegaConfBaseException, YAMLError) as error:
+        rule = f"cannot be read ({str(error).splitlines()[0]})"
+        raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error
+    changed: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
+    try:
+        return from_mapping(changed)
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, OmegaConfBaseException) and any(each.startswith(error.key) for each in overrides):
+            # A person typed the key just now, and is told what it takes.
+            raise value_error(cause, overrides) from error
+        raise
