@@ -23,6 +23,7 @@ from omegaconf.errors import (
 )
 
 from titanlab.composition.keys import advice, find_key
+from titanlab.composition.sweeper import Space
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 
@@ -32,6 +33,7 @@ _COMPARE = "compare with `titanlab train --cfg job`"
 _HELP = "see `titanlab train --help`"
 # Options of a group that one line can name.
 _SHOWN = 20
+_SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(Space))
 _SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
 _KEY = re.compile(r"[+~]*[\w./@:-]+")
 _QUOTED = re.compile(r"'([^']*)'")
@@ -129,6 +131,8 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
 def unknown_key(key: str, value: object) -> ConfigError:
     """The error for a key that the recipe does not have."""
     if key.partition(".")[0].partition("/")[0] == "hydra":
+        if key in _SPACE:
+            return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
         return ConfigError(key, value, "is no key of Hydra's", "see `titanlab train --cfg hydra`")
     return ConfigError(key, value, "is no key of this recipe", advice(key))
 

@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.files import BASE, sweep_text, write_sweep
 from titanlab.cli import main
 from titanlab.sweep.sweep_folder import SweepFolder
@@ -84,11 +83,8 @@ ARGUMENTS = [
 
 
 @pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):
+def refused(slurm, tmp_path, monkeypatch, capsys):
     """`refused(*arguments)`: the line with which `titanlab sweep` refuses them."""
-    fake = FakeSlurm(tmp_path / "slurm")
-    for name, value in fake.environment.items():
-        monkeypatch.setenv(name, value)
     here = tmp_path / "here"
     taken = SweepFolder(here / "runs" / "taken")
     taken.path.mkdir(parents=True)
@@ -106,7 +102,7 @@ def refused(tmp_path, monkeypatch, capsys):
         assert (code, said.out) == (2, ""), said
         assert LINE.fullmatch(said.err), said.err
         assert files() == before
-        assert fake.jobs() == {}
+        assert slurm.jobs() == {}
         return said.err
 
     return call
@@ -158,3 +154,19 @@ def test_a_sweep_is_submitted_once_and_not_by_every_process(refused, tmp_path, m
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "start it without torchrun or srun" in refused(*write_sweep(tmp_path, sweep_text(GOOD, base=BASE)))
+
+
+@pytest.mark.parametrize("argument", ["hydra.sweeper.repeats=2", "hydra.sweeper.where='seed > 1'"])
+def test_without_a_file_its_keys_say_what_brings_them(refused, tmp_path, argument):
+    small = [
+        "data=synthetic",
+        "optimizer.schedule.warmup_steps=0",
+        f"runs={tmp_path / 'runs'}",
+        "seed=1,2",
+        "--dry-run",
+    ]
+    said = refused(*small, argument)
+    key = argument.partition("=")[0]
+    assert said.startswith(f"error: {key}=")
+    assert said.endswith(f"is a key of a sweep's file; add hydra/sweeper=space to have {key}\n")
+    assert main(["sweep", *small, "hydra/sweeper=space", argument]) == 0
