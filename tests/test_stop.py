@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.until import until
 from titanlab import stop
 from titanlab.outcome import OutcomeKind
 from titanlab.stop import STOP_SIGNALS, STOPS, signal_for, stop_line, stop_request, told_request
@@ -47,20 +48,20 @@ def test_a_line_sets_the_flag(kind):
     with _pipe() as (lines, say), told_request(lines) as request:
         assert (request.signal, request.cause) == (0, None)
         say("nonsense\n" + stop_line(kind, "why"))
-        _until(lambda: request.signal)
+        until(lambda: request.signal)
         assert (STOPS[request.signal], request.cause) == (kind, "why")
 
 
 def test_the_end_of_the_lines_is_a_wish_and_keeps_an_earlier_one():
     with _pipe() as (lines, say), told_request(lines) as request:
         say(None)
-        _until(lambda: request.signal)
+        until(lambda: request.signal)
         assert request.signal == signal.SIGTERM
         assert "is gone" in request.cause
     with _pipe() as (lines, say), told_request(lines) as request:
         say(stop_line(OutcomeKind.CANCELLED, "why"))
         say(None)
-        _until(lambda: request.signal)
+        until(lambda: request.signal)
         assert request.cause == "why"
 
 
@@ -82,10 +83,3 @@ def _pipe():
         for thread in threading.enumerate():
             if thread.name == "stop":
                 thread.join()
-
-
-def _until(true):
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -13,64 +13,73 @@ from titanlab.outcome import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 
-KILLS = 8
+KILLS = 20
 
 
-def test_killed_at_random_moments_it_submits_all_and_nothing_twice(site, submitted):
-    points = [
-        {"name": f"run{number}", "seed": number, **({"parallelism": "ddp", "world": 2} if number > 2 else {})}
-        for number in range(1, 5)
-    ]
-    command = site.sweep_command("killed", points, "training.steps=2")
-    rng, seconds = random.Random(0), 4.0
-    for kill in range(KILLS):
-        intents, begin = _intents(site), time.monotonic()
-        process = subprocess.Popen(
-            site.command(*command),
-            cwd=site.folder,
-            env=site.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        if kill % 2:
-            # Where it matters most: from just before the first call of sbatch until after the second.
-            while process.poll() is None and _intents(site) == intents:
-                time.sleep(0.005)
-            time.sleep(rng.uniform(0.0, 0.6))
-        else:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=rng.uniform(0.2, 1.0) * seconds)
-        if process.poll() is None:
-            # sbatch, if it has been called, stays: the process alone is killed.
-            process.kill()
-            process.wait()
-        else:
-            # It was done before.
-            seconds = time.monotonic() - begin
-    last = site.titanlab(*command)
-    assert last.code == 0, last.err
-    folder = site.ended("killed")
-    assert sorted(run for each in folder.submissions() for run in each.runs) == [run.path.name for run in folder.runs()]
-    assert [run.name for run in folder.runs()] == ["run1", "run2", "run3", "run4"]
-    for run in folder.runs():
-        assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1])
-    # No job that nobody knows of is in the accounting.
-    known = {
-        each.job_name for sweep in (site.folder / "runs").iterdir() for each in site.sweep(sweep.name).submissions()
-    }
+def test_killed_at_twenty_random_moments_it_submits_all_and_nothing_twice(site, submitted):
+    """Sweeps of two shapes, whose submitter is killed twice, or is done before, and then left alone."""
+    # A process each, so that many do not take long; the time that they ask for makes the shapes two.
+    points = [{"name": "short", "seed": 1, "launch.minutes": 4}, {"name": "long", "seed": 2, "launch.minutes": 5}]
+    commands: dict[str, list[str]] = {}
+    rng, seconds, kills = random.Random(0), 3.0, 0
+    while kills < KILLS:
+        # Not more than half of them are late.
+        assert len(commands) < KILLS
+        name = f"killed{len(commands)}"
+        command = commands[name] = site.sweep_command(name, points)
+        for around_sbatch in (True, False) if rng.random() < 0.5 else (False, True):
+            intents, begin = _intents(site, name), time.monotonic()
+            process = _started(site, command)
+            if around_sbatch:
+                # Where it matters most: from just before the first call of sbatch until after the second.
+                while process.poll() is None and _intents(site, name) == intents:
+                    time.sleep(0.005)
+                time.sleep(rng.uniform(0.0, 0.25))
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=rng.uniform(0.1, 0.8) * seconds)
+            if process.poll() is None:
+                # sbatch, if it has been called, stays: the process alone is killed.
+                process.kill()
+                process.wait()
+                kills += 1
+            else:
+                # It was done before.
+                seconds = time.monotonic() - begin
+        last = site.titanlab(*command)
+        assert last.code == 0, last.err
+    folders = [site.ended(name) for name in commands]
     names = [row["JobName"] for row in site.accounting("--allocations") if row["JobName"].startswith("titanlab-")]
+    for folder, command in zip(folders, commands.values(), strict=True):
+        assert [run.name for run in folder.runs()] == ["long", "short"]
+        submissions = folder.submissions()
+        assert sorted(run for each in submissions for run in each.runs) == [run.path.name for run in folder.runs()]
+        for run in folder.runs():
+            assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1])
+        mine = {each.job_name for each in submissions}
+        assert len([name for name in names if name in mine]) == len(points)
+        # Once more, with all done.
+        assert site.titanlab(*command).code == 0
+        assert folder.submissions() == submissions
+    # No job that nobody knows of is in the accounting.
+    known = {each.job_name for path in (site.folder / "runs").iterdir() for each in site.sweep(path.name).submissions()}
     assert set(names) <= known
-    mine = {each.job_name for each in folder.submissions()}
-    assert len([name for name in names if name in mine]) == len(points)
-    # Once more, with all done.
-    assert site.titanlab(*command).code == 0
-    assert site.sweep("killed").submissions() == folder.submissions()
 
 
-def _intents(site):
-    return sorted((site.folder / "runs" / "killed" / "submissions").glob("*.json"))
+def _started(site, command):
+    return subprocess.Popen(
+        site.command(*command),
+        cwd=site.folder,
+        env=site.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _intents(site, sweep):
+    return sorted((site.folder / "runs" / sweep / "submissions").glob("*.json"))
 
 
 def test_code_that_is_edited_after_submission_reaches_no_job(slurm_conf, tmp_path):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.until import until
 from titanlab.errors import ConfigError
 from titanlab.tracker import wandb
 from titanlab.tracker.jsonl_schema import Jsonl
@@ -45,13 +46,6 @@ def open_fake(monkeypatch, tmp_path, source, run, told, **given):
     monkeypatch.setenv("PYTHONPATH", str(package))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     return open_tracker(Wandb(**{"mode": "online", **given}), run, warn=told.append)
-
-
-def wait_until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 FAKE = """
@@ -226,7 +220,7 @@ def test_a_failure_is_told_while_the_run_goes_on(run, told, monkeypatch, tmp_pat
         tracker.log(1, {"loss": 1.0})
         return told
 
-    wait_until(failed)
+    until(failed)
     tracker.finish({})
     assert len(told) == 1
     assert "broken" in told[0]
@@ -267,7 +261,7 @@ def test_a_writer_whose_run_was_killed_closes_the_run_as_failed(run, tmp_path, m
     command = [sys.executable, "-c", DIES, str(run.folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    wait_until(lambda: [what for what, *_ in fake_out()] == ["init", "log", "finish"])
+    until(lambda: [what for what, *_ in fake_out()] == ["init", "log", "finish"])
     assert fake_out()[-1][1] == 1
 
 
