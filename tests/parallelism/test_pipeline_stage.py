@@ -20,7 +20,7 @@ def traffic(name):
     run.step()
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         run.step()
-    counts = collections.Counter(each.name for each in profiled.events() if each.name.startswith("gloo:"))
+    counts = collections.Counter(each.name for each in profiled.events() if each.name.startswith("c10d::"))
     beside_blocks = [any(not name.startswith("layers.") for name, _ in each.named_parameters()) for each in stages]
     return dict(counts), sum(beside_blocks) + sum(len(each.layers) for each in stages)
 
@@ -30,11 +30,10 @@ def test_a_step_gathers_and_reduces_once_and_sends_only_hidden_states(pool, name
     for counts, units in pool.run(4, traffic, name):
         _, placement = scheduled(name, 2, 4)
         crossings = sum(a != b for a, b in zip(placement, placement[1:], strict=False))
-        assert counts["gloo:all_gather"] == units
-        # gloo scatters what it has reduced by reducing all.
-        assert counts["gloo:all_reduce"] == units
-        assert counts["gloo:send"] == counts["gloo:recv"] == 4 * crossings
-        assert set(counts) == {"gloo:all_gather", "gloo:all_reduce", "gloo:send", "gloo:recv"}
+        assert counts["c10d::_allgather_base_"] == units
+        assert counts["c10d::_reduce_scatter_base_"] == units
+        assert counts["c10d::send"] == counts["c10d::recv_"] == 4 * crossings
+        assert set(counts) == {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::send", "c10d::recv_"}
 
 
 def mixed_but_not_told(name):
