@@ -96,6 +96,7 @@ def main() -> None:
     figures: dict[str, Any] = before | {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "threads": os.environ.get("OMP_NUM_THREADS", "as many as torch takes"),
         "torch": importlib.metadata.version("torch"),
     }
     for precision in ("fp32", "bf16"):
