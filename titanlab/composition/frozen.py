@@ -14,6 +14,9 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe import Recipe, from_mapping
 
+# How a key of such a group is given; of the others the name of the group says enough.
+_EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
+
 
 def hold_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None:
     """Hold overrides to the keys that may change.
@@ -29,9 +32,9 @@ def hold_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError("overrides", override, "is no override", "write key=value")
-        if key in discover():
+        if key in discover() and any(name.startswith(f"{key}.") for name in changeable):
             rule = "is another preset, and a run that has begun has values"
-            raise ConfigError(key, value, rule, f"give keys of {key}, as in parallelism.shard=2 or launch.threads=1")
+            raise ConfigError(key, value, rule, f"give keys of {key}{_EXAMPLES.get(key, '')}")
         if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in changeable):
             allowed = ", ".join(name.removesuffix(".") for name in changeable)
             raise ConfigError(key, value, "is not to be changed in a run that has begun", f"changeable: {allowed}")
