@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 
+# Variables that say where the ranks of a run meet; those of this process are not for another run.
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:

@@ -25,6 +25,7 @@ from titanlab.command import ask, output_of
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_schema import Slurm
+from titanlab.ranks import MEETING
 
 # At most, whatever a site allows; a longer row of jobs becomes several arrays.
 MAX_ARRAY = 1000
@@ -35,8 +36,6 @@ _WAIT_SECONDS = 600
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
 # On whose behalf is asked, which sites set for a person's shell; each as long as launch does not say it.
 _ON_BEHALF = ("account", "qos", "wckey")
-# Where the ranks of another run meet.
-_MEETING = ("MASTER_ADDR", "MASTER_PORT")
 # What scancel says of single jobs: the others have been told.
 _PASSED_OVER = re.compile("nvalid job id|can not be altered now|already completing")
 
@@ -258,7 +257,7 @@ def _unwanted(config: Slurm) -> list[str]:
     said = {name for name, value in config.extra.items() if value is not None}
     said |= {name for name in _ON_BEHALF if getattr(config, name, None) is not None}
     kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in said)}
-    return [name for name in os.environ if name not in kept and name.startswith(("SLURM_", "SBATCH_", *_MEETING))]
+    return [name for name in os.environ if name not in kept and name.startswith(("SLURM_", "SBATCH_", *MEETING))]
 
 
 def _has_locks(lock: Path) -> bool:

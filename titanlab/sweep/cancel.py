@@ -70,8 +70,8 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
             else:
                 elsewhere.setdefault((job[0].launcher, gently), []).append(job)
         for (_, gently), there in elsewhere.items():
-            names_there = [f"{submission.job_id}_{index}" for submission, index in there]
-            launcher_of(there[0][0]).cancel(names_there, gently=gently)
+            numbers = [f"{submission.job_id}_{index}" for submission, index in there]
+            launcher_of(there[0][0]).cancel(numbers, gently=gently)
         for name in list(done.waited):
             if not _note_end(folder.run(name)):
                 # It has started just now, and writes its own end.

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from titanlab.ranks import MEETING
 from titanlab.sweep.enqueue import job_command
-from titanlab.sweep.local_submit import MEETING, python_environment
+from titanlab.sweep.local_submit import python_environment
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder
 

@@ -7,14 +7,13 @@ import subprocess
 import sys
 
 from titanlab.claim import is_claimed
+from titanlab.ranks import MEETING
 from titanlab.sweep import snapshot
 from titanlab.sweep.submission import local_job
 from titanlab.sweep.sweep_folder import SweepFolder
 
 LOCK = ".supervisor"
 LOG = "supervisor.log"
-# Where the ranks of another run meet.
-MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def has_work(folder: SweepFolder) -> bool:
