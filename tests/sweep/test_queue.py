@@ -66,10 +66,10 @@ def test_an_array_in_the_queue(slurm, tmp_path):
 def test_ends_are_the_accountings(slurm, tmp_path):
     slurm["squeue"] = "titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n"
     slurm["sacct"] = (
-        "titanlab-aa|12_0|12|FAILED|70:0|70:0|9|n1|None\n"
-        "titanlab-aa|12_1|13|CANCELLED by 1000|0:15|0:0|100|n[3-4]|None\n"
-        "titanlab-aa|12_2|14|OUT_OF_MEMORY|0:125|0:125|3|n1|OutOfMemory\n"
-        "titanlab-aa|12_[3-5]|12|PENDING|0:0|0:0|0|None assigned|None\n"
+        "titanlab-aa|12_0|FAILED|70:0|9|n1|None\n"
+        "titanlab-aa|12_1|CANCELLED by 1000|0:15|100|n[3-4]|None\n"
+        "titanlab-aa|12_2|OUT_OF_MEMORY|0:125|3|n1|OutOfMemory\n"
+        "titanlab-aa|12_[3-5]|PENDING|0:0|0|None assigned|None\n"
     )
     first, second, third = states(tmp_path)
     assert (first.state, first.raw, first.exit_code, first.elapsed_seconds) == ("ended", "FAILED", 70, 9.0)
@@ -77,15 +77,39 @@ def test_ends_are_the_accountings(slurm, tmp_path):
     assert (third.raw, third.exit_code, third.reason) == ("OUT_OF_MEMORY", None, "OutOfMemory")
 
 
+# Of a job whose step Slurm has killed for its memory. Its derived exit code would be 0:9 or, if the step was the last to
+# end, 0:0.
+KILLED = """\
+titanlab-aa|12_0|FAILED|9:0|1|n1|None
+batch|12_0.batch|FAILED|9:0|1|n1|
+python|12_0.0|CANCELLED by 0|0:9|1|n1|
+"""
+
+
 def test_a_step_that_was_killed_is_not_srun_s_exit_code(slurm, tmp_path):
-    slurm["sacct"] = "titanlab-aa|12_0|12|FAILED|9:0|0:9|1|n1|None\n"
-    assert states(tmp_path, submission(runs=("one",)))[0].exit_code == -9
+    slurm["sacct"] = KILLED
+    assert states(tmp_path, submission(runs=("one",))) == [
+        JobState(state="ended", raw="FAILED", exit_code=-9, elapsed_seconds=1.0, nodes=("n1",), job_id="12_0")
+    ]
+    assert not any("--allocations" in words for words in slurm.asked)
+
+
+def test_steps_say_nothing_of_other_jobs_or_of_one_that_did_well(slurm, tmp_path):
+    """The first job's batch file is killed, the second's own exit code is 9, and the third went on after its step."""
+    slurm["sacct"] = KILLED.replace("python|12_0.0", "batch|12_0.extern") + (
+        "titanlab-aa|12_1|FAILED|9:0|1|n1|None\n"
+        "python|12_1.0|FAILED|9:0|1|n1|\n"
+        "titanlab-aa|12_2|COMPLETED|0:0|1|n1|None\n"
+        "python|12_2.0|FAILED|0:9|1|n1|\n"
+        "python|13_1.0|FAILED|0:9|1|n1|\n"
+    )
+    assert [state.exit_code for state in states(tmp_path)] == [9, 9, 0]
 
 
 def test_the_queue_knows_better_what_lives(slurm, tmp_path):
     """The accounting still has the start before, which was preempted."""
     slurm["squeue"] = "titanlab-aa|12|0|12|RUNNING|None|0:09|n1\n"
-    slurm["sacct"] = "titanlab-aa|12_0|12|PREEMPTED|0:0|0:0|9|n1|None\n"
+    slurm["sacct"] = "titanlab-aa|12_0|PREEMPTED|0:0|9|n1|None\n"
     assert states(tmp_path, submission(runs=("one",)))[0].state == "running"
 
 
@@ -95,17 +119,17 @@ def test_the_queue_knows_better_what_lives(slurm, tmp_path):
         ("", "", "gone"),
         ("", None, "gone"),
         # A job of the accounting that the queue no longer has is lost.
-        ("", "titanlab-aa|12_0|12|RUNNING|0:0|0:0|9|n1|None\n", "gone"),
+        ("", "titanlab-aa|12_0|RUNNING|0:0|9|n1|None\n", "gone"),
         (None, "", "unknown"),
         (None, None, "unknown"),
-        (None, "titanlab-aa|12_0|12|COMPLETED|0:0|0:0|9|n1|None\n", "ended"),
+        (None, "titanlab-aa|12_0|COMPLETED|0:0|9|n1|None\n", "ended"),
         # Without accounting the queue's own word is what there is.
         ("titanlab-aa|12|0|12|TIMEOUT|TimeLimit|1:00|n1\n", None, "ended"),
         # ... and where there is some it comes a second later, with the exit code.
         ("titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n", "", "running"),
         (
             "titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n",
-            "titanlab-aa|12_0|12|RUNNING|0:0|0:0|9|n1|None\n",
+            "titanlab-aa|12_0|RUNNING|0:0|9|n1|None\n",
             "running",
         ),
         ("titanlab-aa|12|0|12|COMPLETING|None|0:09|n1\n", "", "running"),

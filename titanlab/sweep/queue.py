@@ -24,7 +24,9 @@ _FRESH_SECONDS = 60.0
 _WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
 _ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
 _SQUEUE = "%j|%F|%K|%A|%T|%r|%M|%N"
-_SACCT = "JobName,JobID,JobIDRaw,State,ExitCode,DerivedExitCode,ElapsedRaw,NodeList,Reason"
+_SACCT = "JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
+# A job of the accounting, its place in an array, and one of the steps that srun makes in it.
+_JOB = re.compile(r"(?P<number>\d+)(?:_(?P<place>\d+))?(?P<step>\.\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +97,7 @@ def _slurm(submitted: Sequence[Submission]) -> dict[tuple[str, int], JobState]:
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(min(each.created for each in submitted) - 86_400))
     # In this order: a job that the accounting takes for alive and the queue, asked later, does not know is lost.
     listed = output_of(
-        *["sacct", "--noheader", "--parsable2", "--allocations", f"--name={names}"],
-        *[f"--starttime={since}", f"--format={_SACCT}"],
+        *["sacct", "--noheader", "--parsable2", f"--name={names}", f"--starttime={since}", f"--format={_SACCT}"],
     )
     queued = output_of("squeue", "--noheader", "--array", "--states=all", f"--name={names}", f"--format={_SQUEUE}")
     recorded = _recorded(listed or "")
@@ -153,25 +154,34 @@ def _queued(text: str) -> dict[tuple[str, int], JobState]:
 
 
 def _recorded(text: str) -> dict[tuple[str, int], JobState]:
-    """The lines of sacct: name, number with the place in the array, raw number, state, codes, time, nodes, reason."""
-    found = {}
+    """The lines of sacct: name, number, state, exit code, time, nodes, reason; of each job, and then of its steps."""
+    found: dict[tuple[str, int], JobState] = {}
+    names: dict[str, str] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) != 9:
-            continue
-        name, job, _, words, code, worst, elapsed, nodes, reason = fields
-        _, bar, place = job.partition("_")
-        if bar and not place.isdecimal():
-            continue  # Those of an array that still wait, all in one.
+        job = _JOB.fullmatch(fields[1]) if len(fields) == 7 else None
+        if job is None:
+            continue  # A batch script, which is a step too; or all those of an array that still wait, in one.
+        name, number, words, code, elapsed, nodes, reason = fields
         raw = words.split()[0] if words else ""
-        found[name, int(place) if bar else 0] = JobState(
-            state=_state(raw),
+        state, place = _state(raw), int(job["place"] or 0)
+        exit_code = _exit_code(code) if state == "ended" else None
+        if job["step"]:
+            of_job = found.get((names.get(job["number"], ""), place))
+            if of_job is not None and of_job.exit_code and exit_code is not None and exit_code < 0:
+                # The job's own code is srun's, which tells of signal 9 as of exit code 9; and what the accounting
+                # derives from a job's steps lacks those that end a moment after it.
+                found[names[job["number"]], place] = replace(of_job, exit_code=exit_code)
+            continue
+        names[job["number"]] = name
+        found[name, place] = JobState(
+            state=state,
             raw=raw,
-            exit_code=_worst(_exit_code(code), _exit_code(worst)) if _state(raw) == "ended" else None,
+            exit_code=exit_code,
             reason=None if reason in ("None", "") else reason,
             elapsed_seconds=float(elapsed) if elapsed.isdecimal() else None,
             nodes=tuple(hosts(nodes)) if not nodes.startswith("None") else (),
-            job_id=job,
+            job_id=number,
         )
     return found
 
@@ -180,11 +190,6 @@ def _state(raw: str) -> str:
     if raw in _WAITING:
         return "requeued" if raw.startswith("REQUEUE") else "pending"
     return "running" if raw in _ALIVE else "ended"
-
-
-def _worst(code: int | None, of_steps: int | None) -> int | None:
-    """A job's exit code, or the signal that ended a step of it: srun tells of signal 9 as of exit code 9."""
-    return of_steps if of_steps is not None and of_steps < 0 else code
 
 
 def _exit_code(text: str) -> int | None:

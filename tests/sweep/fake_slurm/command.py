@@ -77,7 +77,6 @@ def sacct(arguments, settings):
             values |= {
                 "State": state,
                 "ExitCode": "0:0",
-                "DerivedExitCode": "0:0",
                 "ElapsedRaw": 0,
                 "NodeList": "",
                 "Reason": "None",
