@@ -235,7 +235,7 @@ def real_data(kind, corpus):
     )
 
 
-@pytest.mark.parametrize("kind", ["files", "hf"])
+@pytest.mark.parametrize("kind", ["files", pytest.param("hf", marks=pytest.mark.full)])
 def test_the_position_in_real_data_is_resumed(pool, tmp_path, corpus, monkeypatch, kind):
     monkeypatch.setenv("TITANLAB_CACHE", str(corpus / "cache"))
     data = real_data(kind, corpus)

@@ -43,6 +43,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_the_installed_model_trains(site, tmp_path):
     keys = [*KEYS.split(), "parallelism.tensor=2"]
     done = run(sys.executable, "-m", "titanlab", "train", *keys, site=site, folder=tmp_path)

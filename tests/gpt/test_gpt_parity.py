@@ -27,9 +27,9 @@ COMPILED = {"blocks": True, "loss": True, "backend": "aot_eager"}
 KINDS = {"plain": {}, "tied head": {"tied_head": True}, "odd sizes": {"vocab_size": 257, "places": 33}}
 
 ROWS = [
-    ("plain", {"tensor": 2}, True),
+    ("plain", {"tensor": 2}, False),
     ("plain", {"context": 2}, True),
-    ("plain", {"pipeline": 2, "shard": 2, "schedule": "zbv"}, True),
+    ("plain", {"pipeline": 2, "shard": 2, "schedule": "zbv"}, False),
     ("tied head", {"shard": 2, "tensor": 2}, True),
     ("plain", {"replicate": 2}, False),
     ("plain", {"shard": 2}, False),
@@ -37,7 +37,7 @@ ROWS = [
     ("plain", {"tensor": 2, "loss_parallel": False}, False),
     ("plain", {"tensor": 4, "microbatch": 2}, False),
     ("plain", {"context": 2, "context_method": "all_gather"}, False),
-    ("plain", {"pipeline": 2}, False),
+    ("plain", {"pipeline": 2}, True),
     ("plain", {"pipeline": 2, "schedule": "zbv"}, False),
     ("plain", {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, False),
     ("plain", {"shard": 2, "tensor": 2}, False),

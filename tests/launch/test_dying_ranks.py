@@ -14,6 +14,8 @@ from tests.launch.command import alive, children
 from tests.until import until
 from titanlab.outcome import OutcomeKind
 
+pytestmark = pytest.mark.full
+
 SECONDS = 10.0
 PIPELINE_TENSOR = ["parallelism.pipeline=2", "parallelism.tensor=2", "training.microbatch=1"]
 SHARD_CONTEXT = ["parallelism.shard=2", "parallelism.context=2"]
@@ -50,10 +52,10 @@ def dead(command, layout, fault, where, rank):
     ("layout", "where", "rank"),
     [
         pytest.param(PIPELINE_TENSOR, "backward", 3, id="last stage"),
-        pytest.param(PIPELINE_TENSOR, "forward", 1, id="first stage", marks=pytest.mark.full),
-        pytest.param(SHARD_CONTEXT, "forward", 3, id="context", marks=pytest.mark.full),
-        pytest.param(V_SHAPED, "backward", 2, id="v", marks=pytest.mark.full),
-        pytest.param(COPIES_TENSOR, "backward", 1, id="copies", marks=pytest.mark.full),
+        pytest.param(PIPELINE_TENSOR, "forward", 1, id="first stage"),
+        pytest.param(SHARD_CONTEXT, "forward", 3, id="context"),
+        pytest.param(V_SHAPED, "backward", 2, id="v"),
+        pytest.param(COPIES_TENSOR, "backward", 1, id="copies"),
     ],
 )
 def test_it_raises(command, layout, where, rank):
@@ -66,7 +68,6 @@ def test_it_raises(command, layout, where, rank):
     assert result.traceback.rstrip() in said
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "where", "rank"),
     [
@@ -82,7 +83,6 @@ def test_it_is_killed(command, layout, where, rank):
     assert "Traceback" not in said
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "where", "rank"),
     [

@@ -61,6 +61,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(command):
     assert "is done" in out
 
 
+@pytest.mark.full
 def test_ctrl_c_reaches_all_ranks(command):
     assert interrupted(command, *TWO) >= 3
 
@@ -94,6 +95,7 @@ def test_a_rank_that_is_killed_is_told(command):
     assert "Traceback" not in out + err
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_ended_and_told_with_its_stack(command):
     # Long enough for a step on a busy machine.
     how = ["training.steps=60", "training.step_timeout_seconds=8"]
@@ -107,7 +109,7 @@ def test_a_rank_that_hangs_is_ended_and_told_with_its_stack(command):
     assert "most recent call first" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
+@pytest.mark.parametrize("number", [signal.SIGUSR2, pytest.param(signal.SIGXCPU, marks=pytest.mark.full)])
 def test_a_schedulers_warning_is_heard_without_a_scheduler_of_ours(command, number):
     process = command.start("training.steps=600", "data.seconds=0.05")
     command.reached(2)
@@ -117,6 +119,7 @@ def test_a_schedulers_warning_is_heard_without_a_scheduler_of_ours(command, numb
     assert (code, command.only_run.result().kind, err) == (kind.exit_code, kind, "")
 
 
+@pytest.mark.full
 def test_one_process_that_raises_says_so_once(command):
     code, out, err = command.run("training.steps=6", "data.fault=raise", "data.step=4")
     run = command.only_run

@@ -48,6 +48,7 @@ def executed(path, **environ):
     return notebook
 
 
+@pytest.mark.full
 def test_it_shows_a_real_sweep(tmp_path_factory, tmp_path):
     folder = tmp_path_factory.getbasetemp() / "small_sweep"
     folder.mkdir(exist_ok=True)

@@ -127,6 +127,7 @@ def fused_operators():
     return seen[0]
 
 
+@pytest.mark.full
 def test_async_tensor_fuses_every_product_with_its_collective(pool):
     # Before attention and feed-forward, and after each.
     assert pool.run(1, fused_operators, limit_seconds=300.0) == [

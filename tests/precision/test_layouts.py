@@ -43,7 +43,7 @@ LAYOUTS = {
     "tied, fsdp": {"shard": 2, "tied_embeddings": True},
     "tied, tp": {"tensor": 2, "tied_embeddings": True},
 }
-ALWAYS = {("fp16", "fsdp-tp"), ("bf16, edges in fp32", "pp"), ("bf16, edges in fp32", "tp")}
+ALWAYS = {("fp16", "fsdp-tp"), ("bf16, edges in fp32", "pp")}
 ROWS = [
     *[(precision, layout) for precision in ("bf16", "fp16") for layout in ("fsdp", "tp", "fsdp-tp", "pp", "cp")],
     *[("bf16, edges in fp32", each) for each in ("fsdp", "tp", "fsdp-tp", "pp", "cp", "tied, fsdp", "tied, tp")],

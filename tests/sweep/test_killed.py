@@ -13,9 +13,7 @@ from titanlab.sweep.local_submit import has_work
 from titanlab.sweep.sweep_folder import SweepFolder
 
 ROOT = Path(__file__).parents[2]
-FEW_OR_MANY = pytest.mark.parametrize(
-    "rounds", [pytest.param(3, id="3"), pytest.param(20, id="20", marks=pytest.mark.full)]
-)
+ROUNDS = 20
 
 
 def killed(folder, launcher, rounds):
@@ -36,7 +34,7 @@ def submitted_once(folder, count):
     assert sorted(runs) == [run.path.name for run in folder.runs()]
 
 
-@FEW_OR_MANY
+@pytest.mark.parametrize("rounds", [3, pytest.param(ROUNDS, marks=pytest.mark.full)])
 def test_slurm_has_every_job_once(tmp_path, rounds):
     found = killed(tmp_path, "slurm", rounds)
     # One that was left behind would have come by now.
@@ -54,9 +52,9 @@ def test_slurm_has_every_job_once(tmp_path, rounds):
     assert arrays == known
 
 
-@FEW_OR_MANY
-def test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is(tmp_path, rounds):
-    found = killed(tmp_path, "force", rounds)
+@pytest.mark.full
+def test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is(tmp_path):
+    found = killed(tmp_path, "force", ROUNDS)
     for each in found["rounds"]:
         folder = SweepFolder(Path(each["folder"]))
         submitted = collections.Counter(run for job in folder.submissions() for run in job.runs)
@@ -73,9 +71,9 @@ def test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is(tmp_
         assert all(job.state == "submitted" for job in folder.submissions())
 
 
-@FEW_OR_MANY
-def test_this_host_runs_every_job_once(tmp_path, rounds):
-    found = killed(tmp_path, "local", rounds)
+@pytest.mark.full
+def test_this_host_runs_every_job_once(tmp_path):
+    found = killed(tmp_path, "local", ROUNDS)
     for each in found["rounds"]:
         folder = SweepFolder(Path(each["folder"]))
         submitted_once(folder, found["runs"])

@@ -94,7 +94,9 @@ def test_one_that_is_cancelled_saves_and_says_who_asked(jobs):
     [
         ("raise", OutcomeKind.CRASH, 1, 1, "LookupError: a planted fault"),
         ("kill", OutcomeKind.OOM, 70, -9, "killed by SIGKILL"),
-        ("exit", OutcomeKind.CRASH, 1, 0, "ended with exit code 0 and left no result"),
+        pytest.param(
+            *("exit", OutcomeKind.CRASH, 1, 0, "ended with exit code 0 and left no result"), marks=pytest.mark.full
+        ),
     ],
 )
 def test_the_rank_that_fails_is_told_and_every_process_says_so(jobs, fault, kind, code, exit_code, cause):

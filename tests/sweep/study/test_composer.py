@@ -84,8 +84,13 @@ def drawn(generator: random.Random, count: int) -> list[dict[str, Any]]:
     ("seed", "count", "overrides"),
     [
         (1, 24, ()),
-        (2, 16, ("+recipe=llama3_1_8b_8gpus_cpu", "training.steps=77", "parallelism.shard=2")),
-        (3, 16, ("+recipe=quickstart", "optimizer.schedule.floor=0.2", "seed=5")),
+        pytest.param(
+            *(2, 16, ("+recipe=llama3_1_8b_8gpus_cpu", "training.steps=77", "parallelism.shard=2")),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *(3, 16, ("+recipe=quickstart", "optimizer.schedule.floor=0.2", "seed=5")), marks=pytest.mark.full
+        ),
     ],
 )
 def test_random_points_are_what_hydra_composes(seed, count, overrides):

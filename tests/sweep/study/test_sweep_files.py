@@ -14,6 +14,8 @@ from titanlab.sweep.study import plan as studies
 from titanlab.sweep.submit import decide
 
 FILES = sorted((conf_folder() / "sweeps").glob("*.yaml"))
+# What is planned in `make test` too.
+ALWAYS = ("cpu_1d_to_4d", "llama3_8b_8gpus_layouts", "long_context_cp", "quickstart_layouts")
 # Name → runs, points that are dropped, processes of the largest.
 EXPECTED = {
     "ac_memory": (27, 0, 8),
@@ -40,7 +42,10 @@ def test_all_are_expected():
     assert {path.stem for path in FILES} == set(EXPECTED)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem in ALWAYS else [pytest.mark.full]) for path in FILES],
+)
 def test_it_plans(path, monkeypatch, tmp_path):
     name = path.stem
     on_gpus = "override /cluster" in path.read_text()
