@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,15 +140,28 @@ class Site:
         return self.slurm("squeue", "--noheader", "--array", "--format=%i %T", f"--name={names}").splitlines()
 
     def ended(self, sweep: str, seconds: float = 300) -> SweepFolder:
-        """The sweep, once all of its jobs have come to their end."""
-        left = functools.partial(self.waits_or_runs, sweep)
-        # Each look is a process.
-        until(lambda: not left(), seconds, told=lambda: str(left()), pause_seconds=0.25)
+        """The sweep, once all of its jobs have come to their end, in the accounting too, which hears of it later."""
+        _none_left(functools.partial(self.waits_or_runs, sweep), seconds)
+        _none_left(functools.partial(self.unaccounted, sweep), seconds)
         return self.sweep(sweep)
+
+    def unaccounted(self, sweep: str) -> list[str]:
+        """Jobs of a sweep whose last start has no end in the accounting."""
+        folder = self.sweep(sweep)
+        jobs = {f"{each.job_id}_{index}" for each, index in jobs_of(folder, folder.submissions()).values()}
+        rows = self.accounting("--allocations", f"--jobs={','.join(sorted(jobs))}", columns="JobID,End")
+        # A later row of the same job is a later start.
+        ends = {row["JobID"]: row["End"] for row in rows}
+        return sorted(job for job in jobs if ends.get(job, "Unknown") == "Unknown")
 
     def reached(self, run: RunFolder, step: int, seconds: float = 200) -> None:
         """Wait until a run has done so many steps."""
         until(lambda: len(run.metrics("train")) >= step, seconds, told=lambda: f"{run.path.name}: {run.status()}")
+
+
+def _none_left(left: Callable[[], list[str]], seconds: float) -> None:
+    # Each look is a process.
+    until(lambda: not left(), seconds, told=lambda: str(left()), pause_seconds=0.25)
 
 
 def losses(run: RunFolder) -> list[tuple[int, float]]:
