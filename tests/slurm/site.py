@@ -100,6 +100,19 @@ class Site:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
+    def bring_back(self, node: str, seconds: float = 60) -> None:
+        """Let a node that is down take jobs again; it may come back by itself first, and then cannot be told to."""
+        back = ("scontrol", "update", f"nodename={node}", "state=resume")
+
+        def is_back() -> bool:
+            subprocess.run(back, env=self.environment, capture_output=True, timeout=60, check=False)
+            return "down" not in self.state(node)
+
+        until(is_back, seconds, told=lambda: self.state(node))
+
+    def state(self, node: str) -> str:
+        return self.slurm("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T", "--partition=low").strip()
+
     def accounting(
         self, *how: str, columns: str = "JobID,JobName,State,ExitCode,NNodes,NTasks"
     ) -> list[dict[str, str]]:

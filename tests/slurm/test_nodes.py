@@ -20,7 +20,7 @@ def lost(site, submitted):
     for point in points:
         site.reached(site.run("lost", point["name"]), 12)
     site.slurm("scontrol", "update", "nodename=n3", "state=down", "reason=a test")
-    site.slurm("scontrol", "update", "nodename=n3", "state=resume")
+    site.bring_back("n3")
     site.ended("lost")
     return site.rows("lost")
 
