@@ -106,11 +106,12 @@ class Site:
 
         def is_back() -> bool:
             subprocess.run(back, env=self.environment, capture_output=True, timeout=60, check=False)
-            return "down" not in self.state(node)
+            return "down" not in self.node_state(node)
 
-        until(is_back, seconds, told=lambda: self.state(node))
+        until(is_back, seconds, told=lambda: self.node_state(node))
 
-    def state(self, node: str) -> str:
+    def node_state(self, node: str) -> str:
+        """Slurm's word, in small letters: idle, mixed, down."""
         return self.slurm("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T", "--partition=low").strip()
 
     def accounting(

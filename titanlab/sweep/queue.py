@@ -25,8 +25,6 @@ _WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV
 _ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
 _SQUEUE = "%j|%F|%K|%A|%T|%r|%M|%N"
 _SACCT = "JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
-# A job of the accounting, its place in an array, and one of the steps that srun makes in it.
-_JOB = re.compile(r"(?P<number>\d+)(?:_(?P<place>\d+))?(?P<step>\.\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,7 @@ class JobState:
         state: `pending`, `running`, `requeued`: it waits to go on, `ended`, `gone`: nobody has ever heard of it, or no
             longer, or `unknown`: nobody answers.
         raw: the scheduler's own word, without what follows it.
-        exit_code: of the job, -N where signal N ended it; None while it lives, or where it is not told.
+        exit_code: of the job, -N where signal N ended it or its step; None while it lives, or where it is not told.
         reason: why it waits, or failed, in the scheduler's word.
         elapsed_seconds: of its latest start.
         nodes: names of its nodes.
@@ -97,7 +95,7 @@ def _slurm(submitted: Sequence[Submission]) -> dict[tuple[str, int], JobState]:
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(min(each.created for each in submitted) - 86_400))
     # In this order: a job that the accounting takes for alive and the queue, asked later, does not know is lost.
     listed = output_of(
-        *["sacct", "--noheader", "--parsable2", f"--name={names}", f"--starttime={since}", f"--format={_SACCT}"],
+        "sacct", "--noheader", "--parsable2", f"--name={names}", f"--starttime={since}", f"--format={_SACCT}"
     )
     queued = output_of("squeue", "--noheader", "--array", "--states=all", f"--name={names}", f"--format={_SQUEUE}")
     recorded = _recorded(listed or "")
@@ -156,32 +154,35 @@ def _queued(text: str) -> dict[tuple[str, int], JobState]:
 def _recorded(text: str) -> dict[tuple[str, int], JobState]:
     """The lines of sacct: name, number, state, exit code, time, nodes, reason; of each job, and then of its steps."""
     found: dict[tuple[str, int], JobState] = {}
-    names: dict[str, str] = {}
+    keys: dict[str, tuple[str, int]] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        job = _JOB.fullmatch(fields[1]) if len(fields) == 7 else None
-        if job is None:
-            continue  # A batch script, which is a step too; or all those of an array that still wait, in one.
-        name, number, words, code, elapsed, nodes, reason = fields
-        raw = words.split()[0] if words else ""
-        state, place = _state(raw), int(job["place"] or 0)
-        exit_code = _exit_code(code) if state == "ended" else None
-        if job["step"]:
-            of_job = found.get((names.get(job["number"], ""), place))
-            if of_job is not None and of_job.exit_code and exit_code is not None and exit_code < 0:
-                # The job's own code is srun's, which tells of signal 9 as of exit code 9; and what the accounting
-                # derives from a job's steps lacks those that end a moment after it.
-                found[names[job["number"]], place] = replace(of_job, exit_code=exit_code)
+        if len(fields) != 7:
             continue
-        names[job["number"]] = name
-        found[name, place] = JobState(
+        name, number, words, code, elapsed, nodes, reason = fields
+        job, _, step = number.partition(".")
+        _, bar, place = job.partition("_")
+        if bar and not place.isdecimal():
+            continue  # Those of an array that still wait, all in one.
+        raw = words.split()[0] if words else ""
+        state = _state(raw)
+        exit_code = _exit_code(code) if state == "ended" else None
+        if step:
+            # A numbered one is srun's; the batch file is a step, too. The job's own code is srun's, which tells of
+            # signal 9 as of exit code 9, and sacct's DerivedExitCode lacks a step that ends a moment after its job.
+            killed = step.isdecimal() and exit_code is not None and exit_code < 0
+            if killed and job in keys and found[keys[job]].exit_code:
+                found[keys[job]] = replace(found[keys[job]], exit_code=exit_code)
+            continue
+        keys[job] = (name, int(place) if bar else 0)
+        found[keys[job]] = JobState(
             state=state,
             raw=raw,
             exit_code=exit_code,
             reason=None if reason in ("None", "") else reason,
             elapsed_seconds=float(elapsed) if elapsed.isdecimal() else None,
             nodes=tuple(hosts(nodes)) if not nodes.startswith("None") else (),
-            job_id=number,
+            job_id=job,
         )
     return found
 
