@@ -315,6 +315,59 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
     assert capsys.readouterr().out.split() == words
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("titanlab resume ", ["toy-0123abcd", "one-1", "two-2"]),
+        ("titanlab retry ", ["other", "study"]),
+        ("titanlab retry study ", ["one-1", "two-2"]),
+        ("titanlab retry --all-failed study one", ["one-1", "two-2"]),
+        ("titanlab retry study one-1 ", ["two-2"]),
+        ("titanlab cancel study ", ["one-1", "two-2"]),
+        ("titanlab status study ", ["one-1", "two-2"]),
+        ("titanlab status study one-1 ", []),
+        ("titanlab collect study ", []),
+        ("titanlab status none ", []),
+        ("titanlab retry --runs $ELSEWHERE far ", ["three-3"]),
+        ("titanlab retry --runs=$ELSEWHERE far ", ["three-3"]),
+        ("titanlab export one-1 --into ", []),
+        ("titanlab retry study --outcome ", sorted(OutcomeKind)),
+        ("titanlab resume one-1 parallelism.sha", ["parallelism.shard="]),
+        ("titanlab retry study launch.th", ["launch.threads="]),
+        ("titanlab completion ", ["bash"]),
+        ("titanlab schedule 'an open quotation mark", []),
+    ],
+)
+def test_completion_of_sweeps_and_runs(here, monkeypatch, capsys, line, words):
+    folders = ("runs/other/toy-0123abcd", "runs/study/one-1", "runs/study/two-2", "elsewhere/far/three-3")
+    write(here, {f"{folder}/config.yaml": "name: toy" for folder in folders})
+    monkeypatch.setenv("ELSEWHERE", str(here / "elsewhere"))
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["completion", "query"]) == 0
+    assert capsys.readouterr().out.split() == words
+
+
+@pytest.mark.parametrize("flag", ["--config-dir mine", "--config-dir=mine", "-cd mine", "--config-dir $MINE"])
+def test_completion_knows_the_options_of_a_folder_that_is_named(here, monkeypatch, capsys, flag):
+    write(here, {"mine/optimizer/patient.yaml": "defaults: [adamw_schema, _self_]\nlr: 0.001\n"})
+    monkeypatch.setenv("MINE", str(here / "mine"))
+    for verb, others in (("train", "-m --cfg job"), ("sweep", "--dry-run model=debug")):
+        monkeypatch.setenv("COMP_LINE", f"titanlab {verb} {flag} {others} optimizer=p")
+        assert main(["completion", "query"]) == 0
+        assert capsys.readouterr().out.split() == ["optimizer=patient"]
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("train", "sweep")])
+def test_completion_of_options_has_those_of_the_help(monkeypatch, capsys, verb):
+    assert main([verb, "--help"]) == 0
+    shown = set(re.findall(r"--[a-z-]+", capsys.readouterr().out.partition("options:")[2]))
+    monkeypatch.setenv("COMP_LINE", f"titanlab {verb} --")
+    assert main(["completion", "query"]) == 0
+    words = set(capsys.readouterr().out.split())
+    assert "--help" in words or verb == "completion"
+    assert words <= shown | {"bash"}
+
+
 def test_completion_of_flags_names_flags(monkeypatch, capsys):
     monkeypatch.setenv("COMP_LINE", "titanlab train --c")
     assert main(["completion", "query"]) == 0
@@ -324,6 +377,7 @@ def test_completion_of_flags_names_flags(monkeypatch, capsys):
 
 
 def test_bash_completes(here, tmp_path):
+    write(here, {f"runs/study/{name}/config.yaml": "name: toy" for name in ("one-1", "two-2")})
     program = tmp_path / "bin" / "titanlab"
     write(program.parent, {"titanlab": f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m titanlab "$@"'})
     program.chmod(0o755)
@@ -341,6 +395,7 @@ def test_bash_completes(here, tmp_path):
         complete_line "titanlab train precision=fp3"
         complete_line "titanlab train training.seq"
         complete_line "titanlab train model=llama_"
+        complete_line "titanlab retry study t"
         [[ "$COMP_WORDBREAKS" != *=* ]] && echo whole
     """
     said = as_process("bash", "--norc", "-c", script, PATH=f"{program.parent}:{os.environ['PATH']}")
@@ -349,6 +404,7 @@ def test_bash_completes(here, tmp_path):
         "<precision=fp32 >",
         "<training.seq_len=>",
         "<model=llama_2m><model=llama_5m>",
+        "<two-2 >",
         "whole",
     ]
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from titanlab.errors import ConfigError
+
+_SHOW_PARSER = "--show-parser"
 
 
 class Arguments(argparse.ArgumentParser):
@@ -14,6 +17,16 @@ class Arguments(argparse.ArgumentParser):
 
     def __init__(self, verb: str, description: str) -> None:
         super().__init__(prog=f"titanlab {verb}", description=description, allow_abbrev=False)
+        self.add_argument(_SHOW_PARSER, action=_ShowParser, nargs=0, help=argparse.SUPPRESS)
+
+    def options(self) -> dict[str, argparse.Action]:
+        """The action of every option that the help shows, by each of its names."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return {name: action for action in shown for name in action.option_strings}
+
+    def positionals(self) -> list[argparse.Action]:
+        """The actions of the arguments that have no name, in their order."""
+        return [action for action in self._actions if not action.option_strings]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does it, options and words in any order; remembers the arguments for `error`."""
@@ -27,3 +40,28 @@ class Arguments(argparse.ArgumentParser):
             kind = "a whole number" if wrong[2] == "int" else "a number"
             raise ConfigError(wrong[1], wrong[3], f"must be {kind}", f"see `{self.prog} --help`")
         raise ConfigError("arguments", self._given, message, f"see `{self.prog} --help`")
+
+
+def parser_of(main: Callable[[Sequence[str]], int]) -> Arguments:
+    """The parser that a verb makes first; the verb does nothing else."""
+    try:
+        main([_SHOW_PARSER])
+    except _ParserShown as shown:
+        return shown.parser
+    raise TypeError(f"{main.__module__} makes no parser")
+
+
+class _ParserShown(Exception):
+    """Ends a verb that was asked for its parser."""
+
+    def __init__(self, parser: Arguments) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+class _ShowParser(argparse.Action):
+    """Acts before required arguments are missed, as `--help` does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Arguments)
+        raise _ParserShown(parser)
