@@ -31,7 +31,10 @@ FLOORS: dict[int, list[str]] = {
     # Declarations: what each part says about itself. Torch-free too; one group for each part, by DECLARES.
     2: [],
     # Machine.
-    3: ["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale"],
+    3: [
+        *["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale"],
+        "checkpoint.inert_pickle checkpoint.metadata checkpoint.numpy_state checkpoint.reader",
+    ],
     # Parts.
     4: [
         *["model", "precision", "parallelism", "optimizer", "data", "checkpoint", "tracker", "cluster", "schedule"],

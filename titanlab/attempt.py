@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 
-from titanlab.checkpoint.folders import check_shapes, latest, step_of
+from titanlab.checkpoint.folders import check_checkpoint, latest, step_of
 from titanlab.data import source
 from titanlab.host import Host
 from titanlab.options import account_of
@@ -24,7 +24,7 @@ def begin(run: RunFolder, recipe: Recipe, host: Host, *, started_by: str) -> int
     """
     own = latest(run.checkpoints)
     if own is not None:
-        check_shapes(own, account_of(recipe.model).account(recipe.model).parameters, "run")
+        check_checkpoint(own, account_of(recipe.model).account(recipe.model).parameters, "run")
     devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
     provenance = collect(devices=devices, launcher=started_by)
     return run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlab.checkpoint.folders import POSITION, check_shapes, checkpoints, find, step_folder
+from titanlab.checkpoint.folders import POSITION, check_checkpoint, checkpoints, find, step_folder
 from titanlab.data import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.huggingface import folder as hf
@@ -90,7 +90,7 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
         seq_len = int(config["training"]["seq_len"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("run", run.path, f"its config.yaml has no model ({error})", "restore that file") from error
-    check_shapes(checkpoint, account_of(model).account(model).parameters, "run")
+    check_checkpoint(checkpoint, account_of(model).account(model).parameters, "run")
     about: dict[str, Any] = {"max_position_embeddings": _context(model, seq_len)}
     generation: dict[str, Any] = {}
     if run.tokenizer.is_dir():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.checkpoint.folders import check_shapes, check_step, find
+from titanlab.checkpoint.folders import check_checkpoint, check_step, find
 from titanlab.config_file import read_config
 from titanlab.errors import ConfigError
 from titanlab.huggingface.families import family_of
@@ -44,7 +44,7 @@ def check_beginning(recipe: Recipe) -> None:
     if recipe.checkpoint.load_from is not None:
         checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
         account = account_of(recipe.model).account(recipe.model)
-        check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
+        check_checkpoint(checkpoint, account.parameters, "checkpoint.load_from")
         check_step(checkpoint, recipe.training.steps)
 
 
@@ -64,7 +64,7 @@ def check_start(recipe: Recipe) -> None:
     if source is None:
         checkpoint = _checkpoint(recipe.init_from)
         _hold_model(recipe.init_from, _model_of_run(checkpoint), recipe.model)
-        check_shapes(checkpoint, account_of(recipe.model).account(recipe.model).parameters, KEY)
+        check_checkpoint(checkpoint, account_of(recipe.model).account(recipe.model).parameters, KEY)
         return
     _hold_model(recipe.init_from, source.model, recipe.model)
     if source.copies:

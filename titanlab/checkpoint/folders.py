@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from titanlab.checkpoint.metadata import read_saved
 from titanlab.errors import ConfigError
 
 PART = ".part"
@@ -50,6 +51,16 @@ def find(text: str, key: str) -> Path:
     if newest is None:
         raise ConfigError(key, text, "holds no complete checkpoint", "give the folder of a run that has saved one")
     return newest
+
+
+def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> None:
+    """Hold a checkpoint against a model, and read what ranks will read of it first, before any rank starts.
+
+    Raises:
+        ConfigError: it is another model's, or its metadata is damaged or would run code.
+    """
+    check_shapes(checkpoint, parameters, key)
+    read_saved(checkpoint, key)
 
 
 def check_shapes(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> None:

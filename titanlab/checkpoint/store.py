@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -26,7 +24,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from titanlab.atomic_file import write_json
 from titanlab.checkpoint.folders import PART, POSITION, checkpoints, step_folder
+from titanlab.checkpoint.generators import generator_states, restore_generators, saved_states
+from titanlab.checkpoint.reader import CheckpointReader, load_state
 from titanlab.world import World
+
+KEY = "checkpoint"
+"""For errors of a checkpoint that is being read: which key named it is checked before ranks start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +94,12 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, wo
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     state = _tensors(model, optimizer, world)
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    # Saved by fewer ranks, or on another device: what is not there stays as the seed made it.
-    mine = state.pop("generators")[str(world.rank)]
-    mine = {name: value for name, value in mine.items() if f"generators.{world.rank}.{name}" in saved}
+    generators = state.pop("generators")[str(world.rank)]
+    reader = CheckpointReader(folder, KEY)
+    mine = saved_states(generators, reader.saved, world.rank, folder, KEY)
     if mine:
         state["generators"] = {str(world.rank): mine}
-    dcp.load(state, checkpoint_id=folder)
+    load_state(state, reader)
     set_state_dict(
         model,
         optimizer,
@@ -108,7 +110,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, wo
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
     if mine:
-        _restore_generators(state["generators"][str(world.rank)])
+        restore_generators(state["generators"][str(world.rank)], world, folder, KEY)
     position = json.loads((folder / POSITION).read_text())
     del position["parameters"]
     return Position(**position)
@@ -117,7 +119,7 @@ def load(folder: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, wo
 def load_model(folder: Path, model: nn.Module) -> None:
     """Read only a checkpoint's model; in a world of one rank the model is whole."""
     state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    load_state(state, CheckpointReader(folder, KEY))
     model.load_state_dict(state["model"])
 
 
@@ -128,27 +130,5 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -
     return {
         "model": model_state,
         "optimizer": optimizer_state,
-        "generators": {str(world.rank): _generators(world)},
+        "generators": {str(world.rank): generator_states(world)},
     }
-
-
-def _generators(world: World) -> dict[str, Any]:
-    states: dict[str, Any] = {
-        "cpu": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - the one that third-party code draws from
-    }
-    if world.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(world.device)
-    return states
-
-
-def _restore_generators(states: dict[str, Any]) -> None:
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    if "python" in states:
-        random.setstate(states["python"])
-    if "numpy" in states:
-        np.random.set_state(states["numpy"])  # noqa: NPY002
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])

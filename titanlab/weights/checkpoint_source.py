@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from titanlab.checkpoint.reader import CheckpointPlanner, CheckpointReader
 from titanlab.errors import ConfigError
 from titanlab.options import account_of
 from titanlab.weights.source import DTYPES, Entry
@@ -34,7 +34,7 @@ class CheckpointSource:
         self._name, self._whole = "", torch.empty(0)
         words = {getattr(torch, name): word for word, name in DTYPES.items()}
         # Read once: of a run on hundreds of ranks it has a hundred thousand entries.
-        self._reader = dcp.FileSystemReader(checkpoint)
+        self._reader = CheckpointReader(checkpoint, key)
         self._metadata = self._reader.read_metadata()
         saved = self._metadata.state_dict_metadata
         for name in account_of(model).account(model).parameters:
@@ -58,7 +58,7 @@ class CheckpointSource:
 
     def _load(self, name: str, whole: Tensor) -> None:
         """What `dcp.load` does in a process without a group, where it warns that there is none."""
-        planner = dcp.DefaultLoadPlanner()
+        planner = CheckpointPlanner()
         planner.set_up_planner({f"model.{name}": whole}, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())

@@ -1,0 +1,103 @@
+"""States of the random generators in a checkpoint: tensors all, so that no pickle is needed to read them.
+
+Older checkpoints hold Python's and numpy's as pickled objects; those are read without running code.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlab.checkpoint.metadata import SavedState
+from titanlab.errors import ConfigError
+from titanlab.world import World
+
+_MOST_BYTES = 1 << 16
+"""Of one generator's state: the largest, as JSON, takes 8 KiB."""
+_WORDS = 624
+_CURE = "give another checkpoint of the run"
+
+
+def generator_states(world: World) -> dict[str, Tensor]:
+    """The states of this rank's generators."""
+    states = {
+        "cpu": torch.get_rng_state(),
+        "python": _packed(random.getstate()),
+        "numpy": _packed(_plain(np.random.get_state())),  # noqa: NPY002 - the one that third-party code draws from
+    }
+    if world.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(world.device)
+    return states
+
+
+def saved_states(
+    mine: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Path, key: str
+) -> dict[str, Any]:
+    """Where a checkpoint's states of a rank are to be read into; empty: it has none.
+
+    Saved by fewer ranks, or on another device: what is not there stays as the seed made it.
+
+    Raises:
+        ConfigError: the checkpoint has something else in their place.
+    """
+    found: dict[str, Any] = {}
+    for name, state in mine.items():
+        entry = f"generators.{rank}.{name}"
+        if entry in saved.objects and name in ("python", "numpy"):
+            found[name] = None
+        elif entry in saved.tensors:
+            tensor = saved.tensors[entry]
+            if tensor.dtype != "uint8" or len(tensor.size) != 1 or tensor.size[0] > _MOST_BYTES:
+                raise ConfigError(key, checkpoint, f"{entry} is no state of a generator", _CURE)
+            found[name] = torch.empty(tensor.size, dtype=state.dtype)
+    return found
+
+
+def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Path, key: str) -> None:
+    """Put the generators where the states say.
+
+    Raises:
+        ConfigError: a state is none.
+    """
+    try:
+        _restore(states, world)
+    except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:
+        rule = f"holds no state of a generator ({type(error).__name__})"
+        raise ConfigError(key, checkpoint, rule, _CURE) from error
+
+
+def _restore(states: Mapping[str, Any], world: World) -> None:
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "python" in states:
+        version, words, gauss = _unpacked(states["python"])
+        random.setstate((version, tuple(words), gauss))
+    if "numpy" in states:
+        kind, words, position, has_gauss, gauss = _unpacked(states["numpy"])
+        # numpy does not check the position, and would read memory beyond the words.
+        if len(words) != _WORDS or not 0 <= position <= _WORDS:
+            raise ValueError("no state of numpy's generator")
+        np.random.set_state((kind, np.array(words, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], world.device)
+
+
+def _plain(state: Any) -> tuple[Any, ...]:
+    kind, words, position, has_gauss, gauss = state
+    return kind, words.tolist(), position, has_gauss, gauss
+
+
+def _packed(state: Any) -> Tensor:
+    """A state as the bytes of its JSON, in which numbers are exact."""
+    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def _unpacked(state: Any) -> Any:
+    return json.loads(bytes(state.tolist())) if isinstance(state, Tensor) else state

@@ -1,0 +1,219 @@
+"""The `.metadata` of a checkpoint, read without torch and without running any code of it.
+
+torch.distributed.checkpoint writes this file as a pickle, and reads it as one: `FileSystemReader.read_metadata` calls
+`pickle.load`, which runs whatever the file says. A checkpoint may come from a stranger, so its pickle is read as data
+(`inert_pickle`), and each value is checked for its type and range. May go when checkpoints have no pickle any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from titanlab.checkpoint.inert_pickle import Inert, UnreadablePickle, read_inert
+from titanlab.errors import ConfigError
+
+METADATA = ".metadata"
+# A checkpoint of 405B parameters over 512 ranks has about a fifth of this.
+MOST_BYTES = 1 << 30
+_CURE = "give a checkpoint that titanlab has saved, from a source that you trust"
+
+_TYPES = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
+    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+_NAMES = frozenset(
+    [
+        *((_TYPES, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+        *((_TYPES, name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata")),
+        (_TYPES, "_MEM_FORMAT_ENCODING"),
+        (_FILES, "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        *(("torch", name) for name in DTYPES),
+        # Where it was saved; the module's name differs with Python's version.
+        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+        # Python before 3.12 writes a member of an enumeration as getattr(class, name). Nothing calls it here.
+        ("builtins", "getattr"),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor that was saved.
+
+    Attributes:
+        dtype: as `torch` names it.
+        size: its shape.
+        boxes: offsets and sizes of the parts that it was saved in.
+    """
+
+    dtype: str
+    size: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPlace:
+    """Where the bytes of one entry are; with the attributes that torch's reader takes.
+
+    Attributes:
+        relative_path: the file's name in the checkpoint's folder.
+        offset, length: bytes.
+        transform_descriptors: None, nothing is compressed.
+    """
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: by their names.
+        objects: names of the entries that are no tensors.
+        places: by the entry's name, the offsets of the chunk (None: of no tensor), and its number where one is noted.
+        version: of the format.
+    """
+
+    tensors: Mapping[str, SavedTensor]
+    objects: frozenset[str]
+    places: Mapping[tuple[str, tuple[int, ...] | None, int | None], SavedPlace]
+    version: str | None
+
+
+def read_saved(checkpoint: Path, key: str) -> SavedState:
+    """What a checkpoint's metadata says; nothing of it is executed.
+
+    Args:
+        checkpoint: folder of one step.
+        key: for errors.
+
+    Raises:
+        ConfigError: the file is missing, damaged, too large, or asks for what no checkpoint needs.
+    """
+    path = checkpoint / METADATA
+    try:
+        if not path.is_file():
+            raise UnreadablePickle("is missing" if not path.exists() else "is no file")
+        if path.stat().st_size > MOST_BYTES:
+            raise UnreadablePickle(f"has {path.stat().st_size} bytes, and {MOST_BYTES} are the most")
+        content = path.read_bytes()
+        return _state(read_inert(content, _NAMES), most_chunks=len(content))
+    except (UnreadablePickle, OSError) as error:
+        reason = str(error) if isinstance(error, UnreadablePickle) else f"cannot be read ({error.strerror})"
+        raise ConfigError(key, checkpoint, f"its {METADATA} {reason}", _CURE) from error
+
+
+def _state(node: Any, *, most_chunks: int) -> SavedState:
+    found = _fields(node, f"{_TYPES}.Metadata")
+    tensors: dict[str, SavedTensor] = {}
+    objects: set[str] = set()
+    for name, entry in _mapping(found.get("state_dict_metadata")).items():
+        if _is(entry, f"{_TYPES}.BytesStorageMetadata"):
+            objects.add(_text(name))
+            continue
+        tensors[_text(name)] = tensor = _tensor(entry)
+        most_chunks -= len(tensor.boxes)
+        if most_chunks < 0:
+            # One list that many entries share: a small file that takes hours.
+            raise UnreadablePickle("is damaged (it has more chunks than bytes)")
+    places = {_index(index): _place(place) for index, place in _mapping(found.get("storage_data")).items()}
+    version = found.get("version")
+    return SavedState(
+        tensors=tensors,
+        objects=frozenset(objects),
+        places=places,
+        version=None if version is None else _text(version),
+    )
+
+
+def _tensor(node: Any) -> SavedTensor:
+    found = _fields(node, f"{_TYPES}.TensorStorageMetadata")
+    size, dtype = _size(found.get("size")), _dtype(found.get("properties"))
+    chunks = found.get("chunks")
+    if not isinstance(chunks, list):
+        raise UnreadablePickle("is damaged (it lacks a list of chunks)")
+    return SavedTensor(dtype=dtype, size=size, boxes=tuple(_chunk(chunk, size) for chunk in chunks))
+
+
+def _dtype(node: Any) -> str:
+    """Of a tensor's properties; the others of them are those of every tensor."""
+    _expect(_is(node, f"{_TYPES}.TensorProperties") and isinstance(node.state, tuple), "properties of a tensor")
+    found = node.state[0] if node.state else None
+    name = found.name.removeprefix("torch.") if isinstance(found, type) and issubclass(found, Inert) else ""
+    _expect(name in DTYPES, "a dtype")
+    return name
+
+
+def _chunk(node: Any, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    found = _fields(node, f"{_TYPES}.ChunkStorageMetadata")
+    offsets, sizes = _size(found.get("offsets")), _size(found.get("sizes"))
+    _expect(len(offsets) == len(sizes) == len(size), "a chunk of its tensor's dimensions")
+    inside = all(at + extent <= whole for at, extent, whole in zip(offsets, sizes, size, strict=True))
+    _expect(inside, "a chunk inside of its tensor")
+    return offsets, sizes
+
+
+def _index(node: Any) -> tuple[str, tuple[int, ...] | None, int | None]:
+    found = _fields(node, f"{_TYPES}.MetadataIndex")
+    offset, index = found.get("offset"), found.get("index")
+    return (
+        _text(found.get("fqn")),
+        None if offset is None else _size(offset),
+        None if index is None else _count(index),
+    )
+
+
+def _place(node: Any) -> SavedPlace:
+    found = _fields(node, f"{_FILES}._StorageInfo")
+    file = _text(found.get("relative_path"))
+    # It is opened: a checkpoint must not have other files read.
+    _expect(PurePath(file).name == file and "\0" not in file, "the name of a file beside it")
+    _expect(not found.get("transform_descriptors"), "bytes that are not compressed")
+    return SavedPlace(relative_path=file, offset=_count(found.get("offset")), length=_count(found.get("length")))
+
+
+def _fields(node: Any, name: str) -> Mapping[str, Any]:
+    _expect(_is(node, name), name.rpartition(".")[2])
+    return _mapping(node.state)
+
+
+def _is(node: Any, name: str) -> bool:
+    return isinstance(node, Inert) and node.name == name
+
+
+def _mapping(node: Any) -> Mapping[Any, Any]:
+    _expect(isinstance(node, dict), "a mapping")
+    found: Mapping[Any, Any] = node
+    return found
+
+
+def _size(node: Any) -> tuple[int, ...]:
+    _expect(_is(node, "torch.Size") and len(node.args) == 1 and isinstance(node.args[0], tuple), "a size")
+    return tuple(map(_count, node.args[0]))
+
+
+def _count(node: Any) -> int:
+    _expect(type(node) is int and 0 <= node < 1 << 63, "a count")
+    return int(node)
+
+
+def _text(node: Any) -> str:
+    _expect(type(node) is str, "a text")
+    return str(node)
+
+
+def _expect(holds: object, wanted: str) -> None:
+    if not holds:
+        raise UnreadablePickle(f"is damaged (it lacks {wanted})")

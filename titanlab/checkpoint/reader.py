@@ -1,0 +1,130 @@
+"""torch's reader and planner of checkpoints, changed so that nothing in a checkpoint is executed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from titanlab.checkpoint.metadata import SavedTensor, read_saved
+from titanlab.checkpoint.numpy_state import is_numpy_state, read_numpy_state
+from titanlab.errors import ConfigError
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """Reads `.metadata` as data, once; what it raises about the files is a ConfigError.
+
+    Args:
+        checkpoint: folder of one step.
+        key: for errors.
+
+    Attributes:
+        saved: what the checkpoint holds.
+
+    Raises:
+        ConfigError: its metadata is missing or damaged, or asks for what no checkpoint needs.
+    """
+
+    def __init__(self, checkpoint: Path, key: str) -> None:
+        super().__init__(checkpoint)
+        self.saved = read_saved(checkpoint, key)
+        self._checkpoint = checkpoint
+        self._key = key
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As in FileSystemReader, which calls pickle.load."""
+        saved = self.saved
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        entries |= {name: BytesStorageMetadata() for name in saved.objects}
+        entries |= {name: _as_torch(tensor) for name, tensor in saved.tensors.items()}
+        places = {MetadataIndex(*index): place for index, place in saved.places.items()}
+        return Metadata(
+            state_dict_metadata=entries,
+            storage_data=places,
+            storage_meta=StorageMeta(load_id=self.load_id),
+            version=saved.version,
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As in FileSystemReader, which reads tensors with weights_only=True.
+
+        Raises:
+            ConfigError: a file is missing or damaged, or asks for what no tensor needs.
+        """
+        with _damage_named(self._checkpoint, self._key):
+            return super().read_data(plan, planner)
+
+
+class CheckpointPlanner(dcp.DefaultLoadPlanner):
+    """Reads what is no tensor without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put one object to its place in the state."""
+        name = read_item.dest_index.fqn
+        loaded = read_numpy_state(value) if is_numpy_state(name) else torch.load(value, weights_only=True)
+        *path, last = self.mappings[name]
+        node: Any = self.original_state_dict
+        for part in path:
+            node = node[part]
+        node[last] = loaded
+
+
+def load_state(state: dict[str, Any], reader: CheckpointReader) -> None:
+    """Read a checkpoint into a state dict, together with all ranks; nothing of it is executed.
+
+    Raises:
+        ConfigError: a file of it is missing or damaged, or would run code.
+    """
+    try:
+        dcp.load(state, storage_reader=reader, planner=CheckpointPlanner())
+    except dcp.CheckpointException as error:
+        # It holds what every rank raised. A mistake is told as such, and in one line.
+        for failure, _ in error.failures.values():
+            if isinstance(failure, ConfigError):
+                raise failure from error
+        raise
+
+
+def _as_torch(tensor: SavedTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
+        size=torch.Size(tensor.size),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            for offsets, sizes in tensor.boxes
+        ],
+    )
+
+
+@contextlib.contextmanager
+def _damage_named(checkpoint: Path, key: str) -> Iterator[None]:
+    """Tell what goes wrong while files are read as one line; what the machine lacks stays what it is."""
+    try:
+        yield
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            raise
+        name = Path(str(error.filename)).name
+        raise ConfigError(key, checkpoint, f"has no file {name}", "give another checkpoint of the run") from error
+    except Exception as error:
+        # Damaged bytes fail in any way; torch's message about a refused name takes ten lines.
+        rule = f"has a file that is damaged, or that asks for more than tensors ({type(error).__name__})"
+        raise ConfigError(key, checkpoint, rule, "give another checkpoint of the run") from error
