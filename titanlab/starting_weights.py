@@ -105,7 +105,10 @@ def fill_start(recipe: Recipe, model: nn.Module) -> None:
         importlib.import_module("titanlab.weights.fill").fill(model, source)
     else:
         store = importlib.import_module("titanlab.checkpoint.store")
-        store.load_model(_checkpoint(recipe.init_from), model)
+        damage = importlib.import_module("titanlab.checkpoint.damage")
+        checkpoint = _checkpoint(recipe.init_from)
+        with damage.damage_named(checkpoint, KEY):
+            store.load_model(checkpoint, model)
 
 
 def _checkpoint(text: str) -> Path:

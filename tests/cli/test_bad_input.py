@@ -408,6 +408,7 @@ def run(tmp_path: Path) -> Path:
         ("", "arguments=: the following arguments are required: run", "titanlab resume --help"),
         ("nope", "run=nope: fits no run under runs", "--runs FOLDER"),
         ("nope --runs <runs>", "run=nope: fits no run under <runs>", "try single/toy-"),
+        ("<run>/checkpoints/step-4", "run=<run>/checkpoints/step-4: the run has no whole checkpoint of this step", "it has 3"),
         ("<run> optimizer.lr=1", "optimizer.lr=1: is not to be changed in a run that has begun", "changeable: world, parallelism,"),
         ("<run> checkpoint.load_from=x", "checkpoint.load_from=x: is not to be changed", "changeable:"),
         ("<run> training.microbatches=2", "training.microbatches=2: is not to be changed", "training.microbatch,"),
