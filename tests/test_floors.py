@@ -34,6 +34,7 @@ FLOORS: dict[int, list[str]] = {
     3: [
         *["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale"],
         "checkpoint.inert_pickle checkpoint.metadata checkpoint.numpy_state checkpoint.reader",
+        "checkpoint.position checkpoint.folders",
     ],
     # Parts.
     4: [

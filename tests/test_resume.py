@@ -202,6 +202,35 @@ def test_the_newest_are_kept(pool, tmp_path, keep, kept):
     assert [path.name for path in checkpoints(run.checkpoints)] == [f"step-{step:08d}" for step in kept]
 
 
+def test_of_an_old_checkpoint_that_was_moved_only_the_link_is_removed(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=2, keep=1)
+    run = tiny.begin(made)
+    pool.run(1, attempt, made, run)
+    moved = tmp_path / "moved"
+    shutil.move(latest(run.checkpoints), moved)
+    (run.checkpoints / "step-00000002").symlink_to(moved)
+    made = tiny.recipe(tmp_path, steps=4, every=3, keep=1)
+    after = pool.run(1, attempt, made, tiny.begin(made, run))
+    assert (after[0].kind, len(after[0].trace.losses)) == (OutcomeKind.DONE, 2)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000004"]
+    assert (moved / ".metadata").exists()
+    assert run.saved_step() == 4
+
+
+def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):
+    made, run, _ = stopped(pool, tmp_path)
+    (shard,) = latest(run.checkpoints).glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    # Of the size that it was saved with.
+    content[:64] = bytes(64)
+    shard.write_bytes(content)
+    with pytest.raises(RankFailure, match=r"ConfigError: run=.*step-00000003: cannot be read \(.*\); give another"):
+        pool.run(1, attempt, made, tiny.begin(made, run))
+    other = tiny.recipe(tmp_path, name="other", steps=STEPS, load_from=str(run.path))
+    with pytest.raises(RankFailure, match="ConfigError: checkpoint.load_from=.*cannot be read"):
+        pool.run(1, attempt, other, tiny.begin(other))
+
+
 def test_nothing_is_saved_that_is_not_wanted(pool, tmp_path):
     made = tiny.recipe(tmp_path, steps=2, at_end=False)
     run = tiny.begin(made)

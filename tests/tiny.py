@@ -2,10 +2,12 @@
 
 import json
 import os
+import pickle
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlab import train as story
 from titanlab.ac.none_schema import NoCheckpointing
@@ -30,6 +32,8 @@ from titanlab.tracker.jsonl_schema import Jsonl
 from titanlab.training_schema import Training
 
 VOCABULARY = 256
+EMPTY_METADATA = pickle.dumps(Metadata({}, storage_data={}))
+"""The `.metadata` of a checkpoint without tensors."""
 
 
 def recipe(runs, **given) -> Recipe:

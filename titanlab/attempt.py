@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from titanlab.checkpoint.folders import check_checkpoint, latest, step_of
+from titanlab.checkpoint.folders import another, check_checkpoint, latest, put_aside, read_checked, step_of
+from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
+from titanlab.errors import ConfigError
 from titanlab.host import Host
 from titanlab.options import account_of
 from titanlab.outcome import Outcome, first_cause, from_exit
@@ -20,14 +23,74 @@ def begin(run: RunFolder, recipe: Recipe, host: Host, *, started_by: str) -> int
     """Begin the next attempt at a claimed run. Returns its number.
 
     Raises:
-        ConfigError: the run's checkpoint is of another model.
+        ConfigError: the run's checkpoint is missing, damaged, or of another model.
     """
-    own = latest(run.checkpoints)
-    if own is not None:
-        check_checkpoint(own, account_of(recipe.model).account(recipe.model).parameters, "run")
+    check_own_checkpoint(run, recipe, latest(run.checkpoints))
     devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
     provenance = collect(devices=devices, launcher=started_by)
     return run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
+
+
+def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None) -> None:
+    """Hold the checkpoint that a run is to go on from against its recipe, and against what the run has saved.
+
+    Args:
+        checkpoint: None: there is none, and the run is to begin with its first step.
+
+    Raises:
+        ConfigError: it is missing, damaged, of another model, or says what no checkpoint of this run can say.
+    """
+    if checkpoint is None:
+        saved = run.saved_step() or _gone_on_from(run)
+        if saved:
+            rule = f"had saved step {saved}, and {run.checkpoints.name}/ has no checkpoint any more"
+            cure = f"bring that folder back; or remove {run.path}, and train anew from step 1"
+            raise ConfigError("run", run.path, rule, cure)
+        return
+    check_checkpoint(checkpoint, account_of(recipe.model).account(recipe.model).parameters, "run")
+    # A run that took up another run's checkpoint counts that run's steps, tokens and samples too.
+    first_hand = recipe.checkpoint.load_from is None
+    check_progress(
+        read_checked(checkpoint, "run").position,
+        steps=recipe.training.steps,
+        tokens_per_step=recipe.tokens_per_step if first_hand else 0,
+        global_batch=recipe.training.global_batch if first_hand else 0,
+        checkpoint=checkpoint,
+        key="run",
+        cure=another(checkpoint),
+    )
+
+
+def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path) -> list[str]:
+    """Make a checkpoint of a claimed run its newest: those after it are put aside.
+
+    Returns:
+        what was done, in lines for a person.
+
+    Raises:
+        ConfigError: the run cannot go on from that checkpoint; nothing was changed.
+    """
+    check_own_checkpoint(run, recipe, checkpoint)
+    step = step_of(checkpoint)
+    renamed = put_aside(run.checkpoints, after=step)
+    return [f"goes on from step {step}: {path.stem}, which is later, is put aside as {path.name}" for path in renamed]
+
+
+def missed_checkpoint(run: RunFolder) -> str | None:
+    """A line on steps that the run has saved, and whose checkpoint is not there any more; None: there are none."""
+    newest, saved = latest(run.checkpoints), run.saved_step()
+    if newest is None or step_of(newest) >= saved:
+        return None
+    rule = f"the checkpoint of step {saved}, which was saved later, is not among its checkpoints"
+    return f"goes on from step {step_of(newest)}: {rule}"
+
+
+def _gone_on_from(run: RunFolder) -> int:
+    """The last step that an attempt of this run has gone on from, by its rows of metrics; 0: none has."""
+    # A run that took up another run's checkpoint has such rows without having saved anything.
+    if (run.config().get("checkpoint") or {}).get("load_from") is not None:
+        return 0
+    return max((row["step"] for row in run.metrics("attempt")), default=0)
 
 
 def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlab.attempt import begin, conclude, keep_tokenizer
+from titanlab.attempt import begin, conclude, go_back, keep_tokenizer, missed_checkpoint
 from titanlab.console import Console
 from titanlab.data import source
 from titanlab.host import Host, check_host, this_host
@@ -64,8 +64,20 @@ def execute(ready: Ready, console: Console) -> Outcome:
     return continue_run(run, recipe, ready.host, ready.ranks, console)
 
 
-def continue_run(run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None, console: Console) -> Outcome:
-    """Begin the next attempt at a run, from its latest checkpoint if it has one, under the given recipe."""
+def continue_run(
+    run: RunFolder,
+    recipe: Recipe,
+    host: Host,
+    ranks: Ranks | None,
+    console: Console,
+    *,
+    checkpoint: Path | None = None,
+) -> Outcome:
+    """Begin the next attempt at a run, from its latest checkpoint if it has one, under the given recipe.
+
+    Args:
+        checkpoint: an older one of the run's to go on from instead; those after it are put aside.
+    """
     done = run.result()
     if done is not None and done.kind is OutcomeKind.DONE:
         console.note(f"{run.path} is done: {done.steps} steps. For another like it: repeat={recipe.repeat + 1}")
@@ -76,6 +88,9 @@ def continue_run(run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         run.withdraw_cancel()
+        notes = [missed_checkpoint(run)] if checkpoint is None else go_back(run, recipe, checkpoint)
+        for note in filter(None, notes):
+            console.note(note)
         attempt = begin(run, recipe, host, started_by=ranks.started_by if ranks else recipe.launch.kind)
         keep_tokenizer(run, recipe)
         if ranks is not None:

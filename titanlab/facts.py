@@ -10,7 +10,7 @@ import torch
 
 from titanlab import flops, meter
 from titanlab.account import ModelAccount
-from titanlab.checkpoint.store import Position
+from titanlab.checkpoint.position import Position
 from titanlab.meter import Work
 from titanlab.numerals import duration, grouped, short
 from titanlab.options import account_of, implementation

@@ -96,7 +96,7 @@ def _tokenizer_folder(run: Path) -> Path:
 
 def _load(recipe: Recipe, checkpoint: Path, device: torch.device) -> LanguageModel:
     model = _empty(recipe.model, recipe.training.seq_len, dtypes_of(recipe).master, device)
-    load_model(checkpoint, model)
+    load_model(checkpoint, "run", model)
     return model
 
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlab.checkpoint.folders import POSITION, check_checkpoint, checkpoints, find, step_folder
+from titanlab.checkpoint.folders import check_checkpoint, find, of_step
+from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.data import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.huggingface import folder as hf
 from titanlab.huggingface.families import family_of
 from titanlab.options import account_of
-from titanlab.run_folder import RunFolder
-from titanlab.run_search import find_run
 from titanlab.starting_weights import open_folder
 from titanlab.weights import folder as ours
 from titanlab.weights.source import Source
@@ -76,14 +75,10 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
     Raises:
         ConfigError: there is no such run or checkpoint.
     """
-    path = Path(text).expanduser()
-    if (path / POSITION).is_file() and (path.parent.parent / "config.yaml").is_file():
-        run, checkpoint = RunFolder(path.parent.parent), find(str(path), "run")
-    else:
-        run = find_run(text, runs)
-        checkpoint = find(str(run.path), "run")
+    run, named = find_run_or_checkpoint(text, runs)
+    checkpoint = named or find(str(run.path), "run")
     if step is not None:
-        checkpoint = _of_step(run, step)
+        checkpoint = of_step(run.checkpoints, step, "--step", step)
     config = run.config()
     try:
         model = ours.model_of(config["model"])
@@ -110,12 +105,3 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
 def _context(model: Any, seq_len: int) -> int:
     family = family_of(model)
     return max(seq_len, family.stretched_context(model) if family is not None else 0)
-
-
-def _of_step(run: RunFolder, step: int) -> Path:
-    wanted = step_folder(run.checkpoints, step)
-    known = checkpoints(run.checkpoints)
-    if wanted not in known:
-        steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in known)
-        raise ConfigError("--step", step, "the run has no whole checkpoint of this step", f"it has {steps}")
-    return wanted

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from titanlab import facts, meter
-from titanlab.checkpoint.store import Position
+from titanlab.checkpoint.position import Position
 from titanlab.compile.watch import Watch
 from titanlab.console import Console
 from titanlab.failure_signs import mere_echo
@@ -58,6 +58,9 @@ class Recorder:
     def saving(self) -> AbstractContextManager[None]:
         """Inside, a checkpoint is written."""
         return contextlib.nullcontext()
+
+    def warn(self, text: str) -> None:
+        """Something is not as it should be, and the run goes on."""
 
     def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
         """Inside, held-out sequences are evaluated; yields what takes their loss."""
@@ -123,6 +126,9 @@ class LoggingRecorder(Recorder):
         self._tracker.log(self._step + 1, dict(flat(rows)))
         for number, line in enumerate(lines(rows)):
             self._console.note(f"{'sent per step by rank 0  ' if not number else ' ' * 25}{line}")
+
+    def warn(self, text: str) -> None:
+        self._console.warn(text)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

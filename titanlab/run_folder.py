@@ -33,6 +33,7 @@ SCHEMA = 1
 FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 _OF_YOURS = "give a folder of yours: try runs=~/runs"
+_SAVED = "saved.json"
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
 
 
@@ -135,6 +136,14 @@ class RunFolder:
             self.attempt_folder(max(self.attempts(), default=0) if attempt is None else attempt) / "job.json"
         )
 
+    def saved_step(self) -> int:
+        """The step that was saved last, whether or not that checkpoint is still there; 0: none was."""
+        for attempt in reversed(self.attempts()):
+            step = (_read_json(self.attempt_folder(attempt) / _SAVED) or {}).get("step")
+            if isinstance(step, int):
+                return step
+        return 0
+
     def asked_to_cancel(self) -> str | None:
         """Who has asked that the run be cancelled since it was last submitted, or started by hand."""
         wish = _read_json(self.path / "cancel.json")
@@ -210,6 +219,10 @@ class RunFolder:
                 outcome=outcome.kind.value,
             )
         )
+
+    def note_saved(self, attempt: int, step: int) -> None:
+        """Note that an attempt has saved a step: its checkpoints may be removed, and must not be missed in silence."""
+        write_json(self.attempt_folder(attempt) / _SAVED, {"schema": SCHEMA, "step": step, "time": time.time()})
 
     def write_failure(self, outcome: Outcome) -> None:
         """Note a rank's own failure, for `outcome.first_cause` to choose among."""

@@ -105,7 +105,7 @@ def fill_start(recipe: Recipe, model: nn.Module) -> None:
         importlib.import_module("titanlab.weights.fill").fill(model, source)
     else:
         store = importlib.import_module("titanlab.checkpoint.store")
-        store.load_model(_checkpoint(recipe.init_from), model)
+        store.load_model(_checkpoint(recipe.init_from), KEY, model)
 
 
 def _checkpoint(text: str) -> Path:

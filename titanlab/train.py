@@ -21,7 +21,7 @@ from torch import nn
 from titanlab.assemble import Assembled, assemble
 from titanlab.checkpoint import store
 from titanlab.checkpoint.folders import find, latest
-from titanlab.checkpoint.store import Position
+from titanlab.checkpoint.position import Position
 from titanlab.data import source
 from titanlab.mesh import Mesh, build_mesh
 from titanlab.optimizer.schedule import rate_factor
@@ -128,8 +128,16 @@ def train(
                     loss_scale=assembled.loss_scale.state(),
                 )
                 store.save(
-                    run.checkpoints, whole, model=model, optimizer=optimizer, world=world, keep=recipe.checkpoint.keep
+                    run.checkpoints,
+                    whole,
+                    model=model,
+                    optimizer=optimizer,
+                    world=world,
+                    keep=recipe.checkpoint.keep,
+                    warn=recorder.warn,
                 )
+                if world.logs:
+                    run.note_saved(attempt, at.step)
 
         outcome = Outcome(kind=OutcomeKind.DONE, steps=recipe.training.steps, attempt=attempt)
         waiting: list[tuple[int, float, Reduction]] = []
@@ -210,11 +218,14 @@ def _resume(
     """Continue from the run's own latest checkpoint, or start from the one, or the weights, that the recipe names."""
     own = latest(run.checkpoints)
     if own is not None:
-        return store.load(own, model=model, optimizer=optimizer, world=world)
+        return store.load(own, "run", model=model, optimizer=optimizer, world=world)
     if recipe.checkpoint.load_from is not None:
-        other = find(recipe.checkpoint.load_from, "checkpoint.load_from")
+        key = "checkpoint.load_from"
+        position = store.load(
+            find(recipe.checkpoint.load_from, key), key, model=model, optimizer=optimizer, world=world
+        )
         # Another run's tracker id stays with that run.
-        return replace(store.load(other, model=model, optimizer=optimizer, world=world), tracker=None)
+        return replace(position, tracker=None)
     if recipe.init_from is not None:
         fill_start(recipe, model)
     return Position()

@@ -4,7 +4,18 @@ import json
 
 import pytest
 
-from titanlab.checkpoint.folders import check_shapes, check_step, checkpoints, find, latest, step_folder
+from titanlab.checkpoint.folders import (
+    another,
+    check_shapes,
+    check_step,
+    checkpoints,
+    find,
+    latest,
+    of_step,
+    put_aside,
+    remove,
+    step_folder,
+)
 from titanlab.checkpoint.schema import Checkpoint
 from titanlab.errors import ConfigError
 
@@ -99,3 +110,97 @@ def test_a_run_must_be_longer_than_what_it_starts_from(tmp_path):
 def test_negative_numbers_are_refused(name):
     with pytest.raises(ConfigError, match=f"^checkpoint.{name}=-1: must not be negative"):
         Checkpoint(**{name: -1})
+
+
+def test_names_that_no_run_gives_are_passed_over(tmp_path):
+    kept = made(tmp_path, 3)
+    for name in ("step-abc", "step-", "step--4", "step-5.aside", "step-6.part", "step-²", "step-00000007.old"):
+        made(tmp_path, 99).rename(tmp_path / name)
+    (tmp_path / "step-00000008").write_text("")
+    (tmp_path / "step-00000009").symlink_to(tmp_path / "nowhere")
+    assert checkpoints(tmp_path) == [kept]
+
+
+def test_order_is_that_of_steps_however_they_are_written(tmp_path):
+    short = made(tmp_path, 9)
+    short.rename(tmp_path / "step-9")
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-9"]
+    made(tmp_path, 10)
+    made(tmp_path, 123_456_789)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-00000010", "step-123456789"]
+
+
+def test_of_a_symbolic_link_only_the_link_is_removed(tmp_path):
+    elsewhere = made(tmp_path / "elsewhere", 4)
+    link = step_folder(tmp_path, 4)
+    link.symlink_to(elsewhere)
+    assert latest(tmp_path) == link
+    assert remove(link) is None
+    assert not link.is_symlink()
+    assert (elsewhere / ".metadata").exists()
+
+
+def test_whatever_stands_in_the_place_of_a_checkpoint_is_removed(tmp_path):
+    folder, file, broken = made(tmp_path, 1), tmp_path / "step-00000002", tmp_path / "step-00000003"
+    file.write_text("")
+    broken.symlink_to(tmp_path / "nowhere")
+    for path in (folder, file, broken, tmp_path / "not there"):
+        assert remove(path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_cannot_be_removed_is_said(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    assert remove(made(tmp_path, 1)).strerror == "Permission denied"
+
+
+def test_later_ones_are_put_aside(tmp_path):
+    for step in (2, 4, 6):
+        made(tmp_path, step)
+    assert [path.name for path in put_aside(tmp_path, after=2)] == ["step-00000004.aside", "step-00000006.aside"]
+    assert latest(tmp_path) == step_folder(tmp_path, 2)
+    made(tmp_path, 4)
+    # What was put aside before stays.
+    assert [path.name for path in put_aside(tmp_path, after=2)] == ["step-00000004.aside-2"]
+    assert put_aside(tmp_path, after=2) == []
+
+
+def test_a_step_s_checkpoint(tmp_path):
+    for step in (2, 4):
+        made(tmp_path, step)
+    assert of_step(tmp_path, 4, "--step", 4) == step_folder(tmp_path, 4)
+    with pytest.raises(ConfigError, match="^--step=3: the run has no whole checkpoint of this step; it has 2, 4$"):
+        of_step(tmp_path, 3, "--step", 3)
+    with pytest.raises(ConfigError, match="it has none at all$"):
+        of_step(tmp_path / "empty", 3, "--step", 3)
+
+
+def test_the_advice_names_the_one_before(tmp_path):
+    first, second = made(tmp_path, 2), made(tmp_path, 4)
+    assert another(first) == "give another checkpoint of the run"
+    assert another(second) == f"give another checkpoint of the run: the one before it is {first}"
+
+
+@pytest.mark.parametrize("form", ["{}/checkpoints/step-2", "{}/checkpoints/step-00000002/", "~/checkpoints/step-2"])
+def test_forms_of_a_checkpoint_s_path(tmp_path, monkeypatch, form):
+    wanted = made(tmp_path / "checkpoints", 2)
+    made(tmp_path / "checkpoints", 4)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find(form.format(tmp_path), "k") == wanted
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    assert find("step-2", "k").resolve() == wanted
+    assert find("..", "k").name == "step-00000004"
+
+
+def test_a_damaged_one_is_refused_with_the_one_before_it(tmp_path):
+    made(tmp_path, 1)
+    path = made(tmp_path, 2)
+    position = json.loads((path / "position.json").read_text())
+    (path / "position.json").write_text(json.dumps({**position, "files": {"__0_0.distcp": 5}}))
+    with pytest.raises(
+        ConfigError, match=r"its file __0_0.distcp has 0 bytes, .*the one before it is .*step-00000001$"
+    ):
+        check_shapes(path, {"a.weight": (2, 3)}, "run")

@@ -1,6 +1,7 @@
 """Checkpoints from strangers: nothing in one is executed, and what is no checkpoint is refused in one line."""
 
 import io
+import json
 import os
 import pickle
 import random
@@ -53,6 +54,9 @@ def copied(trained_run, tmp_path):
     path = tmp_path / "runs" / run.path.parent.name / run.path.name
     shutil.copytree(run.path, path)
     (path / "result.json").unlink(missing_ok=True)
+    # Whoever forges a file forges its size in position.json too.
+    position = latest(path / "checkpoints") / "position.json"
+    position.write_text(json.dumps({**json.loads(position.read_text()), "files": {}}))
     return tiny.changed(made, steps=3), type(run)(path)
 
 
@@ -192,7 +196,7 @@ def test_no_entry_of_a_checkpoint_runs_code(pool, copied, tmp_path, entry):
     _replaced(checkpoint, name, b"no tensor" * 9 if entry == "garbage" else _saved(Payload(ran)))
     tiny.begin(made, run)
     (said,) = pool.run(1, resumed, made, run)
-    assert "has a file that is damaged, or that asks for more than tensors" in said
+    assert "a file is damaged, or asks for more than tensors" in said
     assert not ran.exists()
 
 

@@ -97,7 +97,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         started.append(ready.recipe)
         return Outcome(kind=OutcomeKind.DONE)
 
-    def continue_run(run, recipe, host, ranks, console):
+    def continue_run(run, recipe, host, ranks, console, *, checkpoint=None):
         started.append(recipe)
         return Outcome(kind=OutcomeKind.DONE)
 

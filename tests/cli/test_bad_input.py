@@ -225,7 +225,7 @@ def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         step = folder / run / "checkpoints" / ("step-00000300" if position else "step-00000300.part")
         step.mkdir(parents=True)
-        (step / ".metadata").touch()
+        (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
         if position:
             (step / "position.json").write_text(position)
     return folder
@@ -396,7 +396,7 @@ def run(tmp_path: Path) -> Path:
     run = create_run(made.runs, name="toy", identity=identity, config=to_mapping(made))
     step = run.checkpoints / "step-00000003"
     step.mkdir()
-    (step / ".metadata").touch()
+    (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
     shapes = {name: list(shape) for name, shape in llama_account.account(made.model).parameters.items()}
     (step / "position.json").write_text(json.dumps({"step": 3, "parameters": shapes}))
     return run.path
@@ -408,6 +408,7 @@ def run(tmp_path: Path) -> Path:
         ("", "arguments=: the following arguments are required: run", "titanlab resume --help"),
         ("nope", "run=nope: fits no run under runs", "--runs FOLDER"),
         ("nope --runs <runs>", "run=nope: fits no run under <runs>", "try single/toy-"),
+        ("<run>/checkpoints/step-4", "run=<run>/checkpoints/step-4: the run has no whole checkpoint of this step", "it has 3"),
         ("<run> optimizer.lr=1", "optimizer.lr=1: is not to be changed in a run that has begun", "changeable: world, parallelism,"),
         ("<run> checkpoint.load_from=x", "checkpoint.load_from=x: is not to be changed", "changeable:"),
         ("<run> training.microbatches=2", "training.microbatches=2: is not to be changed", "training.microbatch,"),

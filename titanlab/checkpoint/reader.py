@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from titanlab.checkpoint.folders import another
 from titanlab.checkpoint.metadata import SavedTensor, read_saved
 from titanlab.checkpoint.numpy_state import is_numpy_state, read_numpy_state
 from titanlab.errors import ConfigError
+from titanlab.outcome import OutcomeKind, classify, first_line
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -36,6 +38,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
     Attributes:
         saved: what the checkpoint holds.
+        checkpoint, named_by: as they were given.
 
     Raises:
         ConfigError: its metadata is missing or damaged, or asks for what no checkpoint needs.
@@ -44,8 +47,8 @@ class CheckpointReader(dcp.FileSystemReader):
     def __init__(self, checkpoint: Path, key: str) -> None:
         super().__init__(checkpoint)
         self.saved = read_saved(checkpoint, key)
-        self._checkpoint = checkpoint
-        self._key = key
+        self.checkpoint = checkpoint
+        self.named_by = key
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As in FileSystemReader, which calls pickle.load."""
@@ -67,7 +70,7 @@ class CheckpointReader(dcp.FileSystemReader):
         Raises:
             ConfigError: a file is missing or damaged, or asks for what no tensor needs.
         """
-        with _damage_named(self._checkpoint, self._key):
+        with _damage_named(self.checkpoint, self.named_by):
             return super().read_data(plan, planner)
 
 
@@ -89,16 +92,20 @@ def load_state(state: dict[str, Any], reader: CheckpointReader) -> None:
     """Read a checkpoint into a state dict, together with all ranks; nothing of it is executed.
 
     Raises:
-        ConfigError: a file of it is missing or damaged, or would run code.
+        ConfigError: a file of it is missing or damaged, or would run code; or it is of another model.
     """
     try:
         dcp.load(state, storage_reader=reader, planner=CheckpointPlanner())
     except dcp.CheckpointException as error:
         # It holds what every rank raised. A mistake is told as such, and in one line.
-        for failure, _ in error.failures.values():
-            if isinstance(failure, ConfigError):
-                raise failure from error
-        raise
+        failures = [failure for failure, _ in error.failures.values()]
+        failure = next((each for each in failures if isinstance(each, ConfigError)), failures[0] if failures else error)
+        if isinstance(failure, ConfigError):
+            raise failure from error
+        # Ends of the machine say nothing about the checkpoint.
+        if classify(failure) in (OutcomeKind.OOM, OutcomeKind.NODE_FAIL, OutcomeKind.HANG):
+            raise
+        raise _unreadable(reader.checkpoint, reader.named_by, first_line(failure)) from error
 
 
 def _as_torch(tensor: SavedTensor) -> TensorStorageMetadata:
@@ -122,9 +129,12 @@ def _damage_named(checkpoint: Path, key: str) -> Iterator[None]:
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             raise
-        name = Path(str(error.filename)).name
-        raise ConfigError(key, checkpoint, f"has no file {name}", "give another checkpoint of the run") from error
+        raise _unreadable(checkpoint, key, f"it has no file {Path(str(error.filename)).name}") from error
     except Exception as error:
         # Damaged bytes fail in any way; torch's message about a refused name takes ten lines.
-        rule = f"has a file that is damaged, or that asks for more than tensors ({type(error).__name__})"
-        raise ConfigError(key, checkpoint, rule, "give another checkpoint of the run") from error
+        reason = f"{type(error).__name__}: a file is damaged, or asks for more than tensors"
+        raise _unreadable(checkpoint, key, reason) from error
+
+
+def _unreadable(checkpoint: Path, key: str, reason: str) -> ConfigError:
+    return ConfigError(key, checkpoint, f"cannot be read ({reason})", another(checkpoint))

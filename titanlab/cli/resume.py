@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from titanlab.checkpoint.folders import latest
+from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
 from titanlab.composition.frozen import hold_changeable, overridden
 from titanlab.console import Console
@@ -14,7 +15,6 @@ from titanlab.execute import continue_run, prepare
 from titanlab.launch.local_schema import Local
 from titanlab.options import implementation
 from titanlab.recipe import Recipe
-from titanlab.run_search import find_run
 
 # What may change between attempts: how a run is run and watched. What it computes may not.
 CHANGEABLE = (
@@ -40,19 +40,23 @@ CHANGEABLE = (
 def main(arguments: Sequence[str]) -> int:
     """Begin the run's next attempt. Returns its outcome's exit code."""
     parser = Arguments("resume", "Continue a run that was stopped.")
-    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
+    parser.add_argument(
+        "run", help="the run's folder, name, or the first digits of its hash; or one of its checkpoints"
+    )
     parser.add_argument("overrides", nargs="*", default=[], help="key=value, such as parallelism.shard=4")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
-    run = find_run(given.run, given.runs)
+    run, checkpoint = find_run_or_checkpoint(given.run, given.runs)
     recipe = _changed(run.config(), given.overrides)
     # It may have moved since it was born; and a queue is `titanlab retry`'s, this verb runs here.
     recipe = replace(recipe, runs=str(run.path.parent.parent))
     if not hasattr(implementation(recipe.launch), "start"):
         recipe = replace(recipe, launch=Local(threads=getattr(recipe.launch, "threads", None)))
+    newest = checkpoint or latest(run.checkpoints)
     with Console() as console:
-        (ready,) = prepare([recipe], console.note, started=latest(run.checkpoints) is not None)
-        return continue_run(run, ready.recipe, ready.host, ready.ranks, console).kind.exit_code
+        (ready,) = prepare([recipe], console.note, started=newest is not None)
+        ended = continue_run(run, ready.recipe, ready.host, ready.ranks, console, checkpoint=checkpoint)
+    return ended.kind.exit_code
 
 
 def _changed(config: Mapping[str, Any], overrides: Sequence[str]) -> Recipe:

@@ -89,7 +89,7 @@ def hold_to_state(state: Mapping[str, Any], **now: object) -> None:
         now: the facts of the stream that resumes, under the names they have in the state.
 
     Raises:
-        ConfigError: one of them differs.
+        ConfigError: one of them differs, or the state has no number of samples.
     """
     keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
     for name, value in now.items():
@@ -100,3 +100,7 @@ def hold_to_state(state: Mapping[str, Any], **now: object) -> None:
                 f"the checkpoint stands in the data of {name} {state.get(name)}",
                 "resume with the data, seed and sequence length it was made with, or start a new run",
             )
+    samples = state.get("samples")
+    if not isinstance(samples, int) or isinstance(samples, bool) or not 0 <= samples < 2**62:
+        rule = "the checkpoint's position in the data has no whole number of samples from 0"
+        raise ConfigError("data.samples", samples, rule, "resume from another checkpoint of the run")

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from titanlab.atomic_file import write_json
-from titanlab.attempt import begin, conclude, keep_tokenizer
+from titanlab.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
 from titanlab.checkpoint.folders import latest
 from titanlab.data import source
 from titanlab.errors import ConfigError, TitanlabError
@@ -151,6 +151,9 @@ def _attempted(job: Job) -> Outcome:
             hold_code(job.code)
         recipe = from_mapping(config)
         address = address_of(place, os.environ)
+        missed = missed_checkpoint(run)
+        if missed is not None:
+            _say(missed)
         attempt = begin(run, recipe, this_host(), started_by=place.launcher)
     except Exception as error:
         # It is the run's end all the same, and the other ranks wait to be told.
