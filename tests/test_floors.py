@@ -33,8 +33,8 @@ FLOORS: dict[int, list[str]] = {
     # Machine.
     3: [
         *["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale"],
-        "checkpoint.inert_pickle checkpoint.metadata checkpoint.numpy_state checkpoint.reader",
-        "checkpoint.position checkpoint.folders",
+        """checkpoint.inert_pickle checkpoint.metadata checkpoint.numpy_state checkpoint.reader
+        checkpoint.position checkpoint.folders""",
     ],
     # Parts.
     4: [
