@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.options import implementation
+from titanlab.tracker.record import FILE
 
 Warn = Callable[[str], None]
 
@@ -28,6 +29,7 @@ class TrackedRun:
         job_type: `train`, `bench` or `eval`.
         attempt: number of the attempt, from 1.
         resumed_step: what it goes on from.
+        is_live: a process trains it now; otherwise its rows come from metrics.jsonl, and no machine is watched.
     """
 
     id: str
@@ -41,6 +43,12 @@ class TrackedRun:
     job_type: str = "train"
     attempt: int = 1
     resumed_step: int = 0
+    is_live: bool = True
+
+    @property
+    def record(self) -> Path:
+        """Where the tracker notes how far it got."""
+        return self.folder / "attempts" / str(self.attempt) / FILE if self.is_live else self.folder / FILE
 
     def flat_config(self) -> dict[str, Any]:
         """The recipe, with facts and `layout.*` beside it."""
