@@ -30,7 +30,7 @@ COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _titanlab titanlab
 """
 _FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package", "--resolve")
-_OF_RUNS = ("resume", "generate", "export")
+_OF_RUNS = ("resume", "generate", "export", "sync")
 _OF_SWEEPS = ("status", "cancel", "retry", "collect")
 
 

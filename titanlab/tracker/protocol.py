@@ -57,13 +57,24 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes metrics elsewhere. No method raises for trouble of its own, and none waits for a network."""
+    """Takes metrics elsewhere. No method raises for trouble of its own, and none waits for a network.
+
+    The module of one that keeps files of its own has, for `titanlab sync --rebuild`:
+
+        for_rebuild(config, rows)  the config with which it takes that many rows at once, and keeps them here
+        kept_files(folder)         its files or folders in a run's folder, a set of paths
+        put_aside(folder, paths, *, keep)  moves such paths to `replaced/`, or removes them
+    """
 
     def start(self, run: TrackedRun) -> None:
         """Open it. Returns at once."""
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Hand over a row; steps never decrease within an attempt."""
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
+        """Hand over a row; steps never decrease within an attempt.
+
+        Args:
+            time: when the row was measured, in seconds since the epoch; None: now.
+        """
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
         """Close it with the run's medians and totals; waits a few seconds at most."""

@@ -14,6 +14,8 @@ from titanlab.atomic_file import write_json
 
 SCHEMA = 1
 FILE = "tracker.json"
+# Of a run: what trackers had before it was rebuilt.
+REPLACED = "replaced"
 # It has not said that it is ready; it takes rows; it has all rows and the summary.
 STARTING, OPEN, FINISHED = "starting", "open", "finished"
 

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from titanlab.tracker.record import REPLACED
+
 FOLDER = "wandb"
-# Folders of earlier starts, whose rows stand in a file that was rebuilt.
-REPLACED = "replaced"
 
 
 def online_folders(run: Path, id: str) -> frozenset[Path]:  # noqa: A002
@@ -24,6 +24,22 @@ def offline_files(run: Path) -> list[Path]:
 def is_uploaded(file: Path) -> bool:
     """Whether `wandb sync` has uploaded a file: it leaves a mark beside it."""
     return file.with_name(f"{file.name}.synced").exists()
+
+
+def kept_files(run: Path) -> frozenset[Path]:
+    """Folders of all starts."""
+    return frozenset(path for path in (run / FOLDER).glob("*run-*-*") if path.is_dir() and not path.is_symlink())
+
+
+def put_aside(run: Path, folders: Iterable[Path], *, keep: bool) -> None:
+    """Move folders of starts to `replaced/wandb/`, or remove them."""
+    if not keep:
+        discard(folders)
+        return
+    for folder in folders:
+        aside = run / REPLACED / FOLDER
+        aside.mkdir(parents=True, exist_ok=True)
+        folder.rename(aside / folder.name)
 
 
 def discard(folders: Iterable[Path]) -> None:

@@ -44,6 +44,8 @@ UNHEARD = (
 _ORPHAN_SECONDS = 60.0
 _INIT_SECONDS = 60.0
 _ROWS = 50_000
+# wandb's name for the time of a row, which it takes to be now unless it is told.
+_TIMESTAMP = "_timestamp"
 # How often tracker.json is written while rows come.
 _RECORD_SECONDS = 5.0
 Tell = Callable[..., None]
@@ -83,6 +85,7 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], tell: Tell) -> No
     book = _Book(start, run)
     tell("started")
     step: int | None = None
+    moment: dict[str, Any] = {}
     while True:
         message = messages.get()
         if message is None:
@@ -92,13 +95,14 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], tell: Tell) -> No
         if "log" in message:
             known = {name: value for name, value in message["log"]["metrics"].items() if value is not None}
             step = message["log"]["step"]
+            moment = {name: known[name] for name in (_TIMESTAMP,) if name in known}
             run.log(known, step=step)
             book.count(step)
         if "finish" in message:
             # Over the last values, which wandb takes for the summary unasked. It holds the last row back until a later
             # step comes, or the end, when the row's values would go over ours.
             if step is not None:
-                run.log({}, step=step, commit=True)
+                run.log(moment, step=step, commit=True)
             known = {name: value for name, value in message["finish"]["summary"].items() if value is not None}
             run.summary.update(known)
             run.finish(exit_code=message["finish"]["exit_code"])
@@ -118,13 +122,13 @@ class _Book:
         self.write(state=OPEN, mode=start["mode"], folder=folder)
 
     def count(self, step: int) -> None:
-        """wandb has taken a row of this step."""
+        """A row of this step has been taken."""
         self._record = replace(self._record, step=step, rows=self._record.rows + 1)
         if time.monotonic() - self._written >= _RECORD_SECONDS:
             self.write()
 
     def close(self, rows: int) -> None:
-        """wandb has everything that it was given, out of `rows` that the run had for it."""
+        """All is taken that was given, of `rows` that the run had."""
         self.write(state=FINISHED, left_out=rows - self._record.rows)
 
     def write(self, **changes: Any) -> None:
