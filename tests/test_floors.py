@@ -44,7 +44,9 @@ FLOORS: dict[int, list[str]] = {
     # Assembly.
     5: ["recipe recipe_rules assemble stage stage_pieces layout_rules composition"],
     # Story.
-    6: ["train recorder facts generate parity conformance attempt execute starting_weights origin interchange"],
+    6: [
+        "train recorder facts tracked_run tracker_gaps rebuild generate parity conformance attempt execute starting_weights origin interchange"
+    ],
     # Study: many runs.
     7: ["sweep report"],
     # Doors.

@@ -11,6 +11,7 @@ from titanlab.metrics_file import MetricsWriter, read_metrics
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.provenance import collect
 from titanlab.run_status import STATES, Status
+from titanlab.tracker.record import FINISHED, OPEN, STARTING, Record
 
 PAGE = (Path(__file__).parents[1] / "docs" / "run-folder.md").read_text()
 
@@ -51,6 +52,10 @@ def test_metrics(tmp_path):
     named = {meter.LOSS, meter.GRAD_NORM, meter.LEARNING_RATE, meter.TOKENS_SEEN, meter.VALIDATION_LOSS}
     written = set(read_metrics(tmp_path / "metrics.jsonl")[0]) | set(measured.window().metrics()) | named
     assert written <= keys("metrics.jsonl")
+
+
+def test_tracker():
+    assert {field.name for field in dataclasses.fields(Record)} | {STARTING, OPEN, FINISHED} <= keys("tracker.json")
 
 
 def test_env():

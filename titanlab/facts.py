@@ -1,9 +1,8 @@
-"""What is told about a run: the table at its start, the panel at its end, the facts for its tracker."""
+"""What is told about a run: the table at its start, the panel at its end."""
 
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
 import torch
@@ -16,10 +15,8 @@ from titanlab.numerals import duration, grouped, short
 from titanlab.options import account_of, implementation
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.peak import peak_flops
-from titanlab.points_file import point_of
-from titanlab.recipe import Recipe, to_mapping
+from titanlab.recipe import Recipe
 from titanlab.run_folder import RunFolder
-from titanlab.tracker.protocol import TrackedRun
 
 CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
 
@@ -114,30 +111,6 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
     if outcome.kind.may_continue:
         return [f"titanlab resume {folder}"]
     return [f"less {folder}/logs/rank-0.log"]
-
-
-def tracked_run(recipe: Recipe, run: RunFolder, position: Position, attempt: int) -> TrackedRun:
-    """What a tracker is told at the start."""
-    account = model_account(recipe)
-    return TrackedRun(
-        # Random digits, so that a run that was deleted and trained again is another one for the tracker.
-        id=position.tracker or f"{run.hash8}-{secrets.token_hex(3)}",
-        name=run.path.name,
-        sweep=recipe.sweep,
-        folder=run.path,
-        config=to_mapping(recipe),
-        layout=recipe.layout.degrees(),
-        facts={
-            "parameters": account.parameter_count,
-            "tokens_per_step": recipe.tokens_per_step,
-            "device": recipe.cluster.device,
-            "layout.label": recipe.layout.label,
-            **{f"point.{key}": value for key, value in point_of(run).items()},
-        },
-        tags=[recipe.model.kind, str(recipe.cluster.device), recipe.precision.kind],
-        attempt=attempt,
-        resumed_step=position.step,
-    )
 
 
 def _peak(constants: Work) -> str:

@@ -31,6 +31,7 @@ from titanlab.recipe import Recipe
 from titanlab.run_folder import RunFolder
 from titanlab.run_status import Status
 from titanlab.totals import Totals
+from titanlab.tracked_run import tracked_run
 from titanlab.tracker.protocol import open_tracker
 from titanlab.traffic import axis_groups, traced
 from titanlab.traffic_table import flat, lines
@@ -89,7 +90,7 @@ class LoggingRecorder(Recorder):
         work = facts.work(recipe, world.device)
         self._meter = Meter(work, warmup_steps=recipe.training.unmeasured_steps, tokens_seen=position.tokens)
         self._metrics = run.open_metrics(attempt, resumed_step=position.step)
-        described = facts.tracked_run(recipe, run, position, attempt)
+        described = tracked_run(recipe, run, attempt=attempt, resumed_step=position.step, id=position.tracker)
         self._tracker = open_tracker(recipe.tracker, described, warn=console.warn)
         self.tracker_id = described.id
         self._status_at = 0.0

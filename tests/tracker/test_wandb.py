@@ -5,7 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from titanlab.errors import ConfigError
 from titanlab.tracker import wandb
 from titanlab.tracker.jsonl_schema import Jsonl
 from titanlab.tracker.protocol import TrackedRun, open_tracker
+from titanlab.tracker.record import FINISHED, read_record
 from titanlab.tracker.wandb import has_key, resolve_mode
 from titanlab.tracker.wandb_schema import Wandb
 
@@ -21,6 +26,7 @@ from titanlab.tracker.wandb_schema import Wandb
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "attempts" / "1").mkdir(parents=True)
     return TrackedRun(
         id="abcd1111abcd1111",
         name="toy-abcd1111",
@@ -57,14 +63,14 @@ class Settings:
 class Summary(dict):
     pass
 class Run:
-    def __init__(self): self.summary = Summary()
+    def __init__(self, folder): self.summary, self.dir = Summary(), folder + "/wandb/offline-run-1-x/files"
     def log(self, metrics, step, commit=None):
         if metrics: tell("log", step, metrics)
     def finish(self, exit_code=0): tell("finish", exit_code, self.summary)
 def init(**given):
     settings = given.pop("settings")
     tell("init", given, settings.given)
-    return Run()
+    return Run(given["dir"])
 """
 
 
@@ -240,6 +246,128 @@ def test_online_that_cannot_be_reached_goes_offline(run, told, monkeypatch, tmp_
     assert fake_out()[0][1]["mode"] == "offline"
 
 
+class Refuses(BaseHTTPRequestHandler):
+    """A server that lets nobody in."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.send_response(401)
+        self.end_headers()
+
+    def log_message(self, *given):
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """The real wandb, whose server answers, and refuses."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        yield
+        server.shutdown()
+
+
+def rows_of(folder):
+    """Steps in a wandb file that is closed."""
+    records = inspect(folder)
+    assert [record["type"] for record in records][-1] == "exit"
+    return [record["history"]["item"]["_step"] for record in records if record["type"] == "history"]
+
+
+def test_the_real_wandb_that_is_refused_online_writes_everything_offline(run, told, refusing):
+    tracker = open_tracker(Wandb(mode="online", finish_seconds=120), run, warn=told.append)
+    for step in range(1, 21):
+        tracker.log(step, {"loss": 1.0 / step})
+    until(lambda: tracker._pump() or told)
+    tracker.log(21, {"loss": 0.0})
+    tracker.finish({"loss": 0.0})
+    assert len(told) == 1
+    assert told[0].startswith("wandb: could not go online (")
+    assert told[0].endswith("), so it writes offline")
+    assert rows_of(run.folder) == list(range(1, 22))
+    # What was made to go online is no run, and would be uploaded as an empty one.
+    assert not list(run.folder.glob("wandb/run-*"))
+    record = read_record(run.record)
+    assert (record.state, record.wanted, record.mode) == (FINISHED, "online", "offline")
+    assert (record.id, record.step, record.rows, record.left_out) == (run.id, 21, 21, 0)
+    assert len(list(run.folder.glob(f"{record.folder}/*.wandb"))) == 1
+
+
+def test_one_that_is_not_online_by_the_end_writes_offline(run, told, monkeypatch, tmp_path, fake_out):
+    source = FAKE.replace(
+        "    settings = given.pop",
+        "    if given['mode'] == 'online': time.sleep(1000)\n    settings = given.pop",
+    )
+    tracker = open_fake(monkeypatch, tmp_path, source, run, told, finish_seconds=40)
+    monkeypatch.setattr(tracker, "_config", replace(tracker._config, finish_seconds=1.0))
+    for step in range(1, 8):
+        tracker.log(step, {"loss": 1.0})
+    go_offline = tracker._go_offline
+
+    def patiently():
+        go_offline()
+        # The first half of the time is over; the machine may be busy in the second.
+        monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+
+    monkeypatch.setattr(tracker, "_go_offline", patiently)
+    tracker.finish({"loss": 1.0})
+    assert [what for what, *_ in fake_out()] == ["init", *["log"] * 7, "finish"]
+    assert told == [
+        f"wandb: was not online before the end, so it has written offline; next: titanlab sync {run.folder}"
+    ]
+
+
+ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGXCPU)
+
+
+def descendants(pid):
+    """A process and all that it, and they, have started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    started = [each for path in Path(f"/proc/{pid}/task").iterdir() for each in (path / "children").read_text().split()]
+    return [pid, *(found for child in {*children, *started} for found in descendants(int(child)))]
+
+
+def test_signals_to_every_process_of_a_job_cost_no_row(run, told):
+    tracker = open_tracker(Wandb(mode="offline", finish_seconds=120), run, warn=told.append)
+    tracker.log(1, {"loss": 1.0})
+    until(lambda: tracker._pump() or tracker._is_ready)
+    everybody = descendants(tracker._process.pid)
+    assert any("wandb-core" in Path(f"/proc/{pid}/cmdline").read_text() for pid in everybody)
+    for number in ALL:
+        for pid in everybody:
+            os.kill(pid, number)
+    for step in (2, 3):
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish({"loss": 0.5}, exit_code=75)
+    assert told == [], (run.folder / "logs" / "wandb.log").read_text()
+    assert rows_of(run.folder) == [1, 2, 3]
+
+
+def test_a_signal_that_comes_with_the_writers_birth_is_not_heard_either(run, told, monkeypatch, tmp_path, fake_out):
+    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told, finish_seconds=30)
+    for number in ALL:
+        os.kill(tracker._process.pid, number)
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish({"loss": 1.0})
+    assert [what for what, *_ in fake_out()] == ["init", "log", "finish"]
+    assert told == []
+
+
+def test_rows_that_are_left_out_are_counted(run, told, monkeypatch, tmp_path, fake_out):
+    tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told, queue_rows=5, finish_seconds=30)
+    os.kill(tracker._process.pid, signal.SIGSTOP)
+    for step in range(20):
+        tracker.log(step, {"loss": 1.0})
+    os.kill(tracker._process.pid, signal.SIGCONT)
+    tracker.finish({"loss": 1.0})
+    taken = sum(what == "log" for what, *_ in fake_out())
+    record = read_record(run.record)
+    assert (record.state, record.rows, record.left_out) == (FINISHED, taken, 20 - taken)
+    assert record.left_out > 0
+
+
 DIES = """
 import sys
 from pathlib import Path
@@ -337,5 +465,5 @@ def test_jsonl_does_nothing_more(run, told):
     tracker = open_tracker(Jsonl(), run, warn=told.append)
     tracker.log(1, {"loss": 1.0})
     tracker.finish({"loss": 1.0})
-    assert [path.name for path in run.folder.iterdir()] == ["logs"]
+    assert sorted(path.name for path in run.folder.iterdir()) == ["attempts", "logs"]
     assert told == []

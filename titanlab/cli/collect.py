@@ -11,7 +11,7 @@ from titanlab.console import Console
 from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.sweep.table.collect import write_table
 from titanlab.sweep.table.comparison import comparison
-from titanlab.sweep.table.listing import counted, dropped, failures, runs
+from titanlab.sweep.table.listing import counted, dropped, failures, gaps, runs
 from titanlab.sweep.table.look import look_at
 
 
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     lines = [f"{sweep.name}: {counted(len(runs(rows)), 'run')}"]
     lines += [f"  {line}" for line in comparison(rows)]
     lines += [f"  {line}" for line in failures(rows)]
+    lines += [f"  {line}" for line in gaps(rows)]
     lines += [f"  {line}" for line in dropped(rows)]
     lines += [f"table: {os.path.relpath(path)}" for path in files]
     with Console() as console:

@@ -111,7 +111,7 @@ def _of_arguments(parser: Arguments, given: Sequence[str], current: str) -> Sequ
         return sorted(name for name in options if name.startswith("--"))
     places = parser.positionals()
     place = min(len(words), len(places) - 1)
-    if place < 0 or (place < len(words) and places[place].nargs != "*"):
+    if place < 0 or (place < len(words) and places[place].nargs not in ("*", "+")):
         return []
     return _of_place(places[place].dest, words, current, runs=_expanded(values.get("runs", "runs")))
 
@@ -125,7 +125,10 @@ def _of_place(place: str, words: Sequence[str], current: str, *, runs: str) -> S
         runs: folder of runs.
     """
     if place == "sweep":
-        return [path.name for path in sorted(Path(runs).glob("*")) if path.is_dir()]
+        return _sweeps(runs)
+    if place == "runs_and_sweeps":
+        names = [*_sweeps(runs), *(run.path.name for run in list_runs(runs))]
+        return [name for name in names if name not in words]
     if place == "run" and not words:
         return [run.path.name for run in list_runs(runs)]
     if place == "overrides" or (place == "runs_and_keys" and current.startswith(("launch", "cluster"))):
@@ -138,6 +141,10 @@ def _of_place(place: str, words: Sequence[str], current: str, *, runs: str) -> S
 def _expanded(text: str) -> str:
     """A folder as the shell will write it: COMP_LINE has it as it was typed."""
     return os.path.expanduser(os.path.expandvars(text))
+
+
+def _sweeps(runs: str) -> list[str]:
+    return [path.name for path in sorted(Path(runs).glob("*")) if path.is_dir()]
 
 
 def _runs_of(sweep: str, runs: str) -> list[RunFolder]:

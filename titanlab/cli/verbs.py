@@ -21,6 +21,7 @@ VERBS = {
     "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
     "collect": ("titanlab.cli.collect", "write a sweep's results as one parquet and one CSV file"),
     "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
+    "sync": ("titanlab.cli.sync", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl"),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
     "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),
     "tokenize": ("titanlab.cli.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),

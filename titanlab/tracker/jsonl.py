@@ -15,7 +15,7 @@ class JsonlTracker:
     def start(self, run: TrackedRun) -> None:
         """Nothing to open."""
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
         """The row is in metrics.jsonl already."""
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:

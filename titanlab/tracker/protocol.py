@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.options import implementation
+from titanlab.tracker.record import FILE
 
 Warn = Callable[[str], None]
 
@@ -28,6 +29,7 @@ class TrackedRun:
         job_type: `train`, `bench` or `eval`.
         attempt: number of the attempt, from 1.
         resumed_step: what it goes on from.
+        is_live: a process trains it now; otherwise its rows come from metrics.jsonl, and no machine is watched.
     """
 
     id: str
@@ -41,6 +43,12 @@ class TrackedRun:
     job_type: str = "train"
     attempt: int = 1
     resumed_step: int = 0
+    is_live: bool = True
+
+    @property
+    def record(self) -> Path:
+        """Where the tracker notes how far it got."""
+        return self.folder / "attempts" / str(self.attempt) / FILE if self.is_live else self.folder / FILE
 
     def flat_config(self) -> dict[str, Any]:
         """The recipe, with facts and `layout.*` beside it."""
@@ -49,13 +57,24 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes metrics elsewhere. No method raises for trouble of its own, and none waits for a network."""
+    """Takes metrics elsewhere. No method raises for trouble of its own, and none waits for a network.
+
+    The module of one that keeps files of its own has, for `titanlab sync --rebuild`:
+
+        for_rebuild(config, rows)  the config with which it takes that many rows at once, and keeps them here
+        kept_files(folder)         its files or folders in a run's folder, a set of paths
+        put_aside(folder, paths, *, keep)  moves such paths to `replaced/`, or removes them
+    """
 
     def start(self, run: TrackedRun) -> None:
         """Open it. Returns at once."""
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Hand over a row; steps never decrease within an attempt."""
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
+        """Hand over a row; steps never decrease within an attempt.
+
+        Args:
+            time: when the row was measured, in seconds since the epoch; None: now.
+        """
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
         """Close it with the run's medians and totals; waits a few seconds at most."""

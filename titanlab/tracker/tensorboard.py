@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.tracker.protocol import TrackedRun, Warn
+from titanlab.tracker.record import FINISHED, OPEN, REPLACED, Record, write_record
 from titanlab.tracker.tensorboard_schema import TensorBoard
+
+FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
@@ -20,14 +26,18 @@ class TensorBoardTracker:
         self._warn = warn
         self._writer: Any = None
         self._step = 0
+        self._record = Record(kind="tensorboard", folder=FOLDER)
+        self._path = Path()
 
     def start(self, run: TrackedRun) -> None:
         """Open an event file; rows of an earlier attempt for later steps are hidden from the charts."""
+        self._path = run.record
+        self._note(id=run.id, attempt=run.attempt)
         try:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(
-                log_dir=str(run.folder / "tensorboard"),
+                log_dir=str(run.folder / FOLDER),
                 purge_step=run.resumed_step + 1 if run.attempt > 1 else None,
                 # Room for bursts: add_scalar waits where the queue is full.
                 max_queue=1000,
@@ -36,10 +46,11 @@ class TensorBoardTracker:
             self._step = run.resumed_step
             text = json.dumps(run.flat_config(), indent=2, default=str)
             self._writer.add_text("recipe", "\n".join("    " + line for line in text.splitlines()), self._step)
+            self._note(state=OPEN)
         except Exception as error:
             self._give_up(error)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
         """Add the numbers of a row."""
         if self._writer is None:
             return
@@ -47,7 +58,8 @@ class TensorBoardTracker:
         try:
             for name, value in metrics.items():
                 if isinstance(value, (int, float)):
-                    self._writer.add_scalar(name, value, step)
+                    self._writer.add_scalar(name, value, step, walltime=time)
+            self._record = replace(self._record, step=step, rows=self._record.rows + 1)
         except Exception as error:
             self._give_up(error)
 
@@ -58,13 +70,19 @@ class TensorBoardTracker:
             return
         try:
             self._writer.close()
+            self._note(state=FINISHED)
         except Exception as error:
             self._give_up(error)
         self._writer = None
 
+    def _note(self, **changes: Any) -> None:
+        self._record = replace(self._record, **changes)
+        write_record(self._path, self._record)
+
     def _give_up(self, error: Exception) -> None:
         # Of whatever kind: a tracker's trouble is never the run's.
         self._writer = None
+        self._note()
         self._warn(f"tensorboard stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
 
 
@@ -88,3 +106,24 @@ def build(config: TensorBoard, *, warn: Warn) -> TensorBoardTracker:
     """
     check(config)
     return TensorBoardTracker(config, warn)
+
+
+def for_rebuild(config: TensorBoard, rows: int) -> TensorBoard:
+    """The config for a run's rows all at once."""
+    return config
+
+
+def kept_files(run: Path) -> frozenset[Path]:
+    """Event files of all starts."""
+    return frozenset((run / FOLDER).glob("events.out.tfevents.*"))
+
+
+def put_aside(run: Path, files: Iterable[Path], *, keep: bool) -> None:
+    """Move event files to `replaced/tensorboard/`, or remove them."""
+    aside = run / REPLACED / FOLDER
+    for file in files:
+        if keep:
+            aside.mkdir(parents=True, exist_ok=True)
+            shutil.move(file, aside / file.name)
+        else:
+            file.unlink(missing_ok=True)

@@ -2,8 +2,9 @@
 
 The training process never imports wandb, which takes a second and holds the interpreter's lock, starts
 threads and waits for its service when the interpreter ends. It sends rows down a pipe that is never waited
-for: what the pipe does not take waits in a bounded queue. A writer that dies, hangs or cannot log in costs
-one warning. `wandb_writer.py` is the other end.
+for: what the pipe does not take waits in a bounded queue. A writer that dies, hangs or cannot log in costs one warning,
+and what it lacks can be told from attempts/N/tracker.json. One that cannot get online is replaced by one that writes
+offline, and gets all rows again. `wandb_writer.py` is the other end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -27,9 +29,13 @@ from urllib.parse import urlsplit
 from titanlab.atomic_file import finite
 from titanlab.errors import ConfigError
 from titanlab.tracker.protocol import TrackedRun, Warn
+from titanlab.tracker.record import Record, write_record
+from titanlab.tracker.wandb_files import discard, kept_files, online_folders, put_aside
 from titanlab.tracker.wandb_schema import Wandb
+from titanlab.tracker.wandb_writer import UNHEARD
 
-_WRITER = Path(__file__).with_name("wandb_writer.py")
+__all__ = ["WandbTracker", "build", "check", "for_rebuild", "kept_files", "put_aside"]
+_WRITER = "titanlab.tracker.wandb_writer"
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
 
@@ -41,10 +47,17 @@ class WandbTracker:
         self._warn = warn
         self._process: subprocess.Popen[bytes] | None = None
         self._queue: collections.deque[bytes] = collections.deque()
+        # Bytes of the first line in the queue that the pipe has taken.
+        self._begun = 0
+        # Rows given to a writer that may yet have to be replaced by one that works offline.
+        self._given: list[bytes] = []
+        self._rows = 0
         self._heard = b""
         self._events: set[str] = set()
         self._warned = False
         self._folder = Path()
+        self._start: dict[str, Any] = {}
+        self._others: frozenset[Path] = frozenset()
 
     def start(self, run: TrackedRun) -> None:
         """Start the writer; it imports and opens wandb while the run goes on."""
@@ -54,15 +67,82 @@ class WandbTracker:
         if self._config.mode == "online" and mode == "offline":
             self._warn_once("no API key was found, so it writes offline; `wandb login` makes one known")
         self._folder = run.folder
+        self._start = self._settings(run, mode)
+        self._others = online_folders(run.folder, run.id)
+        self._launch()
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
+        """Put a row into the pipe, or into the queue where that is full."""
+        if self._process is None:
+            return
+        self._rows += 1
+        if len(self._queue) >= self._config.queue_rows:
+            self._warn_once("cannot keep up, so rows are left out of it; metrics.jsonl has them all")
+        else:
+            # wandb's own name for when a row was measured.
+            told = {} if time is None else {"_timestamp": time}
+            self._queue.append(_line({"log": {"step": step, "metrics": {**metrics, **told}}}))
+        self._pump()
+
+    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
+        """Send the summary, wait for the writer up to `finish_seconds`, and end it.
+
+        One that has not got online in half of that time writes offline in the other half.
+        """
+        begin = time.monotonic()
+        deadline = begin + self._config.finish_seconds
+        self._pump()
+        if self._process is None:
+            return
+        self._queue.append(_line({"finish": {"summary": dict(summary), "exit_code": exit_code, "rows": self._rows}}))
+        self._pump()
+        late = False
+        while self._process is not None and "finished" not in self._events:
+            now = time.monotonic()
+            if now >= deadline:
+                self._give_up(f"took longer than {self._config.finish_seconds:g} s to finish")
+                return
+            half = begin + self._config.finish_seconds / 2
+            if self._is_going_online and now >= half:
+                late = True
+                self._go_offline()
+                continue
+            until = min(deadline, half) if self._is_going_online else deadline
+            writable = [_file(self._process.stdin)] if self._may_give else []
+            select.select([_file(self._process.stdout)], writable, [], min(max(0.0, until - now), 0.5))
+            self._pump()
+        if self._process is not None:
+            self._end(max(0.1, deadline - time.monotonic()))
+            if late:
+                self._warn_once(f"was not online before the end, so it has written offline; {self._cure('sync')}")
+
+    @property
+    def _is_ready(self) -> bool:
+        return "started" in self._events
+
+    @property
+    def _may_give(self) -> bool:
+        """Whether a line waits, and need not be kept for another writer beyond the limit."""
+        return bool(self._queue) and (self._is_ready or len(self._given) < self._config.queue_rows)
+
+    @property
+    def _is_going_online(self) -> bool:
+        return self._start["mode"] == "online" and not self._is_ready
+
+    def _launch(self) -> None:
+        """Start a writer in the mode that `_start` says."""
+        record = Record(**self._start["record"]["values"])
+        write_record(Path(self._start["record"]["path"]), record)
+        self._heard, self._events = b"", set()
         try:
-            with (run.folder / "logs" / "wandb.log").open("ab") as log:
+            with (self._folder / "logs" / "wandb.log").open("ab") as log, _blocked():
                 self._process = subprocess.Popen(
-                    # -P: or `import wandb` would find the file beside the writer.
-                    [sys.executable, "-P", str(_WRITER)],
+                    # -P: what lies in the folder that the run was started from is not to be imported.
+                    [sys.executable, "-P", "-m", _WRITER],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    # Ctrl-C is for the run, which then closes the writer in order.
+                    # Ended by its group, with what it has started.
                     start_new_session=True,
                 )
             os.set_blocking(_file(self._process.stdin).fileno(), False)
@@ -70,31 +150,25 @@ class WandbTracker:
         except OSError as error:
             self._give_up(f"could not start ({error})")
             return
-        self._send({"start": self._settings(run, mode)})
+        self._queue.appendleft(_line({"start": self._start}))
+        self._pump()
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Put a row into the pipe, or into the queue where that is full."""
-        self._send({"log": {"step": step, "metrics": dict(metrics)}})
-
-    def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
-        """Send the summary, wait for the writer up to `finish_seconds`, and end it."""
-        deadline = time.monotonic() + self._config.finish_seconds
-        self._send({"finish": {"summary": dict(summary), "exit_code": exit_code}}, always=True)
-        while self._process is not None and "finished" not in self._events:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self._give_up(f"took longer than {self._config.finish_seconds:g} s to finish")
-                return
-            writable = [_file(self._process.stdin)] if self._queue else []
-            select.select([_file(self._process.stdout)], writable, [], min(left, 0.5))
-            self._pump()
-        if self._process is not None:
-            self._end(max(0.1, deadline - time.monotonic()))
+    def _go_offline(self) -> None:
+        """Another writer in place of one that cannot get online, for all rows so far."""
+        # The first line is the message that started that one.
+        rows = [*self._given, *self._queue][1:]
+        self._end(0.0)
+        # Of a folder that wandb has made to go online nothing is left but its own logs.
+        discard(online_folders(self._folder, self._start["id"]) - self._others)
+        self._queue.extend(rows)
+        self._start["mode"] = "offline"
+        self._launch()
 
     def _settings(self, run: TrackedRun, mode: str) -> dict[str, Any]:
         config = self._config
         # wandb takes tags of 1 to 64 characters and none twice.
         tags = list(dict.fromkeys(tag[:64] for tag in [*run.tags, *config.tags] if tag))
+        record = Record(kind="wandb", id=run.id, wanted=mode, attempt=run.attempt)
         return {
             "id": run.id,
             "name": run.name,
@@ -107,36 +181,30 @@ class WandbTracker:
             "dir": str(run.folder),
             "config": run.flat_config(),
             # Whose memory and devices wandb watches.
-            "pid": os.getpid(),
+            "pid": os.getpid() if run.is_live else None,
+            "record": {"path": str(run.record), "values": asdict(record)},
         }
-
-    def _send(self, message: Mapping[str, Any], *, always: bool = False) -> None:
-        if self._process is None:
-            return
-        if len(self._queue) >= self._config.queue_rows and not always:
-            self._warn_once("cannot keep up, so rows are left out of it; metrics.jsonl has them all")
-        else:
-            self._queue.append(json.dumps(finite(message), default=str).encode() + b"\n")
-        self._pump()
 
     def _pump(self) -> None:
         """Write what the pipe takes and read what the writer has said, without waiting."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return
         try:
-            pipe = _file(self._process.stdin).fileno()
-            while self._queue:
-                written = os.write(pipe, self._queue[0])
-                if written < len(self._queue[0]):
-                    self._queue[0] = self._queue[0][written:]
-                else:
-                    self._queue.popleft()
+            pipe = _file(process.stdin).fileno()
+            while self._may_give:
+                self._begun += os.write(pipe, memoryview(self._queue[0])[self._begun :])
+                if self._begun == len(self._queue[0]):
+                    line, self._begun = self._queue.popleft(), 0
+                    if self._is_going_online:
+                        self._given.append(line)
         except BlockingIOError:
             pass
         except OSError:
             # Nobody reads. It may have said why, and what it said is what a person should hear.
             self._listen()
-            self._give_up("has ended by itself")
+            if self._process is process:
+                self._give_up("has ended by itself")
             return
         self._listen()
 
@@ -155,12 +223,24 @@ class WandbTracker:
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
                 self._events.add(event["event"])
+                if event["event"] == "started":
+                    self._given.clear()
                 if event["event"] == "trouble":
                     self._warn_once(event["text"])
+                if event["event"] == "refused":
+                    self._warn_once(f"could not go online ({event['text']}), so it writes offline")
+                    self._go_offline()
+                    return
 
     def _give_up(self, reason: str) -> None:
-        self._warn_once(f"{reason}; metrics.jsonl has everything, {self._folder / 'logs' / 'wandb.log'} what happened")
+        self._warn_once(
+            f"{reason}; metrics.jsonl has everything, {self._folder / 'logs' / 'wandb.log'} what happened; "
+            f"{self._cure('sync --rebuild')}"
+        )
         self._end(0.0)
+
+    def _cure(self, verb: str) -> str:
+        return f"next: titanlab {verb} {self._folder}"
 
     def _warn_once(self, text: str) -> None:
         if not self._warned:
@@ -171,6 +251,8 @@ class WandbTracker:
         """Close the pipe, give the writer some time to go, then end it with all that it has started."""
         process, self._process = self._process, None
         self._queue.clear()
+        self._given.clear()
+        self._begun = 0
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
@@ -180,10 +262,25 @@ class WandbTracker:
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            # The writer leads a session of its own, so that the group is the writer's alone.
+            # The writer leads a session of its own, so that the group is the writer's alone; wandb's service, which
+            # has another one, ends when it sees that the writer has gone.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@contextlib.contextmanager
+def _blocked() -> Iterator[None]:
+    """Inside, signals that a writer does not hear wait; it begins with them blocked, and then ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(finite(message), default=str).encode() + b"\n"
 
 
 def resolve_mode(config: Wandb, environ: Mapping[str, str]) -> str:
@@ -228,6 +325,12 @@ def build(config: Wandb, *, warn: Warn) -> WandbTracker:
     """
     check(config)
     return WandbTracker(config, warn)
+
+
+def for_rebuild(config: Wandb, rows: int) -> Wandb:
+    """The config for a run's rows all at once, into a file."""
+    # 5,000 rows take a second.
+    return replace(config, mode="offline", queue_rows=rows + 1, finish_seconds=120 + rows / 100)
 
 
 def _file(pipe: IO[bytes] | None) -> IO[bytes]:

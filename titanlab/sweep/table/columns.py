@@ -126,7 +126,11 @@ COLUMNS: tuple[Column, ...] = (
         updated="when the run was last heard of",
         ended="when it ended",
     ),
-    *_columns(TEXT, folder="the run's"),
+    *_columns(
+        TEXT,
+        tracker_gap="what the run's tracker lacks of it, once it has ended, and the command that makes up for it",
+        folder="the run's",
+    ),
 )
 NAMES = tuple(column.name for column in COLUMNS)
 

@@ -23,6 +23,7 @@ HEADINGS = ("run", "layout", "state", "step", "tok/s", "MFU", "GiB", "left", "")
 FIGURES = ("step", "tok/s", "MFU", "GiB", "left")
 OVERSUBSCRIBED = "* oversubscribed: more processes than cores, so that the speed says nothing"
 _REASONS = 5
+_GAPS = 5
 
 
 def cells(row: Row, *, now: float) -> tuple[str, ...]:
@@ -114,6 +115,16 @@ def failures(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
+def gaps(rows: Iterable[Row], *, most: int = _GAPS) -> list[str]:
+    """What the trackers of runs lack, a line each, and how many more there are."""
+    lacking = [row for row in rows if row["tracker_gap"]]
+    lines = [f"{row['run']}: {row['tracker_gap']}" for row in lacking[:most]]
+    if len(lacking) > most:
+        runs_left = counted(len(lacking) - most, "run")
+        lines.append(f"… and {runs_left} more; titanlab sync --rebuild {lacking[0]['sweep']} sees to all of them")
+    return lines
+
+
 def _doubt(row: Row) -> str:
     """What the scheduler says of a run that has ended, where that is the contrary of what the run says."""
     state, done = row["scheduler_state"], row["outcome"] == OutcomeKind.DONE.value
@@ -173,7 +184,7 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     lines += [f"  {line}" for line in shown]
     if len(shown) < len(causes):
         lines.append(f"  … and {len(causes) - len(shown)} more")
-    return lines + dropped(rows)
+    return lines + gaps(rows, most=_GAPS if most is None else min(most, _GAPS)) + dropped(rows)
 
 
 def _note(row: Row, now: float) -> str:

@@ -46,6 +46,7 @@ def details(row: Row) -> list[tuple[str, object]]:
         ("waits for", row["queue_reason"]),
         ("started", _moment(row["started"])),
         ("ended", _moment(row["ended"])),
+        ("tracker", row["tracker_gap"]),
         ("code", "other than what is here now" if row["stale"] else None),
         ("folder", row["folder"]),
     ]

@@ -19,6 +19,7 @@ from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
 from titanlab.sweep.table.run_columns import figure_columns, machine_columns, recipe_columns
+from titanlab.tracker_gaps import tracker_gap
 
 # Points that were left out on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")
@@ -145,6 +146,7 @@ class Table:
             facts["stale"] = None if None in (facts["code"], self.code) else facts["code"] != self.code
         if end is None:
             return {**facts, "seconds_left": status.seconds_left}
+        facts["tracker_gap"] = tracker_gap(run) if began.config["tracker"]["kind"] != "jsonl" else None
         word = (end.scheduler or {}).get("state") or facts["scheduler_state"]
         facts |= {"outcome": end.kind.value, "cause": end.cause, "rank": end.rank, "ended": end.ended}
         return {**facts, "exit_code": end.exit_code, "scheduler_state": word}

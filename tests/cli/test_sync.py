@@ -1,0 +1,124 @@
+"""`titanlab sync`: what is uploaded, and what is in the way of it."""
+
+import dataclasses
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.sweep.made import Made, end
+from tests.test_rebuild import tracked
+from titanlab.cli import main
+from titanlab.tracker import wandb_upload
+from titanlab.tracker.record import FILE, FINISHED, Record, read_record, write_record
+from titanlab.tracker.wandb_schema import Wandb
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    return Made(tmp_path / "runs")
+
+
+@pytest.fixture
+def say(capsys):
+    def call(*arguments):
+        capsys.readouterr()
+        code = main(arguments)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def offline(made, name):
+    """A run whose file waits to be uploaded."""
+    folder = "wandb/offline-run-20260101_000000-x"
+    run = tracked(made, Wandb(), name=name, state=FINISHED, wanted="online", mode="offline", folder=folder)
+    end(run)
+    file = run.path / folder / "run-x.wandb"
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    return run, file
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """The files that wandb's own command is given; it marks them, as the real one does."""
+    given = []
+    fails = SimpleNamespace(now=False)
+
+    def run(command, **_):
+        assert command[2:6] == ["-m", "wandb", "sync", "--include-online"]
+        given.extend(map(Path, command[6:]))
+        for path in () if fails.now else map(Path, command[6:]):
+            path.with_name(f"{path.name}.synced").touch()
+
+    monkeypatch.setattr(wandb_upload, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(wandb_upload.socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    return given, fails
+
+
+def test_runs_and_sweeps_are_uploaded_once(made, say, uploads):
+    (first, one), (_, two) = offline(made, "a"), offline(made, "b")
+    assert f"{first.path.name}: wandb: written offline, not uploaded" in say("status", "layouts")[1]
+    assert say("sync", first.path.name) == (0, "uploading 1 file of wandb's\n", "")
+    assert uploads[0] == [one]
+    assert say("sync", "layouts", first.path.name)[0] == 0
+    assert uploads[0] == [one, two]
+    assert say("sync", "layouts") == (0, "nothing is to be uploaded\n", "")
+    assert "not uploaded" not in say("status", "layouts")[1]
+
+
+def test_an_upload_that_fails_is_no_success(made, say, uploads):
+    run, file = offline(made, "a")
+    uploads[1].now = True
+    assert say("sync", run.path.name)[::2] == (1, f"error: wandb has not uploaded {file.resolve()}\n")
+
+
+def test_one_that_went_online_and_was_cut_short_is_uploaded_too(made, say, uploads):
+    run, file = offline(made, "a")
+    online = file.parent.with_name("run-20260101_000000-x")
+    file.parent.rename(online)
+    record = read_record(run.attempt_folder(1) / FILE)
+    cut = dataclasses.asdict(record) | {"state": "open", "mode": "online", "folder": f"wandb/{online.name}"}
+    write_record(run.attempt_folder(1) / FILE, Record(**cut))
+    code, out, _ = say("sync", run.path.name)
+    assert code == 0
+    assert "titanlab sync --rebuild" in out
+    assert uploads[0] == [online / file.name]
+
+
+def test_no_key_and_no_network_are_a_line_each(made, say, monkeypatch):
+    run, _ = offline(made, "a")
+    monkeypatch.setattr("titanlab.cli.sync.rebuild", lambda run: read_record(run.attempt_folder(1) / FILE))
+    code, _, err = say("sync", run.path.name)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: WANDB_API_KEY=null: no API key of wandb was found; make one known")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    code, _, err = say("sync", run.path.name)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: WANDB_BASE_URL=http://127.0.0.1:9: cannot be reached (")
+    # What was asked for first is done.
+    code, out, _ = say("sync", "--rebuild", run.path.name)
+    assert code == 0
+    assert f"{run.path.name}: wandb has all 0 rows: wandb/offline-run-" in out
+    assert "\nnot uploaded: WANDB_BASE_URL=" in out
+
+
+def test_what_is_named_must_be_there(made, say):
+    offline(made, "a")
+    code, _, err = say("sync", "nothing")
+    assert (code, err.split("; ")[0]) == (2, "error: run=nothing: is no run and no sweep under runs")
+
+
+def test_of_a_sweep_only_what_lacks_something_is_rebuilt(made, say, monkeypatch):
+    offline(made, "a")
+    monkeypatch.setattr("titanlab.cli.sync.rebuild", lambda run: read_record(run.attempt_folder(1) / FILE))
+    lacking = tracked(made, Wandb(), name="b")
+    end(lacking)
+    _, out, _ = say("sync", "--rebuild", "layouts")
+    assert [line.split(":")[0] for line in out.splitlines() if "has all" in line] == [lacking.path.name]

@@ -1,0 +1,75 @@
+"""`titanlab sync RUN …`: upload what wandb has written offline, and write anew what a tracker lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titanlab.cli.arguments import Arguments
+from titanlab.console import Console
+from titanlab.errors import ConfigError
+from titanlab.numerals import counted
+from titanlab.rebuild import rebuild
+from titanlab.run_folder import RunFolder
+from titanlab.run_search import find_run
+from titanlab.sweep.sweep_folder import open_sweep
+from titanlab.tracker import wandb_upload
+from titanlab.tracker_gaps import tracker_gap, waiting_files
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rebuild, upload, and say what was done. Returns 0 once all is uploaded, or there is nothing to upload."""
+    parser = Arguments("sync", "Upload what wandb has written offline: to the project, and under the id, of the run.")
+    parser.add_argument(
+        "runs_and_sweeps", nargs="+", metavar="RUN | SWEEP", help="runs by folder, name or hash, or whole sweeps"
+    )
+    parser.add_argument(
+        "--rebuild",
+        action="store_true",
+        help="first write what the tracker has of a run anew, from metrics.jsonl; of a sweep, for runs that it lacks "
+        "something of",
+    )
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    named = [_named(text, given.runs) for text in given.runs_and_sweeps]
+    with Console() as console:
+        if given.rebuild:
+            for runs, is_sweep in named:
+                for run in runs:
+                    if not is_sweep or _is_lacking(run):
+                        made = rebuild(run)
+                        console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
+        runs = list(dict.fromkeys(run for group, _ in named for run in group))
+        for run in runs:
+            if not given.rebuild and _is_lacking(run):
+                console.note(f"{run.path.name}: {tracker_gap(run)}")
+        files = [file for run in runs for file in waiting_files(run)]
+        if not files:
+            console.note("nothing is to be uploaded")
+            return 0
+        lack = wandb_upload.lack()
+        if lack is not None and given.rebuild:
+            # Rebuilding is what was asked for, and is done.
+            console.note(f"not uploaded: {lack}")
+            return 0
+        if lack is not None:
+            raise lack
+        console.note(f"uploading {counted(len(files), 'file')} of wandb's")
+        wandb_upload.upload(files)
+    return 0
+
+
+def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
+    """The run that a person names, or all of a sweep; and whether it is a sweep."""
+    try:
+        return [RunFolder(find_run(text, folder).path.absolute())], False
+    except ConfigError as no_run:
+        try:
+            return open_sweep(text, folder).runs(), True
+        except ConfigError:
+            if not no_run.rule.startswith("fits no run"):
+                raise no_run from None
+            raise ConfigError("run", text, f"is no run and no sweep under {folder}", no_run.cure) from None
+
+
+def _is_lacking(run: RunFolder) -> bool:
+    return "--rebuild" in (tracker_gap(run) or "")

@@ -1,0 +1,53 @@
+"""Files that wandb has written offline, uploaded by its own command."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.tracker.wandb import has_key
+from titanlab.tracker.wandb_files import is_uploaded
+
+_CONNECT_SECONDS = 2.0
+_USUAL = "https://api.wandb.ai"
+
+
+def lack(environ: Mapping[str, str] | None = None) -> ConfigError | None:
+    """What is in the way of an upload from here: no key, or no network; None where nothing is known to be."""
+    environ = os.environ if environ is None else environ
+    if not has_key(environ):
+        cure = "make one known (`wandb login`, or WANDB_API_KEY), then titanlab sync"
+        return ConfigError("WANDB_API_KEY", None, "no API key of wandb was found", cure)
+    base = environ.get("WANDB_BASE_URL") or _USUAL
+    # Through a proxy, only wandb can tell.
+    if any(environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY")):
+        return None
+    try:
+        url = urlsplit(base)
+        port = url.port or (80 if url.scheme == "http" else 443)
+        # wandb itself would go on trying for hours.
+        socket.create_connection((url.hostname or "", port), timeout=_CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        cure = "call titanlab sync where there is a network, such as on a login node"
+        return ConfigError("WANDB_BASE_URL", base, f"cannot be reached ({error})", cure)
+    return None
+
+
+def upload(files: Sequence[Path]) -> None:
+    """Upload files; what wandb says about it goes to the terminal.
+
+    Raises:
+        TitanlabError: wandb has not uploaded all of them.
+    """
+    # -P: what lies in the working directory is not to be imported.
+    command = [sys.executable, "-P", "-m", "wandb", "sync", "--include-online", *map(str, files)]
+    subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+    left = [file for file in files if not is_uploaded(file)]
+    if left:
+        raise TitanlabError(f"wandb has not uploaded {left[0]}{f' and {len(left) - 1} more' if left[1:] else ''}")
