@@ -77,7 +77,7 @@ def build(config: Llama, policy: Any, dtype: torch.dtype, *, backend: str = "") 
     if backend:
         compiled = Compile(blocks=True, backend=backend)
         budget = {"memory_budget": policy.budget} if hasattr(policy, "budget") else {}
-        compile_blocks(stack.layers.values(), compiled, async_tensor=False, **budget)
+        compile_blocks(stack.layers.values(), compiled, **budget)
     return stack
 
 

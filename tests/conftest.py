@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 
 from tests.pool import Pool
+from titanlab.compile.cache import repair
 from titanlab.host import this_host
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +27,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     # Nothing leaves the checkout: not for a home folder, not for a network.
     TITANLAB_CACHE=str(CACHE / "titanlab"),
+    TORCHINDUCTOR_CACHE_DIR=str(CACHE / "inductor"),
     HF_HOME=str(CACHE / "huggingface"),
     HF_HUB_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
@@ -58,6 +60,8 @@ hypothesis.settings.load_profile("titanlab")
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Workers for tests of several ranks: `pool.run(world, function, *arguments)`."""
+    # A session that was ended while a compiler ran has left half a file, as a run does.
+    repair(CACHE / "inductor")
     workers = Pool(
         int(os.environ.get("TITANLAB_TEST_WORKERS", "16")), warning_filters=request.config.getini("filterwarnings")
     )

@@ -137,6 +137,44 @@ def test_a_recipe_fits_its_world(composed, gpu_host, name):
         assert shorter.layout.world == given.world
 
 
+# Seconds of a step where the interval between checkpoints is shorter than half of the run, as their comments say.
+STEP_SECONDS = {
+    "llama3_1_70b_256gpus": 19,
+    "llama3_1_405b_512gpus": 35,
+    "llama3_1_405b_512gpus_131k": 80,
+    "llama3_1_405b_512gpus_262k": 136,
+    "llama3_1_405b_2048gpus": 37,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_recipe_for_gpus_saves_at_the_interval_of_least_cost(composed, name):
+    """And so within the run: a node that fails leaves a checkpoint behind."""
+    recipe = on_gpus(composed(name))
+    every, steps = recipe.checkpoint.every, recipe.training.steps
+    assert 0 < every <= steps // 2
+    assert steps % every == 0
+    assert recipe.checkpoint.keep >= 2
+    account = account_of(recipe.model).account(recipe.model)
+    # At 1 GB/s from each host of 8 GPUs; a failure in 50,700 hours of a GPU.
+    save = 12 * sum(map(math.prod, account.parameters.values())) / (recipe.layout.world / 8 * 1e9)
+    interval = math.sqrt(2 * save * 50_700 * 3600 / recipe.layout.world)
+    if name in STEP_SECONDS:
+        assert every * STEP_SECONDS[name] == pytest.approx(interval, rel=0.25)
+    else:
+        assert every == steps // 2
+
+
+def test_sweeps_that_measure_gpus_save_nothing():
+    sweeps = [yaml.safe_load(path.read_text()) for path in (conf_folder() / "sweeps").glob("*.yaml")]
+    begins = {each["sweep"]: [given["/recipe"] for given in each["defaults"] if "/recipe" in given] for each in sweeps}
+    measuring = [each for each in sweeps if set(begins[each["sweep"]]) & set(LARGE)]
+    assert len(measuring) == 7
+    assert {each["sweep"]: each["checkpoint"] for each in measuring} == {
+        each["sweep"]: {"every": 0, "at_end": False} for each in measuring
+    }
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_read_as_it_was_written(composed, name):
     recipe = composed(name)

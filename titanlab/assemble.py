@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,8 @@ class Assembled:
         loss_scale: that scale; it also takes the optimizer's step, or leaves it out.
         evaluate: the same sums without gradients, for up to `evaluation_rows` sequences.
         after_update: to be called when parameters have changed, and before the first step.
+        after_first_step: to be called by all ranks when the process's first `forward_backward` is over; raises
+            ConfigError if something that the recipe asks for has not come about.
     """
 
     model: nn.Module
@@ -70,13 +72,14 @@ class Assembled:
     evaluate: Callable[[StepBatch], Sums]
     evaluation_rows: int
     after_update: Callable[[], None] = lambda: None
+    after_first_step: Callable[[], None] = lambda: None
 
 
 def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     """Build, spread, materialise and initialise the recipe's model."""
-    loss, loss_scale = _loss(recipe, mesh), _loss_scale(recipe, world)
+    loss, loss_scale, check = _loss(recipe, mesh), _loss_scale(recipe, world), _first_step_check(recipe, world)
     if recipe.layout.pipeline > 1:
-        return _pipelined(recipe, world, mesh, loss, loss_scale)
+        return replace(_pipelined(recipe, world, mesh, loss, loss_scale), after_first_step=check)
     stage = build_stage(recipe, world, mesh)
     answers = mesh.place("tensor") == 0
     # A model that is given whole sequences knows by itself where each token is.
@@ -89,6 +92,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
         evaluate=_evaluator(stage, recipe, loss, positions, answers=answers),
         evaluation_rows=recipe.microbatch,
         after_update=_updater(recipe, stage.model),
+        after_first_step=check,
     )
 
 
@@ -149,6 +153,15 @@ def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
     """What a precision does with new parameters: nothing, for most."""
     update = getattr(implementation(recipe.precision), "after_update", None)
     return (lambda: None) if update is None else (lambda: update(recipe.precision, model))
+
+
+def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
+    """Begins before anything is compiled."""
+    if not recipe.parallelism.async_tensor:
+        return lambda: None
+    from titanlab.compile.async_tensor import FusionCheck
+
+    return functools.partial(FusionCheck().check_fused, world)
 
 
 def _hidden_shape(recipe: Recipe) -> tuple[int, int, int]:

@@ -77,7 +77,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     compile_blocks(
         model.layers.values(),
         recipe.compile,
-        async_tensor=config.async_tensor,
+        async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
         memory_budget=getattr(recipe.ac, "budget", None),
     )
     sharded = _spread(model, recipe, world, mesh)

@@ -156,7 +156,8 @@ def train(
         stack.enter_context(_collected_between_steps())
         model.train()
         recorder.start()
-        for step in range(position.step + 1, recipe.training.steps + 1):
+        first_step = position.step + 1
+        for step in range(first_step, recipe.training.steps + 1):
             watchdog.step(step)
             with recorder.loading():
                 batch = assembled.place(stream.next_batch())
@@ -171,6 +172,8 @@ def train(
                     nominal_tokens=recipe.tokens_per_step,
                     loss_scale=assembled.loss_scale,
                 )
+            if step == first_step:
+                assembled.after_first_step()
             factor = reduction.gradient_factor(recipe.training.max_grad_norm)
             if factor is not None:
                 gradients.scale(factor)

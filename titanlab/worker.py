@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlab.compile import cache as compiler_cache
+from titanlab.data import cache as data_cache
 from titanlab.data import source
 from titanlab.host import cores
 from titanlab.outcome import exit_code, from_exception
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             watchdog = _watchdog(recipe, run, ranks)
             stack.callback(watchdog.close)
             os.environ.update(environment(recipe, ranks))
+            _repair_compiled()
             if recipe.cluster.accelerator == "cpu":
                 _keep_freed_memory()
             # At once where this host's cache has the data; several ranks of a host may call it together.
@@ -97,9 +100,25 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
         # Ranks fork data readers; the tokenizers library warns about that unless it is told.
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if compiled := compiler_cache.default_folder(data_cache.root):
+        wanted[compiler_cache.VARIABLE] = str(compiled)
     if recipe.training.deterministic:
         wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _repair_compiled() -> None:
+    """Remove what a killed run has left in the compiler's cache, before torch reads it."""
+    folder = os.environ.get(compiler_cache.VARIABLE)
+    if folder is None:
+        return
+    try:
+        removed = compiler_cache.repair(Path(folder))
+        line = f"{folder}: removed {len(removed)} damaged files of compilers that were killed" if removed else ""
+    except OSError as error:
+        line = f"{folder}: cannot look for damaged files ({error.strerror})"
+    if line:
+        sys.stderr.write(line + "\n")
 
 
 def _keep_freed_memory() -> None:

@@ -26,8 +26,10 @@ BAR = 0.05
 # From the least to the most.
 POLICIES = {
     "full": FullCheckpointing(),
+    "selective_layer, one kept": SelectiveLayer(every=4, keep=True),
     "selective_op": SelectiveOp(),
     "selective_layer": SelectiveLayer(every=2),
+    "selective_layer, one computed again": SelectiveLayer(every=4),
     "none": NoCheckpointing(),
 }
 SHAPES = {

@@ -25,6 +25,7 @@ BAR = 1e-6
 POLICIES = {
     "full": FullCheckpointing(),
     "selective_layer": SelectiveLayer(every=2),
+    "selective_layer, kept": SelectiveLayer(every=3, keep=True),
     "selective_op": SelectiveOp(),
     "all matmuls": SelectiveOp(every_other_matmul=False),
     "one operator": SelectiveOp(saved=["aten.silu.default"]),

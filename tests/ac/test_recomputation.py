@@ -60,6 +60,10 @@ CASES = {
     "every second block": (SelectiveLayer(every=2), (NEEDED * 2, 2, 2)),
     "every third block": (SelectiveLayer(every=3), (NEEDED, 1, 1)),
     "every block": (SelectiveLayer(every=1), (NEEDED * LAYERS, LAYERS, LAYERS)),
+    # Block 1 of three; blocks 1 and 2; none.
+    "all but every second block": (SelectiveLayer(every=2, keep=True), (NEEDED, 1, 1)),
+    "all but every third block": (SelectiveLayer(every=3, keep=True), (NEEDED * 2, 2, 2)),
+    "all but every block": (SelectiveLayer(every=1, keep=True), (0, 0, 0)),
     # k, o and up.
     "the default list": (SelectiveOp(), (3 * LAYERS, 0, LAYERS)),
     "all matmuls": (SelectiveOp(every_other_matmul=False), (0, 0, LAYERS)),

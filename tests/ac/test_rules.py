@@ -18,6 +18,7 @@ from titanlab.ac.none_schema import NoCheckpointing
 from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import PAPER, SelectiveOp
 from titanlab.errors import ConfigError
+from titanlab.identity import canonical
 from titanlab.options import account_of, discover, implementation
 
 CONF = Path(__file__).parents[2] / "conf" / "ac"
@@ -29,6 +30,8 @@ WRONG = {
     "every=0": (lambda: {"ac": SelectiveLayer(every=0)}, "ac.every=0: must be at least 1", "try 2", lambda: {"ac": SelectiveLayer(every=2)}),
     "every=-1": (lambda: {"ac": SelectiveLayer(every=-1)}, "ac.every=-1: must be at least 1", "ac=none", lambda: {"ac": NoCheckpointing()}),
     "every > layers": (lambda: {"ac": SelectiveLayer(every=3)}, "ac.every=3: is more than the model's 2 blocks", "try 1", lambda: {"ac": SelectiveLayer(every=1)}),
+    "every=0, kept": (lambda: {"ac": SelectiveLayer(every=0, keep=True)}, "ac.every=0: must be at least 1", "ac=full", lambda: {"ac": FullCheckpointing()}),
+    "every > layers, kept": (lambda: {"ac": SelectiveLayer(every=3, keep=True)}, "ac.every=3: is more than the model's 2 blocks", "ac=full", lambda: {"ac": SelectiveLayer(every=1, keep=True)}),
     "empty list": (lambda: {"ac": SelectiveOp(saved=[])}, "ac.saved=[]: names no operator", "try ac=full", lambda: {"ac": FullCheckpointing()}),
     "no overload": (lambda: {"ac": SelectiveOp(saved=["aten.mm"])}, "ac.saved=[aten.mm]: aten.mm is not how torch prints", "try aten.mm.default", lambda: {"ac": SelectiveOp(saved=[MM])}),
     "another spelling": (lambda: {"ac": SelectiveOp(saved=["aten::silu"])}, "ac.saved=[aten::silu]: aten::silu is not how", "try aten.silu.default", lambda: {"ac": SelectiveOp(saved=["aten.silu.default"])}),
@@ -91,16 +94,22 @@ def test_every_option_has_code_an_account_and_a_yaml_of_its_defaults(kind):
     assert {"kind": kind, **written} == dataclasses.asdict(config)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("every", "chosen"), [(1, {0, 1, 2, 3, 4}), (2, {0, 2, 4}), (3, {0, 3}), (5, {0})])
-def test_blocks_go_by_their_number_in_the_whole_model(every, chosen):
+def test_blocks_go_by_their_number_in_the_whole_model(every, chosen, keep):
     """However they are shared out over stages."""
     import torch
 
-    config = SelectiveLayer(every=every)
+    config = SelectiveLayer(every=every, keep=keep)
     for stages in ([[0, 1, 2, 3, 4]], [[0, 4], [1, 2, 3]], [[0, 1], [2], [3, 4]]):
         found = set()
         for numbers in stages:
             blocks = {number: torch.nn.Linear(2, 2) for number in numbers}
             implementation(config).apply(config, blocks)
             found |= {number for number, block in blocks.items() if "forward" in vars(block)}
-        assert found == chosen
+        assert found == ({0, 1, 2, 3, 4} - chosen if keep else chosen)
+
+
+def test_runs_from_before_blocks_could_be_kept_have_their_names():
+    assert canonical(SelectiveLayer(every=2)) == {"kind": "selective_layer", "every": 2}
+    assert canonical(SelectiveLayer(every=2, keep=True)) == {"kind": "selective_layer", "every": 2, "keep": True}

@@ -1,4 +1,4 @@
-"""ac=selective_layer: every n-th block is computed again."""
+"""ac=selective_layer: every n-th block is computed again, or all but every n-th."""
 
 from __future__ import annotations
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
+from titanlab.compile import async_tensor
 from titanlab.compile.generator_state import put_states_before_objects
 from titanlab.compile.schema import Compile
 
@@ -14,7 +16,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compile_blocks(
-    blocks: Iterable[nn.Module], config: Compile, *, async_tensor: bool, memory_budget: float | None = None
+    blocks: Iterable[nn.Module],
+    config: Compile,
+    *,
+    async_group: dist.ProcessGroup | None = None,
+    memory_budget: float | None = None,
 ) -> None:
     """Compile the forward pass of each block, in place, if the config asks for it.
 
@@ -22,17 +28,17 @@ def compile_blocks(
     outside of the graph, which would break at them.
 
     Args:
-        async_tensor: inductor puts products and the collectives beside them into one operator of symmetric memory,
-            which works on one piece while another is on its way.
+        async_group: AsyncTP: inductor puts products and the collectives of this group beside them into one operator
+            of symmetric memory, which works on one piece while another is on its way.
         memory_budget: share of a block's activations that is kept between forward and backward; None: what the
             backend finds best.
     """
     if not config.blocks:
         return
     options = inductor_options(config)
-    if async_tensor:
-        # A private switch of inductor, in torch 2.11 to 2.13 the only one.
-        options["_micro_pipeline_tp"] = True
+    if async_group is not None:
+        async_tensor.register(async_group)
+        options |= async_tensor.OPTIONS
     for block in blocks:
         block.forward = _compiled(block.forward, config, options, memory_budget)
 

@@ -30,7 +30,8 @@ class Parallelism:
         sequence_parallel: with tensor > 1, norms and residuals are split along the sequence as well
             (arXiv 2205.05198): less memory for the same bytes sent.
         loss_parallel: with tensor > 1, the loss is taken of logits that stay split over the vocabulary.
-        async_tensor: with tensor > 1, products and their collectives run interleaved, in pieces (AsyncTP).
+        async_tensor: with tensor > 1, products and their collectives run interleaved, in pieces (AsyncTP); in float8
+            only products whose sums are scattered.
         context_method: `ring` passes keys and values around while it computes; `all_gather` collects them first.
         split: null balances the stages by cost. Otherwise the number of blocks of every stage, `[3,5]`, or the
             first piece of every stage but the first, `[layers.3]`.
