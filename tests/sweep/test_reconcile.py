@@ -80,6 +80,24 @@ def test_a_run_without_a_result_gets_one_from_the_schedulers_word(jobs, settled,
     assert run.result(1) == result
 
 
+@pytest.mark.parametrize(
+    ("raw", "reason", "kind", "cause"),
+    [
+        ("CANCELLED", None, "cancelled", "the job was cancelled before it started"),
+        ("CANCELLED", "JobHeldUser", "cancelled", "the job was cancelled before it started"),
+        ("DEADLINE", "BeginTime", "walltime", "the job's deadline passed before it started"),
+        ("FAILED", "BadConstraints", "infeasible", "Slurm failed the job before it started: BadConstraints"),
+        ("FAILED", "JobLaunchFailure", "crash", "Slurm failed the job before it started: JobLaunchFailure"),
+        ("BOOT_FAIL", None, "node_fail", "a node of the job could not be started"),
+    ],
+)
+def test_a_job_that_ended_before_it_started_says_why(jobs, settled, raw, reason, kind, cause):
+    run = jobs.run(1, launcher="slurm")
+    result = settled(run, JobState(state="ended", raw=raw, reason=reason, elapsed_seconds=0.0, job_id="12_0"))
+    assert (result.kind.value, result.cause, result.attempt, result.step) == (kind, cause, 0, 0)
+    assert result.scheduler == {"job_id": "12_0", "state": raw, "exit_code": None}
+
+
 def test_a_job_that_has_vanished_is_a_failed_node(jobs, settled):
     result = settled(begun(jobs), JobState(state="gone"))
     assert (result.kind, result.scheduler["state"]) == (OutcomeKind.NODE_FAIL, "GONE")

@@ -14,6 +14,7 @@ from typing import Any
 
 from titanlab.attempt import with_progress
 from titanlab.errors import ConfigError
+from titanlab.launch.slurm import REFUSED
 from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.job.wish import read_wish
@@ -97,6 +98,10 @@ def _record(run: RunFolder, submission: Submission, index: int, state: JobState)
 
 def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
     """The outcome of an attempt that recorded none."""
+    if attempt == 0 and state.state == "ended" and state.never_started:
+        unstarted = _unstarted(run, state)
+        if unstarted is not None:
+            return unstarted
     notes = run.failures(attempt)
     told = first_cause(notes) if notes else None
     code = state.exit_code
@@ -121,6 +126,20 @@ def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
         cause = "its processes ended, or were killed, and left no result; logs/ and the sweep's jobs/ say more"
         return _plain(OutcomeKind.CRASH, cause, attempt, None)
     return from_exit(0, attempt=attempt)
+
+
+def _unstarted(run: RunFolder, state: JobState) -> Outcome | None:
+    """The outcome of a job that ended in the queue, where Slurm's word says enough."""
+    if state.raw in ("CANCELLED", "REVOKED"):
+        who = run.asked_to_cancel() or "the job was cancelled"
+        return _plain(OutcomeKind.CANCELLED, f"{who} before it started", 0, None)
+    if state.raw == "DEADLINE":
+        return _plain(OutcomeKind.WALLTIME, "the job's deadline passed before it started", 0, None)
+    if state.raw == "FAILED":
+        # Of a job that no node of the cluster can ever run.
+        kind = OutcomeKind.INFEASIBLE if state.reason == REFUSED else OutcomeKind.CRASH
+        return _plain(kind, f"Slurm failed the job before it started: {state.reason or 'it gives no reason'}", 0, None)
+    return None
 
 
 def _says_why(outcome: Outcome) -> bool:
