@@ -67,7 +67,7 @@ def test_as_long_as_a_job_may_live_nothing_is_written(jobs, settled, state):
         ("PREEMPTED", -15, "preempted"),
         ("FAILED", 71, "hang"),
         ("FAILED", 1, "crash"),
-        ("FAILED", -9, "oom"),
+        ("FAILED", -9, "crash"),
         ("COMPLETED", 0, "crash"),
     ],
 )
@@ -128,6 +128,49 @@ def test_a_wish_that_came_too_late_is_the_reason(jobs, settled):
         OutcomeKind.PREEMPTED,
         "job 12_0 is preempted (SIGTERM); it ended before it had saved",
     )
+
+
+LOG = """\
+slurmstepd-n1: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-11-22T15:26:06 ***
+slurmstepd-n1: error: StepId=12.0 exceeded memory limit (1176580096 > 1073741824), being killed
+slurmstepd-n1: error: Exceeded job memory limit
+srun: error: n1: task 0: Killed
+"""
+SAID = "Slurm says: StepId=12.0 exceeded memory limit (1176580096 > 1073741824), being killed"
+
+
+@pytest.mark.parametrize(
+    ("raw", "cause"),
+    [
+        ("FAILED", f"killed for want of memory; {SAID}"),
+        ("OUT_OF_MEMORY", f"the job had more memory than it was given; {SAID}"),
+    ],
+)
+def test_slurms_own_sentence_and_rank_stand_in_the_end_of_a_job_that_it_killed_for_memory(jobs, settled, raw, cause):
+    run = begun(jobs)
+    jobs.sweep.jobs.mkdir()
+    (jobs.sweep.jobs / "7_0_0_log.err").write_text(LOG)
+    result = settled(run, JobState(state="ended", raw=raw, exit_code=-9, job_id="7_0"))
+    assert (result.kind, result.rank, result.cause) == (OutcomeKind.OOM, 0, cause)
+
+
+def test_slurms_sentence_replaces_what_the_other_ranks_could_only_guess(jobs, settled):
+    run = begun(jobs)
+    jobs.sweep.jobs.mkdir()
+    (jobs.sweep.jobs / "7_0_0_log.err").write_text(LOG.replace("task 0: Killed", "tasks 0-1: Killed"))
+    lost = from_exception(ConnectionError("Connection closed by peer"), rank=1)
+    run.write_result(replace(lost, attempt=1, step=3))
+    result = settled(run, JobState(state="ended", raw="FAILED", exit_code=9, job_id="7_0"))
+    assert (result.kind, result.rank, result.traceback, result.echo) == (OutcomeKind.OOM, None, None, False)
+    assert result.cause == f"killed for want of memory; {SAID}"
+
+
+def test_a_failure_of_its_own_is_not_blamed_on_memory(jobs, settled):
+    run = begun(jobs)
+    jobs.sweep.jobs.mkdir()
+    (jobs.sweep.jobs / "7_0_0_log.err").write_text(LOG)
+    run.write_failure(from_exception(LookupError("a fault"), rank=0))
+    assert settled(run, FAILED).cause == "LookupError: a fault"
 
 
 def test_the_scheduler_may_disagree_and_is_kept_beside(jobs, settled):
