@@ -25,6 +25,13 @@ def test_the_taxonomy_is_whole():
     assert all(kind.meaning for kind in OutcomeKind)
 
 
+def test_no_end_claims_a_scheduler_where_there_may_be_none():
+    """SIGTERM ends a run of a laptop in the same words as a preempted job of a cluster."""
+    assert OutcomeKind.PREEMPTED.meaning == "told to stop, by the scheduler or by SIGTERM"
+    said = [from_exit(-number).cause for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)]
+    assert not [cause for cause in said if "the scheduler" in cause]
+
+
 def test_what_may_follow():
     automatic = {kind for kind in OutcomeKind if kind.automatic}
     # A hang would hang again: somebody has to look at it.
@@ -169,8 +176,8 @@ def test_a_long_cause_is_cut():
         (0, "crash", "exit code 0"),
         (1, "crash", "exit code 1"),
         (17, "crash", "exit code 17"),
-        (-signal.SIGKILL, "oom", "most likely"),
-        (128 + signal.SIGKILL, "oom", "SIGKILL"),
+        (-signal.SIGKILL, "crash", "killed by SIGKILL; who sent it is not known"),
+        (128 + signal.SIGKILL, "crash", "SIGKILL"),
         (-signal.SIGTERM, "cancelled", "SIGTERM"),
         (130, "cancelled", "Ctrl-C"),
         (-signal.SIGINT, "cancelled", "Ctrl-C"),
@@ -187,6 +194,15 @@ def test_a_process_that_left_nothing_is_named_by_its_exit(code, kind, words):
     found = from_exit(code, rank=1)
     assert found.kind == kind
     assert words in found.cause
+
+
+def test_a_kill_is_want_of_memory_where_something_shows_it():
+    memory = "the kernel has killed a process of this machine for want of memory"
+    found = from_exit(-signal.SIGKILL, rank=1, memory=memory)
+    assert (found.kind, found.cause, found.exit_code) == (OutcomeKind.OOM, f"killed by SIGKILL: {memory}", -9)
+    # A process that left by itself, or of another signal, is not the one that was killed.
+    assert from_exit(1, memory=memory).kind is OutcomeKind.CRASH
+    assert from_exit(-signal.SIGTERM, memory=memory).kind is OutcomeKind.CANCELLED
 
 
 def test_every_kinds_own_exit_code_leads_back_to_it():

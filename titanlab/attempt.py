@@ -105,15 +105,16 @@ def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
             shutil.copy(kept, run.tokenizer)
 
 
-def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int]) -> Outcome:
+def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: str | None = None) -> Outcome:
     """The outcome of an attempt whose ranks have ended without recording one: recorded now.
 
     Args:
         exits: exit codes of the ranks that ended badly, by rank; what they noted themselves comes first.
+        memory: what shows that the kernel has killed ranks for want of memory; None: nothing does.
     """
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
-        notes.setdefault(rank, from_exit(code, rank=rank, attempt=attempt))
+        notes.setdefault(rank, from_exit(code, rank=rank, attempt=attempt, memory=memory))
     outcome = with_progress(run, first_cause(notes.values()) if notes else from_exit(0, attempt=attempt))
     run.write_result(outcome)
     return outcome

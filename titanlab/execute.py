@@ -16,6 +16,7 @@ from titanlab.data import source
 from titanlab.host import Host, check_host, this_host
 from titanlab.identity import Identity, identify
 from titanlab.launch import local
+from titanlab.memory_kills import memory_kills
 from titanlab.options import implementation
 from titanlab.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.ranks import Ranks, joined
@@ -93,11 +94,13 @@ def continue_run(
             console.note(note)
         attempt = begin(run, recipe, host, started_by=ranks.started_by if ranks else recipe.launch.kind)
         keep_tokenizer(run, recipe)
+        kills = memory_kills()
         if ranks is not None:
             failures = local.start_one(run.path, ranks)
         else:
             failures = implementation(recipe.launch).start(run.path, world=recipe.layout.world, logs=run.logs)
-        return _recorded(run, attempt, failures, console, terminal={0} if ranks is None else set(range(ranks.world)))
+        terminal = {0} if ranks is None else set(range(ranks.world))
+        return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.rose())
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
@@ -135,17 +138,24 @@ def _with_data(
 
 
 def _recorded(
-    run: RunFolder, attempt: int, failures: list[local.Failure], console: Console, *, terminal: Collection[int]
+    run: RunFolder,
+    attempt: int,
+    failures: list[local.Failure],
+    console: Console,
+    *,
+    terminal: Collection[int],
+    memory: str | None,
 ) -> Outcome:
     """The attempt's outcome; written here if no rank lived to write it.
 
     Args:
         terminal: ranks whose own words are on the terminal already.
+        memory: what shows that the kernel has killed a process for want of memory meanwhile.
     """
     recorded = run.result(attempt)
     if recorded is not None:
         return recorded
-    outcome = conclude(run, attempt, {failure.rank: failure.exit_code for failure in failures})
+    outcome = conclude(run, attempt, {failure.rank: failure.exit_code for failure in failures}, memory=memory)
     if outcome.traceback and outcome.rank not in terminal:
         console.note(outcome.traceback.rstrip())
     console.end(

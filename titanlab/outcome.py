@@ -78,8 +78,8 @@ _TRAITS: Mapping[OutcomeKind, _Traits] = {
     OutcomeKind.HANG: _Traits(71, "a step or a collective did not finish in time", True),
     OutcomeKind.NAN: _Traits(72, "the loss or the gradient is not a finite number", False),
     OutcomeKind.NODE_FAIL: _Traits(73, "a machine or a device failed", True, automatic=True),
-    OutcomeKind.PREEMPTED: _Traits(75, "the scheduler took the machines back", True, automatic=True),
-    OutcomeKind.WALLTIME: _Traits(76, "the time that the scheduler gave is over", True, automatic=True),
+    OutcomeKind.PREEMPTED: _Traits(75, "told to stop, by the scheduler or by SIGTERM", True, automatic=True),
+    OutcomeKind.WALLTIME: _Traits(76, "the time that it was given is over", True, automatic=True),
     OutcomeKind.CANCELLED: _Traits(130, "a person or a parent process stopped it", True),
 }
 _BY_EXIT_CODE = {traits.exit_code: kind for kind, traits in _TRAITS.items()}
@@ -165,17 +165,22 @@ def exit_code(error: BaseException) -> int:
     return classify(error).exit_code
 
 
-def from_exit(code: int, *, step: int = 0, rank: int | None = None, attempt: int = 1) -> Outcome:
+def from_exit(
+    code: int, *, step: int = 0, rank: int | None = None, attempt: int = 1, memory: str | None = None
+) -> Outcome:
     """The outcome of a process that left nothing but its exit code.
 
     Args:
         code: 128+N and -N both mean that signal N ended it, as shells and Python say it.
+        memory: what shows that a SIGKILL was for want of memory, see `MemoryKills.rose`; None: nothing does.
     """
     number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
     # An exit code of 0 without a result is no success: an out-of-memory handler may have ended the process so.
     kind = _BY_EXIT_CODE.get(code, OutcomeKind.CRASH) if code else OutcomeKind.CRASH
     if number is not None:
         kind, cause, echo = _from_signal(number)
+        if number == signal.SIGKILL and memory is not None:
+            kind, cause = OutcomeKind.OOM, f"killed by SIGKILL: {memory}"
     elif kind is OutcomeKind.CRASH:
         cause, echo = f"ended with exit code {code} and left no result; its log says more", False
     else:
@@ -221,15 +226,15 @@ def first_line(error: BaseException) -> str:
 
 _SIGNALS: Mapping[int, tuple[OutcomeKind, str, bool]] = {
     signal.SIGKILL: (
-        OutcomeKind.OOM,
-        "killed by SIGKILL: most likely the kernel or the scheduler, for want of host memory; or somebody's kill -9",
+        OutcomeKind.CRASH,
+        "killed by SIGKILL; who sent it is not known: a person, a scheduler, or the kernel for want of memory",
         False,
     ),
     signal.SIGTERM: (OutcomeKind.CANCELLED, "asked to end by SIGTERM", True),
     signal.SIGINT: (OutcomeKind.CANCELLED, "interrupted by SIGINT (Ctrl-C)", True),
     signal.SIGHUP: (OutcomeKind.CANCELLED, "its terminal was closed (SIGHUP)", True),
-    signal.SIGUSR1: (OutcomeKind.PREEMPTED, "ended by the scheduler's warning, SIGUSR1", False),
-    signal.SIGUSR2: (OutcomeKind.PREEMPTED, "ended by the scheduler's warning, SIGUSR2", False),
+    signal.SIGUSR1: (OutcomeKind.PREEMPTED, "ended by SIGUSR1, with which schedulers warn", False),
+    signal.SIGUSR2: (OutcomeKind.PREEMPTED, "ended by SIGUSR2, with which schedulers warn", False),
     signal.SIGXCPU: (OutcomeKind.WALLTIME, "its limit of CPU time is used up (SIGXCPU)", False),
     signal.SIGABRT: (
         OutcomeKind.CRASH,

@@ -41,7 +41,7 @@ from titanlab.world import World, open_world
 _STOPPED = {
     signal.SIGINT: "interrupted by SIGINT (Ctrl-C); the run can be resumed",
     signal.SIGTERM: "asked to end by SIGTERM; the run can be resumed",
-    signal.SIGUSR2: "warned by the scheduler (SIGUSR2); the run can be resumed",
+    signal.SIGUSR2: "warned by SIGUSR2; the run can be resumed",
     signal.SIGXCPU: "its time is used up (SIGXCPU); the run can be resumed",
 }
 

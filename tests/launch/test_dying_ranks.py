@@ -78,7 +78,7 @@ def test_it_raises(command, layout, where, rank):
 )
 def test_it_is_killed(command, layout, where, rank):
     code, said, result = dead(command, layout, "kill", where, rank)
-    assert (code, result.kind, result.exit_code) == (70, OutcomeKind.OOM, -9)
+    assert (code, result.kind, result.exit_code) == (1, OutcomeKind.CRASH, -9)
     assert "SIGKILL" in result.cause
     assert "Traceback" not in said
 

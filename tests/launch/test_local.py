@@ -90,8 +90,9 @@ def test_a_rank_that_raises_is_told_with_its_traceback(command):
 def test_a_rank_that_is_killed_is_told(command):
     code, out, err = command.run(*COPIES, "training.steps=60", "data.fault=kill", "data.step=3", "data.rank=1")
     result = command.only_run.result()
-    assert (code, result.kind, result.rank, result.exit_code) == (70, OutcomeKind.OOM, 1, -9)
-    assert "SIGKILL" in result.cause
+    # It may have been anybody: nothing shows that memory was short.
+    assert (code, result.kind, result.rank, result.exit_code) == (1, OutcomeKind.CRASH, 1, -9)
+    assert result.cause.startswith("killed by SIGKILL; who sent it is not known")
     assert "Traceback" not in out + err
 
 

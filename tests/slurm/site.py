@@ -150,8 +150,9 @@ class Site:
 
     def waits_or_runs(self, sweep: str) -> list[str]:
         """Jobs of a sweep that have not come to their end, a requeued one's last."""
-        names = ",".join(each.job_name for each in self.sweep(sweep).submissions())
-        return self.slurm("squeue", "--noheader", "--array", "--format=%i %T", f"--name={names}").splitlines()
+        numbers = {each.job_id for each in self.sweep(sweep).submissions()}
+        lines = self.slurm("squeue", "--noheader", "--array", "--format=%i %T").splitlines()
+        return [line for line in lines if line.partition("_")[0] in numbers]
 
     def ended(self, sweep: str, seconds: float = 300) -> SweepFolder:
         """The sweep, once all of its jobs have come to their end, in the accounting too, which hears of it later."""

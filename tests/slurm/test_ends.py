@@ -46,16 +46,18 @@ def test_one_whose_memory_is_limited_is_oom(site, ends):
 
 def test_one_that_slurm_kills_for_its_memory_is_oom(site, ends):
     row = ends["over"]
-    assert (row["outcome"], row["step"], row["exit_code"]) == ("oom", 2, -9)
+    assert (row["outcome"], row["rank"], row["step"], row["exit_code"]) == ("oom", 0, 2, -9)
+    assert "; Slurm says: StepId=" in row["cause"]
+    assert "exceeded memory limit" in row["cause"]
     assert state(site, "ends", "over")[0] in ("FAILED", "OUT_OF_MEMORY")
     assert row["scheduler_state"] == state(site, "ends", "over")[0]
 
 
-def test_one_that_is_killed_is_taken_for_oom(site, ends):
+def test_one_that_is_killed_is_not_taken_for_want_of_memory(site, ends):
     row = ends["killed"]
-    assert (row["outcome"], row["rank"], row["exit_code"]) == ("oom", 1, -9)
+    assert (row["outcome"], row["rank"], row["exit_code"]) == ("crash", 1, -9)
     assert "SIGKILL" in row["cause"]
-    assert state(site, "ends", "killed") == ("FAILED", f"{OutcomeKind.OOM.exit_code}:0")
+    assert state(site, "ends", "killed") == ("FAILED", f"{OutcomeKind.CRASH.exit_code}:0")
 
 
 def test_one_that_hangs_leaves_every_rank_s_stack(site, ends):

@@ -64,5 +64,5 @@ def test_what_is_there_is_not_submitted_again(site, submitted):
     assert "submitted 0" in done.out
     assert site.sweep("shapes").submissions() == before
     rows = site.accounting(columns="JobID,JobName")
-    names = {each.job_name for each in before}
+    names = {each.job_name("shapes") for each in before}
     assert len([row for row in rows if row["JobName"] in names]) == len(NODES)

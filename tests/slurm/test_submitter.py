@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.slurm.site import ROOT, Site
+from titanlab.launch.slurm_array import token_of
 from titanlab.outcome import OutcomeKind
 
 pytestmark = pytest.mark.slurm
@@ -49,21 +50,23 @@ def test_killed_at_twenty_random_moments_it_submits_all_and_nothing_twice(site, 
         last = site.titanlab(*command)
         assert last.code == 0, last.err
     folders = [site.ended(name) for name in commands]
-    names = [row["JobName"] for row in site.accounting("--allocations") if row["JobName"].startswith("titanlab-")]
+    names = [row["JobName"] for row in site.accounting("--allocations") if row["JobName"].startswith("killed")]
+    tokens = [token_of(name) for name in names]
     for folder, command in zip(folders, commands.values(), strict=True):
         assert [run.name for run in folder.runs()] == ["long", "short"]
         submissions = folder.submissions()
         assert sorted(run for each in submissions for run in each.runs) == [run.path.name for run in folder.runs()]
         for run in folder.runs():
             assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1])
-        mine = {each.job_name for each in submissions}
-        assert len([name for name in names if name in mine]) == len(points)
+        mine = {each.token for each in submissions}
+        assert len([token for token in tokens if token in mine]) == len(points)
+        assert {each.job_name(folder.name) for each in submissions} <= set(names)
         # Once more, with all done.
         assert site.titanlab(*command).code == 0
         assert folder.submissions() == submissions
     # No job that nobody knows of is in the accounting.
-    known = {each.job_name for path in (site.folder / "runs").iterdir() for each in site.sweep(path.name).submissions()}
-    assert set(names) <= known
+    known = {each.token for name in commands for each in site.sweep(name).submissions()}
+    assert set(tokens) <= known
 
 
 def _started(site, command):

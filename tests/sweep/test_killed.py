@@ -46,9 +46,9 @@ def test_slurm_has_every_job_once(tmp_path, rounds):
     for each in found["rounds"]:
         folder = SweepFolder(Path(each["folder"]))
         submitted_once(folder, found["runs"])
-        known.update({submission.job_name: len(submission.runs) for submission in folder.submissions()})
+        known.update({submission.job_name(folder.name): len(submission.runs) for submission in folder.submissions()})
     whole = SweepFolder(tmp_path / "whole" / "layouts")
-    known.update({submission.job_name: len(submission.runs) for submission in whole.submissions()})
+    known.update({submission.job_name(whole.name): len(submission.runs) for submission in whole.submissions()})
     assert arrays == known
 
 

@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from titanlab.atomic_file import write_json
+from titanlab.launch import slurm as slurm_launcher
 from titanlab.launch.shape import Shape
+from titanlab.launch.slurm_command import Reply
 from titanlab.run_folder import RunFolder
 from titanlab.run_status import Status
 from titanlab.sweep import queue
@@ -31,11 +34,13 @@ def slurm(monkeypatch):
     answers = Answers(squeue="", sacct="")
     answers.asked = []
 
-    def ask(*words):
+    def ask(*words, seconds=0.0):
         answers.asked.append(words)
-        return answers[words[0]]
+        said = answers[words[0]]
+        return Reply(output=said, problem=f"{words[0]} says: nothing" if said is None else None)
 
-    monkeypatch.setattr(queue, "output_of", ask)
+    for module in (queue, slurm_launcher):
+        monkeypatch.setattr(module, "ask_slurm", ask)
     return answers
 
 
@@ -60,7 +65,7 @@ def test_an_array_in_the_queue(slurm, tmp_path):
     # One question each, for all jobs.
     assert [words[0] for words in slurm.asked] == ["sacct", "squeue"]
     states(tmp_path, submission("aa"), submission("bb"))
-    assert all("--name=titanlab-aa,titanlab-bb" in words for words in slurm.asked[2:])
+    assert all("--jobs=12,12" in words for words in slurm.asked[2:])
 
 
 def test_ends_are_the_accountings(slurm, tmp_path):
@@ -104,6 +109,101 @@ def test_steps_say_nothing_of_other_jobs_or_of_one_that_did_well(slurm, tmp_path
         "python|13_1.0|FAILED|0:9|1|n1|\n"
     )
     assert [state.exit_code for state in states(tmp_path)] == [9, 9, 0]
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "raw"),
+    [("[0-2%1]", "CANCELLED by 1000", "CANCELLED"), ("[0-4:2,1]", "DEADLINE", "DEADLINE")],
+)
+def test_jobs_that_ended_before_they_started_share_a_line(slurm, tmp_path, place, words, raw):
+    """`scancel` of a whole array that waits: the queue shows it for MinJobAge, five minutes."""
+    slurm["sacct"] = f"titanlab-aa|12_{place}|{words}|0:0|0|None assigned|JobHeldUser\n"
+    for listed in ("", "".join(f"titanlab-aa|12|{place}|12|{raw}|BeginTime|0:00|\n" for place in range(3))):
+        slurm["squeue"] = listed
+        found = states(tmp_path)
+        assert [(state.state, state.raw, state.job_id) for state in found] == [
+            ("ended", raw, f"12_{index}") for index in range(3)
+        ]
+        assert all(state.never_started and state.exit_code is None for state in found)
+
+
+def test_an_element_s_own_line_wins_over_that_of_those_that_wait(slurm, tmp_path):
+    """What sacct of Slurm 22.05 printed for an array of which one ran when `scancel 12_[1-2]` came."""
+    slurm["sacct"] = (
+        "titanlab-aa|12_0|COMPLETED|0:0|5|n1|None\n"
+        "titanlab-aa|12_1|CANCELLED by 0|0:0|3|n1|None\n"
+        "titanlab-aa|12_[1-2%2]|CANCELLED by 0|0:0|0|None assigned|JobArrayTaskLimit\n"
+    )
+    found = states(tmp_path)
+    assert [(state.raw, state.elapsed_seconds) for state in found] == [
+        ("COMPLETED", 5.0),
+        ("CANCELLED", 3.0),
+        ("CANCELLED", 0.0),
+    ]
+
+
+@pytest.mark.parametrize("waiting", ["[0,2]", "[0-2]"])
+def test_a_single_element_that_was_cancelled_while_it_waited_is_recorded_nowhere(slurm, tmp_path, waiting):
+    """Its array knows it no more; the line of those that wait may be older than that."""
+    slurm["squeue"] = "".join(f"titanlab-aa|12|{place}|12|PENDING|Priority|0:00|\n" for place in (0, 2))
+    slurm["sacct"] = f"titanlab-aa|12_{waiting}|PENDING|0:0|0|None assigned|Priority\n"
+    # Also a moment after it was submitted.
+    for created in (LONG_AGO, time.time()):
+        first, second, third = states(tmp_path, submission(created=created))
+        assert (first.state, third.state) == ("pending", "pending")
+        assert (second.state, second.raw, second.job_id) == ("ended", "CANCELLED", "12_1")
+        assert second.never_started
+
+
+def test_one_that_has_begun_and_that_nobody_knows_was_not_cancelled(slurm, tmp_path):
+    slurm["squeue"] = "titanlab-aa|12|0|12|PENDING|Priority|0:00|\n"
+    slurm["sacct"] = "titanlab-aa|12_[0]|PENDING|0:0|0|None assigned|Priority\n"
+    run = RunFolder(tmp_path / "two")
+    (run.path / "attempts" / "1").mkdir(parents=True)
+    write_json(run.attempt_folder(1) / "job.json", {"token": "aa", "index": 1})
+    assert [state.state for state in states(tmp_path)] == ["pending", "gone", "ended"]
+
+
+def test_without_a_word_of_the_accounting_nobody_was_cancelled(slurm, tmp_path):
+    """It may be a second behind, or not be there: an element that has ended leaves the queue as well."""
+    slurm["squeue"] = "titanlab-aa|12|0|12|PENDING|Priority|0:00|\n"
+    for listed in ("", None):
+        slurm["sacct"] = listed
+        assert [state.state for state in states(tmp_path)] == ["pending", "gone", "gone"]
+        fresh = submission(created=time.time())
+        assert [state.state for state in states(tmp_path, fresh)] == ["pending", "unknown", "unknown"]
+
+
+def test_what_no_node_can_run_has_ended_at_once(slurm, tmp_path):
+    """The accounting never hears of it."""
+    slurm["squeue"] = "titanlab-aa|12|0|12|FAILED|BadConstraints|0:00|\n"
+    (state,) = states(tmp_path, submission(runs=("one",)))
+    assert (state.state, state.raw, state.reason, state.never_started) == ("ended", "FAILED", "BadConstraints", True)
+
+
+def test_jobs_are_known_by_the_end_of_their_name(slurm, tmp_path):
+    """An element takes its run's name when it starts; another job has the number of ours after a reset."""
+    slurm["squeue"] = (
+        "sweep/one-0123abcd-aa|12|0|13|RUNNING|None|0:05|n1\nsweep-aa|12|1|12|PENDING|None|0:00|\n"
+        "theirs-bb|12|2|12|RUNNING|None|0:05|n4\n"
+    )
+    assert [state.state for state in states(tmp_path)] == ["running", "pending", "gone"]
+
+
+def test_a_scheduler_that_does_not_answer_is_told(slurm, tmp_path):
+    slurm["squeue"] = None
+    (state,) = states(tmp_path, submission(runs=("one",)))
+    assert (state.state, state.raw) == ("unknown", "UNKNOWN")
+    assert state.reason == "the scheduler does not answer: squeue says: nothing"
+    assert queue.silence({("aa", 0): state}) == state.reason
+    assert queue.silence({("aa", 0): JobState(state="pending", reason="Priority")}) is None
+
+
+def test_jobs_of_an_interrupted_submission_are_looked_for_among_all(slurm, tmp_path):
+    intended = replace(submission(runs=("one",), state="intent"), job_id=None)
+    slurm["squeue"] = "sweep/one-0123abcd-aa|12|0|12|RUNNING|None|0:05|n1\n"
+    assert states(tmp_path, intended)[0].state == "running"
+    assert not any(word.startswith("--jobs=") for words in slurm.asked for word in words)
 
 
 def test_the_queue_knows_better_what_lives(slurm, tmp_path):

@@ -67,7 +67,7 @@ def test_as_long_as_a_job_may_live_nothing_is_written(jobs, settled, state):
         ("PREEMPTED", -15, "preempted"),
         ("FAILED", 71, "hang"),
         ("FAILED", 1, "crash"),
-        ("FAILED", -9, "oom"),
+        ("FAILED", -9, "crash"),
         ("COMPLETED", 0, "crash"),
     ],
 )
@@ -78,6 +78,24 @@ def test_a_run_without_a_result_gets_one_from_the_schedulers_word(jobs, settled,
     assert result.scheduler == {"job_id": "12_0", "state": raw, "exit_code": code}
     assert (run.status().state, run.status().outcome) == ("ended", kind)
     assert run.result(1) == result
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason", "kind", "cause"),
+    [
+        ("CANCELLED", None, "cancelled", "the job was cancelled before it started"),
+        ("CANCELLED", "JobHeldUser", "cancelled", "the job was cancelled before it started"),
+        ("DEADLINE", "BeginTime", "walltime", "the job's deadline passed before it started"),
+        ("FAILED", "BadConstraints", "infeasible", "Slurm failed the job before it started: BadConstraints"),
+        ("FAILED", "JobLaunchFailure", "crash", "Slurm failed the job before it started: JobLaunchFailure"),
+        ("BOOT_FAIL", None, "node_fail", "a node of the job could not be started"),
+    ],
+)
+def test_a_job_that_ended_before_it_started_says_why(jobs, settled, raw, reason, kind, cause):
+    run = jobs.run(1, launcher="slurm")
+    result = settled(run, JobState(state="ended", raw=raw, reason=reason, elapsed_seconds=0.0, job_id="12_0"))
+    assert (result.kind.value, result.cause, result.attempt, result.step) == (kind, cause, 0, 0)
+    assert result.scheduler == {"job_id": "12_0", "state": raw, "exit_code": None}
 
 
 def test_a_job_that_has_vanished_is_a_failed_node(jobs, settled):
@@ -110,6 +128,49 @@ def test_a_wish_that_came_too_late_is_the_reason(jobs, settled):
         OutcomeKind.PREEMPTED,
         "job 12_0 is preempted (SIGTERM); it ended before it had saved",
     )
+
+
+LOG = """\
+slurmstepd-n1: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-11-22T15:26:06 ***
+slurmstepd-n1: error: StepId=12.0 exceeded memory limit (1176580096 > 1073741824), being killed
+slurmstepd-n1: error: Exceeded job memory limit
+srun: error: n1: task 0: Killed
+"""
+SAID = "Slurm says: StepId=12.0 exceeded memory limit (1176580096 > 1073741824), being killed"
+
+
+@pytest.mark.parametrize(
+    ("raw", "cause"),
+    [
+        ("FAILED", f"killed for want of memory; {SAID}"),
+        ("OUT_OF_MEMORY", f"the job had more memory than it was given; {SAID}"),
+    ],
+)
+def test_slurms_own_sentence_and_rank_stand_in_the_end_of_a_job_that_it_killed_for_memory(jobs, settled, raw, cause):
+    run = begun(jobs)
+    jobs.sweep.jobs.mkdir()
+    (jobs.sweep.jobs / "7_0_0_log.err").write_text(LOG)
+    result = settled(run, JobState(state="ended", raw=raw, exit_code=-9, job_id="7_0"))
+    assert (result.kind, result.rank, result.cause) == (OutcomeKind.OOM, 0, cause)
+
+
+def test_slurms_sentence_replaces_what_the_other_ranks_could_only_guess(jobs, settled):
+    run = begun(jobs)
+    jobs.sweep.jobs.mkdir()
+    (jobs.sweep.jobs / "7_0_0_log.err").write_text(LOG.replace("task 0: Killed", "tasks 0-1: Killed"))
+    lost = from_exception(ConnectionError("Connection closed by peer"), rank=1)
+    run.write_result(replace(lost, attempt=1, step=3))
+    result = settled(run, JobState(state="ended", raw="FAILED", exit_code=9, job_id="7_0"))
+    assert (result.kind, result.rank, result.traceback, result.echo) == (OutcomeKind.OOM, None, None, False)
+    assert result.cause == f"killed for want of memory; {SAID}"
+
+
+def test_a_failure_of_its_own_is_not_blamed_on_memory(jobs, settled):
+    run = begun(jobs)
+    jobs.sweep.jobs.mkdir()
+    (jobs.sweep.jobs / "7_0_0_log.err").write_text(LOG)
+    run.write_failure(from_exception(LookupError("a fault"), rank=0))
+    assert settled(run, FAILED).cause == "LookupError: a fault"
 
 
 def test_the_scheduler_may_disagree_and_is_kept_beside(jobs, settled):

@@ -6,10 +6,12 @@ from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.cli import cancel as cancel_verb
 from titanlab.cli import retry as retry_verb
+from titanlab.cli import status as status_verb
 from titanlab.errors import ConfigError
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
 from titanlab.sweep.cancel import cancel
+from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import FAILED, retry
 from titanlab.sweep.submission import LocalJob, write_local_job
 from titanlab.sweep.submit import decide, submit
@@ -181,6 +183,46 @@ def test_whoever_cancels_twice_does_not_want_to_wait(slurm, sweep):
     done = cancel(sweep, quiet, names=[names(sweep)[3]])
     assert done.told == [names(sweep)[3]]
     assert (slurm.jobs()[101]["states"][3], len(slurm.jobs()[101]["signals"])) == ("CANCELLED", 1)
+
+
+def test_cancel_is_one_call_for_all_that_wait_and_one_for_all_that_run(slurm, sweep):
+    retry(sweep, quiet, outcomes=["hang", "oom"])
+    cancel(sweep, quiet)
+    calls = [sorted(line.split()) for line in (slurm.folder / "scancel.calls").read_text().splitlines()]
+    assert sorted(calls) == [["--signal=INT", "101_[3]"], ["101_[4]", "102_[0-1]"]]
+
+
+def test_elements_that_somebody_took_out_of_the_queue_are_cancelled_and_can_be_done_again(slurm, sweep):
+    """`scancel 101_4`: Slurm itself keeps no record of it."""
+    slurm.put(101, "REMOVED", 4)
+    reconcile(sweep)
+    (run,) = sweep.find([names(sweep)[4]])
+    outcome = run.result()
+    assert (outcome.kind, outcome.cause) == ("cancelled", "the job was cancelled before it started")
+    assert outcome.scheduler == {"job_id": "101_4", "state": "CANCELLED", "exit_code": None}
+    done = retry(sweep, quiet, outcomes=["cancelled"])
+    assert [each.run.path.name for each in done.chosen] == [run.path.name]
+    assert submitted(slurm) == [5, 1]
+
+
+def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, capsys):
+    slurm.set(silent=True)
+    lines = []
+    # Those that had ended before are known; the others may run.
+    done = retry(sweep, lines.append, outcomes=FAILED, dry_run=True)
+    assert [each.outcome for each in done.chosen] == ["hang", "oom"]
+    assert len(lines) == 1
+    assert re.fullmatch(
+        "the scheduler does not answer: squeue says: .*; runs whose jobs it may have are left alone", *lines
+    )
+    assert status_verb.main(["layouts", "--runs", str(sweep.path.parent)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert (
+        len([line for line in said if "the scheduler does not answer: squeue says: squeue: error: Unable" in line]) == 1
+    )
+    with pytest.raises(ConfigError, match="launch=slurm: Slurm does not answer, and the jobs may go on"):
+        cancel(sweep, lines.append)
+    assert "the scheduler does not answer" in lines[1]
 
 
 def test_cancel_of_one_run(slurm, sweep):

@@ -15,7 +15,7 @@ from titanlab.launch.slurm_schema import Slurm
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import settle
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.submit import check_study, decide, folder_of, submit
+from titanlab.sweep.submit import check_study, decide, folder_of, silence_of, submit
 from titanlab.sweep.table.rows import Table
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
@@ -71,7 +71,7 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     (submission,) = submitted.folder.submissions()
     snapshot = submitted.folder.path / submission.code
     assert (snapshot / "titanlab" / "sweep" / "submit.py").is_file()
-    assert job["flags"]["job-name"] == f"titanlab-{submission.token}"
+    assert job["flags"]["job-name"] == f"layouts-{submission.token}"
     assert job["flags"]["no-requeue"] is True
     lines = job["script"].splitlines()
     order = ["module load cuda", "export NCCL_DEBUG='WARN it'", "export PYTHONSAFEPATH=1"]
@@ -96,11 +96,13 @@ def test_gpus_are_those_of_the_layout(slurm, tmp_path):
 
 def test_variables_of_a_job_around_it_do_not_reach_the_new_job(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    config = tmp_path / "slurm.conf"
+    config.touch()
+    monkeypatch.setenv("SLURM_CONF", str(config))
     submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet)
     environment = slurm.jobs()[101]["environment"]
     assert "SLURM_MEM_PER_CPU" not in environment
-    assert environment["SLURM_CONF"] == "/etc/slurm.conf"
+    assert environment["SLURM_CONF"] == str(config)
 
 
 def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
@@ -288,8 +290,11 @@ def test_a_partition_that_is_too_small(slurm, tmp_path, given, named):
 def test_slurm_that_does_not_answer_is_told_before_anything_is_made(slurm, tmp_path):
     slurm.set(silent=True)
     wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
-    assert actions(decide(wanted)) == ["submit"]
-    with pytest.raises(ConfigError, match="launch=slurm: Slurm does not answer; try again when `sinfo` answers"):
+    assert silence_of(wanted).startswith("the scheduler does not answer: sinfo says: sinfo: error: Unable to contact")
+    assert actions(decide(wanted, answered=False)) == ["submit"]
+    # What Slurm's own command says is all that a person has to go by.
+    rule = r"launch=slurm: Slurm does not answer \(sinfo says: .*connect failure\)\); try again when `sinfo` answers"
+    with pytest.raises(ConfigError, match=rule):
         submit(wanted, quiet)
     assert not (tmp_path / "runs").exists()
 
@@ -336,6 +341,19 @@ def test_what_sbatch_refuses_is_one_line_and_leaves_no_intent(slurm, tmp_path, c
     assert len(submit(wanted, quiet).jobs) == 1
 
 
+def test_what_no_node_can_run_is_refused_although_slurm_lists_it(slurm, tmp_path):
+    """sbatch says no, and squeue shows the jobs as failed for some minutes: they are no submission."""
+    slurm.set(refuses="Memory specification can not be satisfied", keeps_refused=True)
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="launch=slurm: sbatch says: Memory specification can not be satisfied"):
+            submit(wanted, quiet)
+        assert folder_of(wanted).submissions() == []
+        assert actions(decide(wanted)) == ["submit"] * 2
+    slurm.set()
+    assert [job for job, _, _ in submit(wanted, quiet).jobs] == ["103"]
+
+
 # Crashes
 
 
@@ -359,6 +377,19 @@ def test_an_intent_whose_job_is_there_is_taken_over(slurm, tmp_path, settings):
     assert submit(wanted, quiet).jobs == ()
 
 
+def test_an_intent_whose_jobs_have_taken_their_runs_names_is_taken_over(slurm, tmp_path):
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    (submission,) = folder.submissions()
+    _forget_answer(folder)
+    job = slurm.jobs()[101]
+    job["flags"]["job-name"] = submission.job_name(folder.name, 1)
+    assert job["flags"]["job-name"] == f"layouts/{submission.runs[1]}-{submission.token}"
+    (slurm.folder / "jobs" / "101.json").write_text(json.dumps(job))
+    assert submit(wanted, quiet).jobs == ()
+    assert [each.job_id for each in folder.submissions()] == ["101"]
+
+
 def test_an_intent_without_a_job_is_submitted_again(slurm, tmp_path):
     wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
     folder = submit(wanted, quiet).folder
@@ -372,7 +403,7 @@ def test_while_slurm_does_not_answer_nothing_is_submitted_twice(slurm, tmp_path)
     wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
     folder = submit(wanted, quiet).folder
     slurm.set(silent=True)
-    with pytest.raises(ConfigError, match="Slurm does not answer; "):
+    with pytest.raises(ConfigError, match="Slurm does not answer "):
         submit(wanted, quiet)
     _forget_answer(folder)
     # It may fall silent just after it was asked.

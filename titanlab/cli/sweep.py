@@ -16,7 +16,7 @@ from titanlab.errors import ConfigError
 from titanlab.ranks import joined
 from titanlab.sweep.study.plan import Study, plan_study, with_data
 from titanlab.sweep.study.plan_table import plan_lines, plan_values
-from titanlab.sweep.submit import Submitted, check_study, decide, submit
+from titanlab.sweep.submit import Submitted, check_study, decide, silence_of, submit
 from titanlab.sweep.wait import exit_code, follow
 
 _HELP = """\
@@ -110,11 +110,16 @@ def _given(arguments: Sequence[str]) -> Given:
 
 
 def _show(study: Study, given: Given, console: Console) -> None:
-    decisions = decide(study, force=given.force)
+    silence = silence_of(study)
+    decisions = decide(study, force=given.force, answered=silence is None)
     if given.as_json:
-        console.note(json.dumps(finite(plan_values(study, decisions)), indent=2, ensure_ascii=False))
-    else:
-        console.note("\n".join([*plan_lines(study, decisions), "nothing was submitted (--dry-run)"]))
+        values = plan_values(study, decisions) | ({} if silence is None else {"problem": silence})
+        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        return
+    lines = plan_lines(study, decisions, answered=silence is None)
+    if silence is not None:
+        lines.append(f"{silence}; nothing of this plan was held against it, and to submit it has to answer")
+    console.note("\n".join([*lines, "nothing was submitted (--dry-run)"]))
 
 
 def _tell(study: Study, submitted: Submitted, given: Given, console: Console) -> None:

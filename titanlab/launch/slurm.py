@@ -16,20 +16,30 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlab.command import ask, output_of
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
+from titanlab.launch.slurm_array import expression_of, token_of
+from titanlab.launch.slurm_command import Reply, ask_slurm
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.ranks import MEETING
 
 # At most, whatever a site allows; a longer row of jobs becomes several arrays.
 MAX_ARRAY = 1000
+# Arrays in one call of scancel, whose line of arguments has an end.
+_MAX_WORDS = 500
+# The reason of a job that sbatch was refused: no node can ever have what it asks for.
+REFUSED = "BadConstraints"
 _COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
+# One that has not answered by then is ended; whether its jobs are in the queue, the queue tells.
+_SBATCH_SECONDS = 120
+# The accounting is a database that many use.
+ACCOUNTING_SECONDS = 30.0
+_CANCEL_SECONDS = 60.0
 # After the first task has ended; a rank that ended well may still wait for others that save.
 _WAIT_SECONDS = 600
 # Of a job that this process runs in; the new job is not part of that one.
@@ -62,8 +72,13 @@ class Array:
 
 
 def is_here() -> bool:
-    """Whether this host can submit to Slurm, and Slurm answers."""
-    return all(shutil.which(command) is not None for command in _COMMANDS) and _partitions() is not None
+    """Whether this host can submit to Slurm."""
+    return all(shutil.which(command) is not None for command in _COMMANDS)
+
+
+def silence() -> str | None:
+    """Why Slurm does not answer, in a line; None where it does."""
+    return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
 
 def check(jobs: Sequence[tuple[Slurm, Shape]]) -> None:
@@ -77,9 +92,6 @@ def check(jobs: Sequence[tuple[Slurm, Shape]]) -> None:
             rule = f"Slurm is not here: there is no {command} on PATH"
             raise ConfigError("launch", "slurm", rule, "submit from a login node of the cluster, or try launch=local")
     partitions = _partitions()
-    if partitions is None:
-        cure = "try again when `sinfo` answers; nothing was submitted"
-        raise ConfigError("launch", "slurm", "Slurm does not answer", cure)
     for config, shape in jobs:
         # Without a name it is the default, which sinfo lists under the empty one here.
         asked = config.partition if config.partition is not None else ""
@@ -98,7 +110,7 @@ def check(jobs: Sequence[tuple[Slurm, Shape]]) -> None:
 
 def max_array() -> int:
     """How many jobs one array takes here; MAX_ARRAY where Slurm does not tell."""
-    told = output_of("scontrol", "show", "config") or ""
+    told = ask_slurm("scontrol", "show", "config").output or ""
     # MaxArraySize is one more than the largest index, and the first is 0. With 0 there are no arrays: sbatch says so.
     limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", told, re.MULTILINE)
     return max(1, min([MAX_ARRAY, *map(int, limits)]))
@@ -130,31 +142,46 @@ def submit(config: Slurm, shape: Shape, array: Array) -> str:
         raise _refused(str(error)) from None
 
 
-def find(name: str, *, since: float) -> str | None:
-    """Slurm's number of the jobs with a name, whether they wait, run or have ended; None if it knows none.
+def find(token: str, *, since: float) -> str | None:
+    """Slurm's number of the jobs of a submission, whether they wait, run or have ended; None if it has none.
+
+    They are known by the end of their name: elements of an array take another name when they start.
 
     Args:
-        since: no job of that name is older, in seconds since the epoch.
+        token: of the submission.
+        since: none of its jobs is older, in seconds since the epoch.
 
     Raises:
         ConfigError: Slurm does not answer, so that nothing is known.
     """
-    listed = output_of("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F")
-    if listed is None:
-        rule = "Slurm does not answer, and an earlier submission may have reached it"
-        raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers; nothing was submitted")
-    if not listed.split():
-        # It forgets jobs some minutes after their end; the accounting, where there is one, does not.
-        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
-        words = ("--noheader", "--parsable2", "--allocations", f"--name={name}", f"--starttime={start}")
-        listed = output_of("sacct", *words, "--format=JobID") or ""
-    return next((line.split("_")[0] for line in listed.split()), None)
+    listed = ask_slurm("squeue", "--noheader", "--all", "--states=all", "--format=%j|%F|%T|%r")
+    if listed.output is None:
+        raise _undecided(listed.problem)
+    for line in listed.output.splitlines():
+        name, number, state, reason = (line.split("|") + [""] * 4)[:4]
+        # What sbatch was refused stays in the queue's list for some minutes, and was never a job.
+        if token_of(name) == token and (state, reason) != ("FAILED", REFUSED):
+            return number
+    # The queue forgets jobs some minutes after their end; the accounting, where there is one, does not.
+    listed = accounted_since(since, "--allocations", "--format=JobName,JobID")
+    if listed.output is None and listed.is_here and "accounting storage is disabled" not in listed.errors:
+        raise _undecided(listed.problem)
+    rows = [line.split("|") for line in (listed.output or "").splitlines()]
+    return next((row[1].split("_")[0] for row in rows if len(row) == 2 and token_of(row[0]) == token), None)
 
 
-def cancel(jobs: Sequence[str], *, gently: bool = False) -> None:
-    """End jobs, or elements of arrays such as `12_3`; those that have ended are passed over.
+def accounted_since(since: float, *words: str) -> Reply:
+    """What sacct prints of this person's jobs that could begin after a time, in seconds since the epoch."""
+    # Days of grace for clocks that differ.
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
+    return ask_slurm("sacct", "--noheader", "--parsable2", f"--starttime={start}", *words, seconds=ACCOUNTING_SECONDS)
+
+
+def cancel(jobs: Mapping[str, Collection[int]], *, gently: bool = False) -> None:
+    """End elements of arrays, all in one call; those that have ended are passed over.
 
     Args:
+        jobs: elements by the array's number.
         gently: they run; their processes are told, and have all the time that they need to save. Without it, Slurm
             kills what has not ended within KillWait, half a minute on most sites.
 
@@ -164,11 +191,17 @@ def cancel(jobs: Sequence[str], *, gently: bool = False) -> None:
     # SIGINT is a person's wish by itself: a process that does not yet see cancel.json, for a file system that is slow
     # to show it, takes it for nothing else. Its steps get it; the shell around them does not, and waits.
     how = ["--signal=INT"] if gently else []
-    for first in range(0, len(jobs), MAX_ARRAY):
-        answer = ask("scancel", *how, *jobs[first : first + MAX_ARRAY])
-        if answer is None or (answer.code and not _PASSED_OVER.search(answer.errors)):
-            rule = "Slurm does not answer, and the jobs may go on"
+    words = [f"{number}_[{expression_of(elements)}]" for number, elements in jobs.items()]
+    for first in range(0, len(words), _MAX_WORDS):
+        reply = ask_slurm("scancel", *how, *words[first : first + _MAX_WORDS], seconds=_CANCEL_SECONDS)
+        if reply.problem is not None and not _PASSED_OVER.search(reply.errors):
+            rule = f"Slurm does not answer, and the jobs may go on ({reply.problem})"
             raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers")
+
+
+def _undecided(problem: str | None) -> ConfigError:
+    rule = f"Slurm does not answer, and an earlier submission may have reached it ({problem})"
+    return ConfigError("launch", "slurm", rule, "try again when `squeue` and `sacct` answer; nothing was submitted")
 
 
 def _parameters(config: Slurm, shape: Shape, array: Array) -> dict[str, Any]:
@@ -239,7 +272,8 @@ def _sbatch(config: Slurm, batch_file: Path, guard: tuple[Path, Path] | None) ->
     A process that is killed leaves its sbatch behind. Whoever comes next takes the lock, and knows that none is under
     way; one that has not begun by then finds its file gone, and does nothing.
     """
-    plain = ["env", *(f"--unset={name}" for name in _unwanted(config)), "sbatch", str(batch_file)]
+    limit = ["timeout", str(_SBATCH_SECONDS)] if shutil.which("timeout") is not None else []
+    plain = ["env", *(f"--unset={name}" for name in _unwanted(config)), *limit, "sbatch", str(batch_file)]
     if guard is None:
         return plain
     file, lock = guard
@@ -282,13 +316,18 @@ def _refused(text: str) -> ConfigError:
     return ConfigError("launch", "slurm", f"sbatch says: {rule}", "mend the keys of launch, and submit again")
 
 
-def _partitions() -> dict[str, int] | None:
-    """Nodes of every partition, and under the empty name those of the default; None where Slurm does not answer."""
-    listed = output_of("sinfo", "--noheader", "--format=%P %D")
-    if listed is None:
-        return None
+def _partitions() -> dict[str, int]:
+    """Nodes of every partition, and under the empty name those of the default.
+
+    Raises:
+        ConfigError: Slurm does not answer.
+    """
+    listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P %D")
+    if listed.output is None:
+        cure = "try again when `sinfo` answers; nothing was submitted"
+        raise ConfigError("launch", "slurm", f"Slurm does not answer ({listed.problem})", cure)
     found: dict[str, int] = {}
-    for line in listed.splitlines():
+    for line in listed.output.splitlines():
         name, _, count = line.strip().partition(" ")
         with contextlib.suppress(ValueError):
             for key in {name.rstrip("*"), "" if name.endswith("*") else name}:

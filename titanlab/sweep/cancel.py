@@ -13,6 +13,7 @@ from titanlab.errors import ConfigError
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.enqueue import launcher_of, settle
+from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing
 from titanlab.sweep.submission import LocalJob, Submission, local_job, write_local_job
@@ -50,6 +51,8 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
     with folder.claim():
         settle(folder, report)
         jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
+        if (problem := silence(states)) is not None:
+            report(problem)
         # By launcher, and whether they have time to save.
         elsewhere: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
         for run in folder.find(names):
@@ -70,8 +73,10 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
             else:
                 elsewhere.setdefault((job[0].launcher, gently), []).append(job)
         for (_, gently), there in elsewhere.items():
-            numbers = [f"{submission.job_id}_{index}" for submission, index in there]
-            launcher_of(there[0][0]).cancel(numbers, gently=gently)
+            elements: dict[str, list[int]] = {}
+            for submission, index in there:
+                elements.setdefault(str(submission.job_id), []).append(index)
+            launcher_of(there[0][0]).cancel(elements, gently=gently)
         for name in list(done.waited):
             if not _note_end(folder.run(name)):
                 # It has started just now, and writes its own end.

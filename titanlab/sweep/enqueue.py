@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -55,6 +55,18 @@ def check_jobs(jobs: Sequence[tuple[Any, Shape]], *, submits: bool = True) -> No
         launcher = implementation(group[0][0])
         if hasattr(launcher, "check") and (submits or launcher.is_here()):
             launcher.check(group)
+
+
+def silent_launcher(launches: Iterable[Any]) -> str | None:
+    """Why a launcher that is installed here does not answer, in a line; None if all do.
+
+    Args:
+        launches: configs of launchers.
+    """
+    for launcher in {launch.kind: implementation(launch) for launch in launches}.values():
+        if hasattr(launcher, "silence") and launcher.is_here() and (problem := launcher.silence()) is not None:
+            return f"the scheduler does not answer: {problem}"
+    return None
 
 
 def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], None]) -> list[Submission]:
@@ -126,7 +138,7 @@ def launcher_of(submission: Submission) -> ModuleType:
 def _asked_for(folder: SweepFolder, submission: Submission, launch: Any, report: Callable[[str], None]) -> Submission:
     launcher = implementation(launch)
     array = launcher.Array(
-        name=submission.job_name,
+        name=submission.job_name(folder.name),
         count=len(submission.runs),
         command=job_command(folder, submission),
         environment=job_environment(folder, submission),
@@ -150,7 +162,7 @@ def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
     """The submission with the number of its jobs; None, and it is forgotten, if there are none."""
     # A call that the killed process has left behind ends first, or finds its intent gone.
     with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=_LOCK):
-        job_id = launcher_of(submission).find(submission.job_name, since=submission.created)
+        job_id = launcher_of(submission).find(submission.token, since=submission.created)
         if job_id is None:
             drop_submission(folder.path, submission)
             return None
@@ -159,8 +171,12 @@ def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
         return submission
 
 
-def arrays(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Runs whose jobs are asked for in the same words, as many as an array takes, in the order of each first."""
+def arrays(items: Sequence[Item], *, answered: bool = True) -> Iterator[list[Item]]:
+    """Runs whose jobs are asked for in the same words, as many as an array takes, in the order of each first.
+
+    Args:
+        answered: the launchers can be asked how many an array takes; else it is what none of them exceeds.
+    """
     groups: dict[str, list[Item]] = {}
     for item in items:
         key = json.dumps([asdict(item.shape), asdict(item.launch)], sort_keys=True, default=str)
@@ -168,8 +184,10 @@ def arrays(items: Sequence[Item]) -> Iterator[list[Item]]:
     most_of: dict[str, int] = {}
     for group in groups.values():
         kind, launcher = group[0].launch.kind, implementation(group[0].launch)
-        if kind not in most_of:
-            most_of[kind] = launcher.max_array() if hasattr(launcher, "max_array") else len(items)
+        if kind not in most_of and hasattr(launcher, "max_array"):
+            most_of[kind] = launcher.max_array() if answered else launcher.MAX_ARRAY
+        elif kind not in most_of:
+            most_of[kind] = len(items)
         most = most_of[kind]
         yield from (group[first : first + most] for first in range(0, len(group), most))
 

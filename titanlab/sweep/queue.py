@@ -1,7 +1,8 @@
 """Where the jobs of submissions stand: one question to the queue and one to the accounting, for all of them.
 
-Jobs are known by their name, which has the submission's token: after a reset Slurm's numbers begin anew, and another
-job may have ours. On this host it is the supervisor's notes and the locks of live processes that tell.
+Slurm is asked by its numbers of jobs, and believed about those whose name ends with the submission's token: after a
+reset its numbers begin anew, and another job may have ours. On this host it is the supervisor's notes and the locks of
+live processes that tell.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlab.claim import is_claimed
-from titanlab.command import output_of
+from titanlab.launch.slurm import ACCOUNTING_SECONDS, accounted_since
+from titanlab.launch.slurm_array import elements_of, token_of
+from titanlab.launch.slurm_command import Reply, ask_slurm
 from titanlab.ranks import hosts
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.local_submit import LOCK
@@ -25,6 +28,9 @@ _WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV
 _ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
 _SQUEUE = "%j|%F|%K|%A|%T|%r|%M|%N"
 _SACCT = "JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
+# The word for a job whose scheduler does not answer.
+SILENT = "UNKNOWN"
+States = Mapping[tuple[str, int], "JobState"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +40,9 @@ class JobState:
     Attributes:
         state: `pending`, `running`, `requeued`: it waits to go on, `ended`, `gone`: nobody has ever heard of it, or no
             longer, or `unknown`: nobody answers.
-        raw: the scheduler's own word, without what follows it.
+        raw: the scheduler's own word, without what follows it; UNKNOWN where it does not answer.
         exit_code: of the job, -N where signal N ended it or its step; None while it lives, or where it is not told.
-        reason: why it waits, or failed, in the scheduler's word.
+        reason: why it waits, or failed, in the scheduler's word; or why the scheduler does not answer.
         elapsed_seconds: of its latest start.
         nodes: names of its nodes.
         job_id: its number in the queue; with its place in the array.
@@ -50,6 +56,16 @@ class JobState:
     nodes: tuple[str, ...] = ()
     job_id: str | None = None
 
+    @property
+    def never_started(self) -> bool:
+        """Whether it has ended, or waits, and had no time on any node."""
+        return self.state in ("pending", "ended") and not self.elapsed_seconds and not self.nodes
+
+
+def silence(states: States) -> str | None:
+    """Why the scheduler of some jobs does not answer; None where it does."""
+    return next((state.reason for state in states.values() if state.raw == SILENT), None)
+
 
 def job_states(submitted: Sequence[Submission], sweep: Path) -> Mapping[tuple[str, int], JobState]:
     """The state of every job, by token and index.
@@ -59,7 +75,7 @@ def job_states(submitted: Sequence[Submission], sweep: Path) -> Mapping[tuple[st
     """
     found: dict[tuple[str, int], JobState] = {}
     remote = [each for each in submitted if each.launcher == "slurm"]
-    told = _slurm(remote) if remote else {}
+    told = _slurm(remote, sweep) if remote else {}
     for each in submitted:
         for index, run in enumerate(each.runs):
             key = (each.token, index)
@@ -89,41 +105,70 @@ def _local(sweep: Path, submission: Submission, index: int, run: str) -> JobStat
     )
 
 
-def _slurm(submitted: Sequence[Submission]) -> dict[tuple[str, int], JobState]:
-    names = ",".join(each.job_name for each in submitted)
-    # Days of grace for clocks that differ.
-    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(min(each.created for each in submitted) - 86_400))
+def _slurm(submitted: Sequence[Submission], sweep: Path) -> dict[tuple[str, int], JobState]:
     # In this order: a job that the accounting takes for alive and the queue, asked later, does not know is lost.
-    listed = output_of(
-        "sacct", "--noheader", "--parsable2", f"--name={names}", f"--starttime={since}", f"--format={_SACCT}"
-    )
-    queued = output_of("squeue", "--noheader", "--array", "--states=all", f"--name={names}", f"--format={_SQUEUE}")
-    recorded = _recorded(listed or "")
-    live = _queued(queued or "")
+    accounting, queue = _accounting(submitted), _squeue(submitted)
+    recorded, live = _recorded(accounting.output or ""), _queued(queue.output or "")
+    known = {token for token, _ in recorded}
     found = {}
     for each in submitted:
-        for index in range(len(each.runs)):
-            key = (each.job_name, index)
-            state = _together(
-                live.get(key), recorded.get(key), answered=queued is not None, accounted=listed is not None
-            )
+        for index, run in enumerate(each.runs):
+            key = (each.token, index)
+            state = _together(live.get(key), recorded.get(key), queue, accounted=accounting.output is not None)
+            if state.state == "gone" and _was_removed(recorded.get(key)) and each.token in known:
+                made_by = RunFolder(sweep / run).job() or {}
+                if (made_by.get("token"), made_by.get("index")) != key:
+                    # Slurm keeps no record of a single element that is cancelled while it waits: it is taken out of
+                    # its array. (Slurm 22.05, _job_str_signal of slurmctld.)
+                    state = JobState(state="ended", raw="CANCELLED", job_id=f"{each.job_id}_{index}")
             if state.state == "gone" and (each.state == "intent" or time.time() - each.created < _FRESH_SECONDS):
                 state = JobState(state="unknown")
-            found[each.token, index] = state
+            found[key] = state
     return found
 
 
-def _together(live: JobState | None, recorded: JobState | None, *, answered: bool, accounted: bool) -> JobState:
+def _accounting(submitted: Sequence[Submission]) -> Reply:
+    """What sacct says of the jobs.
+
+    By their numbers: within a span of time it lists no job that has never been ready to start, such as one that was
+    held until somebody cancelled it.
+    """
+    words = ("--noheader", "--parsable2", f"--format={_SACCT}")
+    numbers = [each.job_id for each in submitted if each.job_id is not None]
+    if len(numbers) < len(submitted):
+        # Jobs of a submission that was interrupted have no numbers yet.
+        return accounted_since(min(each.created for each in submitted), f"--format={_SACCT}")
+    return ask_slurm("sacct", *words, f"--jobs={','.join(numbers)}", seconds=ACCOUNTING_SECONDS)
+
+
+def _squeue(submitted: Sequence[Submission]) -> Reply:
+    """What squeue says of the jobs, also those in partitions that it shows to nobody who does not ask."""
+    words = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--format={_SQUEUE}"]
+    numbers = [each.job_id for each in submitted if each.job_id is not None]
+    if len(numbers) == len(submitted):
+        words.append(f"--jobs={','.join(numbers)}")
+    reply = ask_slurm(*words)
+    # A single number that it does not know is an error to it, and one of several is none.
+    return Reply(output="") if "Invalid job id" in reply.errors else reply
+
+
+def _was_removed(recorded: JobState | None) -> bool:
+    """Whether a job that the queue does not know has left it without a start, by what the accounting has of it."""
+    return recorded is None or (recorded.state == "pending" and recorded.job_id is None)
+
+
+def _together(live: JobState | None, recorded: JobState | None, queue: Reply, *, accounted: bool) -> JobState:
     """What queue and accounting say of one job, which may contradict each other for some seconds."""
-    if live is not None and live.state == "ended" and accounted and (recorded is None or recorded.state != "ended"):
+    is_accounted = recorded is not None and recorded.state == "ended"
+    if live is not None and live.state == "ended" and accounted and not is_accounted and not live.never_started:
         # How it ended is known when the accounting has it, too.
         return replace(live, state="running")
-    if live is not None and (live.state != "ended" or recorded is None):
+    if live is not None and (live.state != "ended" or not is_accounted):
         return live
-    if recorded is not None and recorded.state == "ended":
+    if recorded is not None and is_accounted:
         return recorded
-    if not answered:
-        return JobState(state="unknown")
+    if queue.output is None:
+        return JobState(state="unknown", raw=SILENT, reason=f"the scheduler does not answer: {queue.problem}")
     return JobState(state="gone", raw=recorded.raw if recorded else None, job_id=recorded.job_id if recorded else None)
 
 
@@ -140,7 +185,7 @@ def _queued(text: str) -> dict[tuple[str, int], JobState]:
         if state == "pending" and reason == "BeginTime":
             # Nobody asks for a time to begin at: Slurm does, for what it has put back.
             state = "requeued"
-        found[name, index] = JobState(
+        found[token_of(name), index] = JobState(
             state=state,
             raw=raw,
             reason=None if reason in ("None", "") else reason,
@@ -154,6 +199,8 @@ def _queued(text: str) -> dict[tuple[str, int], JobState]:
 def _recorded(text: str) -> dict[tuple[str, int], JobState]:
     """The lines of sacct: name, number, state, exit code, time, nodes, reason; of each job, and then of its steps."""
     found: dict[tuple[str, int], JobState] = {}
+    # Elements of an array that have not started share one line. It may be older than an element's own.
+    waiting: dict[tuple[str, int], JobState] = {}
     keys: dict[str, tuple[str, int]] = {}
     for line in text.splitlines():
         fields = line.split("|")
@@ -161,9 +208,7 @@ def _recorded(text: str) -> dict[tuple[str, int], JobState]:
             continue
         name, number, words, code, elapsed, nodes, reason = fields
         job, _, step = number.partition(".")
-        _, bar, place = job.partition("_")
-        if bar and not place.isdecimal():
-            continue  # Those of an array that still wait, all in one.
+        array, bar, place = job.partition("_")
         raw = words.split()[0] if words else ""
         state = _state(raw)
         exit_code = _exit_code(code) if state == "ended" else None
@@ -174,8 +219,7 @@ def _recorded(text: str) -> dict[tuple[str, int], JobState]:
             if killed and job in keys and found[keys[job]].exit_code:
                 found[keys[job]] = replace(found[keys[job]], exit_code=exit_code)
             continue
-        keys[job] = (name, int(place) if bar else 0)
-        found[keys[job]] = JobState(
+        told = JobState(
             state=state,
             raw=raw,
             exit_code=exit_code,
@@ -184,7 +228,14 @@ def _recorded(text: str) -> dict[tuple[str, int], JobState]:
             nodes=tuple(hosts(nodes)) if not nodes.startswith("None") else (),
             job_id=job,
         )
-    return found
+        if bar and not place.isdecimal():
+            for index in elements_of(place):
+                job_id = f"{array}_{index}" if state == "ended" else None
+                waiting[token_of(name), index] = replace(told, exit_code=None, job_id=job_id)
+            continue
+        keys[job] = (token_of(name), int(place) if bar else 0)
+        found[keys[job]] = told
+    return {**waiting, **found}
 
 
 def _state(raw: str) -> str:

@@ -14,10 +14,12 @@ from typing import Any
 
 from titanlab.attempt import with_progress
 from titanlab.errors import ConfigError
+from titanlab.launch.slurm import REFUSED
 from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.job.wish import read_wish
 from titanlab.sweep.queue import JobState, job_states
+from titanlab.sweep.slurm_words import MemoryWord, memory_word
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 
@@ -59,7 +61,7 @@ def reconcile(sweep: SweepFolder) -> Mapping[tuple[str, int], JobState]:
             continue
         # In the hands of somebody: it is being recorded, or has begun again.
         with contextlib.suppress(ConfigError), run.claim():
-            _record(run, submission, index, state)
+            _record(run, submission, index, state, _memory_word(sweep, submission, index))
     return states
 
 
@@ -77,7 +79,13 @@ def _word(state: JobState) -> dict[str, Any] | None:
     return {"job_id": state.job_id, "state": state.raw, "exit_code": state.exit_code}
 
 
-def _record(run: RunFolder, submission: Submission, index: int, state: JobState) -> None:
+def _memory_word(sweep: SweepFolder, submission: Submission, index: int) -> MemoryWord | None:
+    if submission.launcher != "slurm":
+        return None
+    return memory_word(sweep.jobs, f"{submission.job_id}_{index}")
+
+
+def _record(run: RunFolder, submission: Submission, index: int, state: JobState, memory: MemoryWord | None) -> None:
     attempt, result = max(run.attempts(), default=0), run.result()
     made_by = run.job(attempt) or {}
     if (made_by.get("token"), made_by.get("index")) != (submission.token, index):
@@ -92,11 +100,27 @@ def _record(run: RunFolder, submission: Submission, index: int, state: JobState)
     if word is not None and word[0] in _KNOWN and outcome.kind is OutcomeKind.CRASH and not _says_why(outcome):
         # Whoever wrote that was faster than Slurm.
         outcome = replace(outcome, kind=word[0], cause=word[1], echo=False)
+    if memory is not None and attempt and (outcome.kind is OutcomeKind.OOM or not _says_why(outcome)):
+        outcome = _with_memory_word(outcome, memory)
     run.write_result(replace(outcome, scheduler=_word(state)))
+
+
+def _with_memory_word(outcome: Outcome, memory: MemoryWord) -> Outcome:
+    """The outcome of a job that Slurm has killed for its memory, with its own sentence."""
+    if outcome.traceback is not None and outcome.kind is OutcomeKind.OOM:
+        return outcome  # It failed for want of memory before Slurm had to act.
+    known = outcome.cause if outcome.kind is OutcomeKind.OOM else "killed for want of memory"
+    rank = memory.rank if memory.rank is not None else outcome.rank if outcome.kind is OutcomeKind.OOM else None
+    cause = f"{known}; Slurm says: {memory.said}"
+    return replace(outcome, kind=OutcomeKind.OOM, cause=cause, rank=rank, traceback=None, echo=False)
 
 
 def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
     """The outcome of an attempt that recorded none."""
+    if attempt == 0 and state.state == "ended" and state.never_started:
+        unstarted = _unstarted(run, state)
+        if unstarted is not None:
+            return unstarted
     notes = run.failures(attempt)
     told = first_cause(notes) if notes else None
     code = state.exit_code
@@ -121,6 +145,20 @@ def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
         cause = "its processes ended, or were killed, and left no result; logs/ and the sweep's jobs/ say more"
         return _plain(OutcomeKind.CRASH, cause, attempt, None)
     return from_exit(0, attempt=attempt)
+
+
+def _unstarted(run: RunFolder, state: JobState) -> Outcome | None:
+    """The outcome of a job that ended in the queue, where Slurm's word says enough."""
+    if state.raw in ("CANCELLED", "REVOKED"):
+        who = run.asked_to_cancel() or "the job was cancelled"
+        return _plain(OutcomeKind.CANCELLED, f"{who} before it started", 0, None)
+    if state.raw == "DEADLINE":
+        return _plain(OutcomeKind.WALLTIME, "the job's deadline passed before it started", 0, None)
+    if state.raw == "FAILED":
+        # Of a job that no node of the cluster can ever run.
+        kind = OutcomeKind.INFEASIBLE if state.reason == REFUSED else OutcomeKind.CRASH
+        return _plain(kind, f"Slurm failed the job before it started: {state.reason or 'it gives no reason'}", 0, None)
+    return None
 
 
 def _says_why(outcome: Outcome) -> bool:

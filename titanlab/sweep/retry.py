@@ -13,6 +13,7 @@ from titanlab.outcome import OutcomeKind
 from titanlab.run_folder import RunFolder, create_run
 from titanlab.sweep import local_submit, snapshot
 from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle
+from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing, supersede
 from titanlab.sweep.submission import Submission
@@ -104,6 +105,8 @@ def _chosen(
     stale: bool,
 ) -> list[Chosen]:
     jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
+    if (problem := silence(states)) is not None:
+        report(f"{problem}; runs whose jobs it may have are left alone")
     code = snapshot.fingerprint() if stale else None
     chosen = []
     for run in folder.find(names):

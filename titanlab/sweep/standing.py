@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from titanlab.outcome import OutcomeKind
 from titanlab.run_folder import RunFolder
-from titanlab.sweep.queue import JobState
+from titanlab.sweep.queue import States
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder
 
 # Ends after which a job may have gone back into the queue by itself.
 _PUT_BACK = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME)
-States = Mapping[tuple[str, int], JobState]
 
 
 def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States) -> tuple[str, str | None]:

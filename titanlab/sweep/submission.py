@@ -1,7 +1,7 @@
 """What was submitted: one file for each array of jobs, and one for each job that ran on this host.
 
-A submission is written before its jobs are asked for, under a token that is also their name in the queue. Whoever finds
-one without a job's number asks the queue for that name: so nothing is submitted twice, and nothing is lost.
+A submission is written before its jobs are asked for, under a token with which their name in the queue ends. Whoever
+finds one without a job's number asks the queue for that token: so nothing is submitted twice, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from titanlab.atomic_file import write_json
 from titanlab.launch.shape import Shape, shape_from
+from titanlab.launch.slurm_array import job_name
 from titanlab.run_folder import RunFolder
 
 SCHEMA = 1
@@ -32,7 +33,7 @@ class Submission:
     """An array of jobs of one shape; the place of a run in `runs` is its index in the array.
 
     Attributes:
-        token: its own, also in the name of the jobs.
+        token: its own; the name of the jobs ends with it.
         launcher: `local` or `slurm`.
         created: seconds since the epoch.
         state: `intent` before the queue has been asked, `submitted` afterwards.
@@ -55,10 +56,15 @@ class Submission:
     launch: Mapping[str, Any]
     runs: tuple[str, ...]
 
-    @property
-    def job_name(self) -> str:
-        """What the jobs are called in the queue."""
-        return f"titanlab-{self.token}"
+    def job_name(self, sweep: str, index: int | None = None) -> str:
+        """What the jobs are called in the queue.
+
+        Args:
+            sweep: its name.
+            index: of one of the runs; None: what all jobs are called until they start.
+        """
+        run = self.runs[index or 0] if index is not None or len(self.runs) == 1 else None
+        return job_name(sweep, run, self.token)
 
 
 @dataclass(frozen=True, kw_only=True)

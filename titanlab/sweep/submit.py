@@ -17,10 +17,10 @@ from titanlab.launch.shape import Shape, shape_of
 from titanlab.recipe import to_mapping
 from titanlab.run_folder import RunFolder, check_runs, create_run
 from titanlab.sweep import local_submit
-from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle
-from titanlab.sweep.queue import job_states
+from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, silent_launcher
+from titanlab.sweep.queue import States, job_states
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.standing import States, standing, supersede
+from titanlab.sweep.standing import standing, supersede
 from titanlab.sweep.study.plan import SINGLE, Dropped, Planned, Study
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
@@ -75,11 +75,17 @@ def folder_of(study: Study) -> SweepFolder:
     return SweepFolder(Path(next(iter(roots))).expanduser().absolute() / study.name)
 
 
-def check_study(study: Study, *, submits: bool = True) -> list[Shape]:
+def silence_of(study: Study) -> str | None:
+    """Why a launcher of the study does not answer, in a line; None where all do, or are not here."""
+    return silent_launcher(planned.recipe.launch for planned in study.planned)
+
+
+def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> list[Shape]:
     """The shape of every run's job; everything that can be known before anything is made.
 
     Args:
         submits: the launcher has to be here; else it is asked only if it is.
+        answered: it can be asked; else jobs are held against nothing that only the launcher knows.
 
     Raises:
         ConfigError: a job is larger than its cluster, the launcher cannot take it, or the folder is another sweep's.
@@ -87,21 +93,25 @@ def check_study(study: Study, *, submits: bool = True) -> list[Shape]:
     shapes = [shape_of(planned.recipe) for planned in study.planned]
     _hold_name(folder_of(study), study)
     launches = [planned.recipe.launch for planned in study.planned]
-    check_jobs(list(zip(launches, shapes, strict=True)), submits=submits)
+    if answered:
+        check_jobs(list(zip(launches, shapes, strict=True)), submits=submits)
     return shapes
 
 
-def decide(study: Study, *, force: bool = False, states: States | None = None) -> list[Decision]:
+def decide(study: Study, *, force: bool = False, states: States | None = None, answered: bool = True) -> list[Decision]:
     """What a submission would do about every run of a study; changes nothing. The launcher need not be here.
 
     Args:
         force: do those anew that have ended, however; what waits or runs is left alone.
         states: where jobs stand; None: their launchers are asked.
+        answered: the launchers can be asked; else nothing is known of jobs that are in their queues.
 
     Raises:
         ConfigError: as in `check_study`.
     """
-    folder, shapes = folder_of(study), check_study(study, submits=False)
+    folder, shapes = folder_of(study), check_study(study, submits=False, answered=answered)
+    if not answered:
+        states = {}
     if states is None:
         submitted = folder.submissions()
         states = job_states(submitted, folder.path) if submitted else {}

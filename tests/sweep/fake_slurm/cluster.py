@@ -33,7 +33,7 @@ class FakeSlurm:
         return {"PATH": path, "FAKE_SLURM": str(self.folder)}
 
     def set(self, **settings) -> None:
-        """What it does from now on: `before`, `after`, `refuses`, `times_out`, `silent`, `forgets`, `max_array`."""
+        """What it does from now on: `before`, `after`, `refuses`, `times_out`, `silent`, `forgets`, `max_array` …"""
         (self.folder / "settings.json").write_text(json.dumps(settings))
 
     def jobs(self) -> dict[int, dict]:

@@ -31,7 +31,7 @@ def main(name, arguments):
 
 def sbatch(arguments, settings):
     time.sleep(settings.get("before", 0))
-    if "refuses" in settings:
+    if "refuses" in settings and not settings.get("keeps_refused"):
         print(f"sbatch: error: {settings['refuses']}", file=sys.stderr)
         return 1
     text = Path(arguments[-1]).read_text()
@@ -43,7 +43,14 @@ def sbatch(arguments, settings):
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         number = max([100, *(int(path.stem) for path in JOBS.glob("*.json"))]) + 1
-        write(number, {"flags": flags, "script": text, "states": ["PENDING"] * count, "environment": dict(os.environ)})
+        job = {"flags": flags, "script": text, "states": ["PENDING"] * count, "environment": dict(os.environ)}
+        if "refuses" in settings:
+            # As Slurm does with what no node can run: it shows it for some minutes, and accounts for nothing.
+            job |= {"states": ["FAILED"] * count, "reason": "BadConstraints", "refused": True}
+        write(number, job)
+    if "refuses" in settings:
+        print(f"sbatch: error: {settings['refuses']}", file=sys.stderr)
+        return 1
     time.sleep(settings.get("after", 0))
     if settings.get("times_out"):
         print("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", file=sys.stderr)
@@ -58,12 +65,11 @@ def squeue(arguments, settings):
             continue
         waiting = "--array" not in arguments and all(state == "PENDING" for state in job["states"])
         for index, state in enumerate(job["states"][:1] if waiting else job["states"]):
+            if state == "REMOVED":
+                continue
             values = {"j": job["flags"]["job-name"], "F": number, "K": index, "A": number + index, "T": state}
-            values |= {"r": "None", "M": "0:00", "N": ""}
-            line = option(arguments, "format")
-            for letter, value in values.items():
-                line = line.replace(f"%{letter}", str(value))
-            print(line)
+            values |= {"r": job.get("reason", "None"), "M": "0:00", "N": ""}
+            print(re.sub("%(.)", lambda match, values=values: str(values[match[1]]), option(arguments, "format")))
     return 0
 
 
@@ -72,7 +78,11 @@ def sacct(arguments, settings):
         print("sacct: error: Slurm accounting storage is disabled", file=sys.stderr)
         return 1
     for number, job in chosen(arguments):
+        if job.get("refused"):
+            continue
         for index, state in enumerate(job["states"]):
+            if state == "REMOVED":
+                continue
             values = {"JobName": job["flags"]["job-name"], "JobID": f"{number}_{index}", "JobIDRaw": number + index}
             values |= {
                 "State": state,
@@ -86,15 +96,19 @@ def sacct(arguments, settings):
 
 
 def scancel(arguments, settings):
+    with (FOLDER / "scancel.calls").open("a") as calls:
+        print(*arguments, file=calls)
     signals = [text.partition("=")[2] for text in arguments if text.startswith("--signal=")]
     for text in arguments[len(signals) :]:
-        number, _, index = text.partition("_")
+        number, _, places = text.partition("_")
         job = json.loads((JOBS / f"{number}.json").read_text())
-        for place in [int(index)] if index else range(len(job["states"])):
-            if signals:
-                job.setdefault("signals", []).append([place, *signals])
-            elif job["states"][place] not in NO_LONGER_WAITING:
-                job["states"][place] = "CANCELLED"
+        for part in places.strip("[]").split(",") if places else [f"0-{len(job['states']) - 1}"]:
+            first, _, last = part.partition("-")
+            for place in range(int(first), int(last or first) + 1):
+                if signals:
+                    job.setdefault("signals", []).append([place, *signals])
+                elif job["states"][place] not in NO_LONGER_WAITING:
+                    job["states"][place] = "CANCELLED"
         write(number, job)
     return 0
 
@@ -117,11 +131,10 @@ def option(arguments, name):
 
 
 def chosen(arguments):
-    names = option(arguments, "name").split(",")
+    wanted = [text.partition("=")[2].split(",") for text in arguments if text.startswith("--jobs=")]
     for path in sorted(JOBS.glob("*.json"), key=lambda path: int(path.stem)):
-        job = json.loads(path.read_text())
-        if job["flags"]["job-name"] in names:
-            yield int(path.stem), job
+        if not wanted or path.stem in wanted[0]:
+            yield int(path.stem), json.loads(path.read_text())
 
 
 def write(number, job):

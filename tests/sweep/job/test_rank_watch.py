@@ -6,6 +6,8 @@ import time
 import pytest
 
 from tests.sweep.jobs import Jobs
+from titanlab import memory_kills
+from titanlab.memory_kills import MemoryKills
 from titanlab.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.ranks import ALONE
 from titanlab.run_status import Status
@@ -63,7 +65,7 @@ def watched(run, worker, **given):
 @pytest.mark.parametrize(
     ("code", "said", "kind", "cause"),
     [
-        (-9, "", "oom", "killed by SIGKILL"),
+        (-9, "", "crash", "killed by SIGKILL; who sent it is not known"),
         (0, "", "crash", "ended with exit code 0 and left no result"),
         (-6, "terminate called after throwing an instance of 'std::bad_alloc'\n", "oom", "terminate called"),
         (1, "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n", "oom", "OpenBLAS error"),
@@ -85,6 +87,15 @@ def test_a_worker_without_a_note(run, code, said, kind, cause):
     if kind == "hang":
         assert note.traceback.startswith("Timeout (")
         assert note.exit_code == 71
+
+
+def test_a_worker_that_the_kernel_killed_is_out_of_memory(run, monkeypatch):
+    counts = iter([MemoryKills("its control group", 2), MemoryKills("its control group", 3)])
+    for module in (rank_watch, memory_kills):
+        monkeypatch.setattr(module, "memory_kills", lambda root=None: next(counts))
+    note = watched(run, Worker(-9, "the last line of a log\n"))
+    assert (note.kind, note.rank, note.exit_code, note.traceback) == (OutcomeKind.OOM, 0, -9, None)
+    assert note.cause == "killed by SIGKILL: the kernel has killed a process of its control group for want of memory"
 
 
 def test_a_limit_of_addresses_explains_threads_that_do_not_start(run, monkeypatch):

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titanlab.command import output_of
+from titanlab.command import ask, output_of
 from titanlab.errors import ConfigError
 from titanlab.ranks import Ranks, hosts, slurm_ranks, submitit_ranks
 
@@ -109,6 +109,14 @@ def node_address(node: str) -> str | None:
     told = output_of("scontrol", "show", "node", "--oneliner", node, seconds=_TIMEOUT_SECONDS) or ""
     match = re.search(r"\bNodeAddr=(\S+)", told)
     return match[1] if match else None
+
+
+def give_name(place: Place, name: str) -> None:
+    """Call a running element of an array by its own name, where Slurm lets its owner do that.
+
+    All elements have the array's name until they start: one name is all that sbatch takes.
+    """
+    ask("scontrol", "update", f"JobId={place.job_id}", f"JobName={name}", seconds=_TIMEOUT_SECONDS)
 
 
 def free_port(environ: Mapping[str, str]) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from titanlab.failure_signs import says_oom
 from titanlab.launch.child import Child
+from titanlab.memory_kills import memory_kills
 from titanlab.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.job.wish import Wish, read_wish
@@ -52,6 +54,7 @@ class RankWatch:
         self._folder = run.attempt_folder(attempt)
         self._wish: Wish | None = None
         self._poll_seconds = _poll_seconds(world)
+        self._kills = memory_kills()
         self._ended_here = False
 
     def to_end(self) -> int:
@@ -110,7 +113,7 @@ class RankWatch:
         self._run.write_failure(self._judged(code))
 
     def _judged(self, code: int) -> Outcome:
-        found = from_exit(code, rank=self._rank, attempt=self._attempt)
+        found = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._kills.rose())
         if self._wish is not None and code < 0:
             return replace(
                 found, kind=self._wish.kind, cause=f"{self._wish.cause}; it ended before it could save", echo=False
@@ -125,7 +128,8 @@ class RankWatch:
                 traceback=said[said.rindex(NATIVE_SIGN) :],
                 exit_code=OutcomeKind.HANG.exit_code,
             )
-        if found.kind is OutcomeKind.CRASH and code:
+        # Whoever is killed says nothing of it: the end of its log would be taken for the reason.
+        if found.kind is OutcomeKind.CRASH and code not in (0, -signal.SIGKILL):
             line = next((line.strip() for line in reversed(said.splitlines()) if says_oom(line)), None)
             if line is not None:
                 found = replace(found, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({found.cause})")

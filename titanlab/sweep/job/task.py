@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from titanlab.run_folder import RunFolder, open_run
 from titanlab.stop import ONE_WISH_SECONDS, STOP_SIGNALS, handled
 from titanlab.sweep.job import rendezvous
 from titanlab.sweep.job.hold import hold_code, hold_run
-from titanlab.sweep.job.place import Place, address_of, free_port, place_in
+from titanlab.sweep.job.place import Place, address_of, free_port, give_name, place_in
 from titanlab.sweep.job.rank_watch import RankWatch, await_result, settle
 from titanlab.sweep.job.rendezvous import Rendezvous
 from titanlab.sweep.job.wish import meaning, put_back, read_wish, write_wish
@@ -95,6 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run, submission = _submitted(Path(folder), token, index)
             code, launch = Path(folder) / submission.code, submission.launch
             job = Job(run=run, place=place, token=token, index=index, launch=launch, code=code, heard=heard)
+            if job.leads and place.index is not None and not place.restart and len(submission.runs) > 1:
+                name = submission.job_name(Path(folder).name, index)
+                # Beside everything else: a controller that is busy answers late.
+                threading.Thread(target=give_name, args=(place, name), name="job-name", daemon=True).start()
             return _lead(job) if job.leads else _follow(job)
         except TitanlabError as error:
             _say(f"error: {error}")

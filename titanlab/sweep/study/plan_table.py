@@ -26,8 +26,12 @@ _WORDS = {
 }
 
 
-def plan_lines(study: Study, decisions: Sequence[Decision]) -> list[str]:
-    """The runs of a study, what becomes of each, what they take together, and what was dropped."""
+def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = True) -> list[str]:
+    """The runs of a study, what becomes of each, what they take together, and what was dropped.
+
+    Args:
+        answered: the launcher can be asked how many jobs an array takes.
+    """
     rows = [_cells(decision) for decision in decisions]
     lines = [f"{study.name}: {counted(len(decisions), 'run')} ({study.origin})"]
     lines += [f"  {line}" for line in aligned(HEADINGS, rows, right=FIGURES)]
@@ -35,11 +39,13 @@ def plan_lines(study: Study, decisions: Sequence[Decision]) -> list[str]:
     lines.append(", ".join(f"{counts[action]} {words}" for action, words in _WORDS.items() if counts[action]))
     asked = [decision for decision in decisions if decision.action == "submit"]
     if asked:
-        lines.append(_asked_for(asked))
+        lines.append(_asked_for(asked, answered=answered))
     ended = [decision for decision in decisions if decision.action == "ended"]
     if ended:
-        outcomes = ",".join(sorted({decision.outcome or "unknown" for decision in ended}))
-        lines.append(f"to run those again: titanlab retry {study.name} --outcome {outcomes}")
+        outcomes = sorted({decision.outcome for decision in ended if decision.outcome})
+        # How some have ended is found out by whoever looks next.
+        which = f"--outcome {','.join(outcomes)}" if all(each.outcome for each in ended) else "--all-failed"
+        lines.append(f"to run those again: titanlab retry {study.name} {which}")
     return lines + dropped([_row(each.stage, each.reason) for each in study.dropped])
 
 
@@ -83,13 +89,16 @@ def _cells(decision: Decision) -> tuple[str, ...]:
     )
 
 
-def _asked_for(asked: Sequence[Decision]) -> str:
+def _asked_for(asked: Sequence[Decision], *, answered: bool) -> str:
     """Jobs, processes, nodes and GPU-hours of what is to be submitted."""
     shapes = [decision.shape for decision in asked]
     parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
     if any(decision.planned.recipe.launch.kind != "local" for decision in asked):
         items = [Item(run=each.run_name, shape=each.shape, launch=each.planned.recipe.launch) for each in asked]
-        parts += [f"{sum(shape.nodes for shape in shapes):,} nodes", counted(len(list(arrays(items))), "array")]
+        parts += [
+            f"{sum(shape.nodes for shape in shapes):,} nodes",
+            counted(len(list(arrays(items, answered=answered))), "array"),
+        ]
     gpus = sum(shape.gpus_per_node * shape.nodes for shape in shapes)
     if gpus:
         hours = [shape.gpu_hours for shape in shapes]

@@ -8,6 +8,7 @@ from typing import Any
 
 from titanlab.numerals import counted, duration, grouped
 from titanlab.outcome import OutcomeKind
+from titanlab.sweep.queue import SILENT
 
 Row = Mapping[str, Any]
 
@@ -179,6 +180,8 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     """
     lines = [OVERSUBSCRIBED] if any(row["oversubscribed"] for row in rows) else []
     lines.append(counts(rows))
+    # One line: it is the same for all of its jobs, and some of them go on.
+    lines += sorted({row["queue_reason"] for row in rows if row["scheduler_state"] == SILENT and row["queue_reason"]})
     causes = failures(rows)
     shown = causes if most is None else causes[:most]
     lines += [f"  {line}" for line in shown]
@@ -191,7 +194,7 @@ def _note(row: Row, now: float) -> str:
     notes = []
     if row["state"] in ACTIVE and row["updated"] and now - row["updated"] > SILENT_SECONDS:
         notes.append(f"silent for {duration(now - row['updated'])}")
-    if row["queue_reason"]:
+    if row["queue_reason"] and row["scheduler_state"] != SILENT:
         notes.append(row["queue_reason"])
     if row["previous_outcome"]:
         notes.append(f"attempt {row['attempt']}, after {row['previous_outcome']}")

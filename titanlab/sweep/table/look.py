@@ -9,9 +9,10 @@ from typing import Any
 
 import titanlab
 from titanlab.provenance import code_fingerprint
+from titanlab.sweep.queue import States
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.rows import States, Table
+from titanlab.sweep.table.rows import Table
 
 # A scheduler serves many people; on this host files are looked at.
 _ASK_SECONDS = 10.0

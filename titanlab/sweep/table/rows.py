@@ -14,7 +14,7 @@ from titanlab.errors import TitanlabError
 from titanlab.outcome import Outcome, OutcomeKind
 from titanlab.run_folder import RunFolder
 from titanlab.run_status import Status
-from titanlab.sweep.queue import JobState
+from titanlab.sweep.queue import JobState, States
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
@@ -25,9 +25,6 @@ from titanlab.tracker_gaps import tracker_gap
 _UNWANTED = ("where", "duplicate")
 # In a job's word for itself.
 _WAITING = ("pending", "requeued")
-
-
-States = Mapping[tuple[str, int], JobState]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +202,7 @@ def _job(found: _Found, began: _Attempt) -> dict[str, Any]:
     return {
         "launcher": found.job.launcher,
         "job_id": ours.get("job_id") or given,
-        "queue_reason": found.word.reason if found.word and found.word.state in _WAITING else None,
+        "queue_reason": found.word.reason if found.word and found.word.state in (*_WAITING, "unknown") else None,
         # On this host there is none.
         "scheduler_state": found.word.raw if found.word and found.job.launcher == "slurm" else None,
     }
