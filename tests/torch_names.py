@@ -303,6 +303,8 @@ def parameters(function: Any, name: str) -> set[str]:
         # Of functions that are written in C++ torch's stubs tell, or their documentation.
         texts = [path.read_text() for path in (Path(torch.__file__).parent / "_C").glob("*.pyi")]
         signatures = re.findall(rf"def {name}\((.*?)\) *->", "".join(texts), re.DOTALL)
+        # Of a class its __init__ does.
+        signatures += re.findall(rf"class {name}\(\w+\):\n +def __init__\((.*?)\) *->", "".join(texts), re.DOTALL)
         signatures += re.findall(rf"{name}\((.*?)\)", function.__doc__ or "", re.DOTALL)
         return {word for signature in signatures for word in re.findall(r"(\w+) *[:=]", signature)}
     return {"**" if each.kind is each.VAR_KEYWORD else each.name for each in found.values()}

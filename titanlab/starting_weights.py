@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.checkpoint.folders import check_checkpoint, check_step, find
+from titanlab.checkpoint.folders import check_checkpoint, check_shapes, check_step, find
+from titanlab.checkpoint.metadata import read_saved
 from titanlab.config_file import read_config
 from titanlab.errors import ConfigError
 from titanlab.huggingface.families import family_of
@@ -44,8 +45,9 @@ def check_beginning(recipe: Recipe) -> None:
     if recipe.checkpoint.load_from is not None:
         checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
         account = account_of(recipe.model).account(recipe.model)
-        check_checkpoint(checkpoint, account.parameters, "checkpoint.load_from")
+        check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
         check_step(checkpoint, recipe.training.steps)
+        read_saved(checkpoint, "checkpoint.load_from")
 
 
 def check_start(recipe: Recipe) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titanlab.errors import ConfigError
+from titanlab.loopback import is_one_host, listen, loopback_address, loopback_interface
 from titanlab.ranks import Ranks
 
 T = TypeVar("T")
@@ -60,6 +62,9 @@ class World:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+
+_JOIN_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @contextlib.contextmanager
@@ -111,6 +116,8 @@ def _claim(accelerator: str, local_rank: int) -> torch.device:
 
 
 def _join(ranks: Ranks, device: torch.device) -> None:
+    if is_one_host(ranks):
+        _keep_gloo_on_loopback()
     if ranks.world == 1:
         # No address and no port: several runs may share a host.
         dist.init_process_group(
@@ -119,11 +126,44 @@ def _join(ranks: Ranks, device: torch.device) -> None:
         return
     # Objects and CPU tensors travel over gloo, also where tensors travel over NCCL.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    store = _store_on_loopback(ranks)
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{ranks.address}:{ranks.port}",
+        init_method=None if store is not None else f"tcp://{ranks.address}:{ranks.port}",
+        store=store,
         rank=ranks.rank,
         world_size=ranks.world,
-        timeout=datetime.timedelta(minutes=10),
+        timeout=_JOIN_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def _store_on_loopback(ranks: Ranks) -> dist.TCPStore | None:
+    """The store of ranks that are all on this host; None: torch makes one, which other hosts can reach.
+
+    torch's own listens on all addresses of the host, and whoever reaches it can read and change what ranks exchange.
+    """
+    # torchrun's agent has a store of its own.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not is_one_host(ranks):
+        return None
+    address = loopback_address()
+    if address is None:
+        return None
+    leads = ranks.rank == 0
+    # The store takes the descriptor over.
+    listener = listen(address, ranks.port).detach() if leads else None
+    return dist.TCPStore(
+        address,
+        ranks.port,
+        world_size=ranks.world,
+        is_master=leads,
+        timeout=_JOIN_TIMEOUT,
+        master_listen_fd=listener,
+    )
+
+
+def _keep_gloo_on_loopback() -> None:
+    """Have gloo's processes, all on this host, listen at the loopback; a person's own setting wins."""
+    interface = loopback_interface()
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

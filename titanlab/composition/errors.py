@@ -115,6 +115,9 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     key = _full_key(cause, given)
     value = given.get(key, cause.value)
     if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType):
+        refusal = _refusal(cause)
+        if refusal is not None:
+            return ConfigError(key, f"${{{refusal.key}:{refusal.value}}}", refusal.rule, refusal.cure)
         return ConfigError(key, given.get(key, "${…}"), _told(cause), "name a key as in ${model.dim}, or a resolver")
     if isinstance(cause, ValidationError):
         # In a sweep the override has all values, and one of them is wrong.
@@ -126,6 +129,13 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return unknown_key(key, value)
     return ConfigError(key, value, _told(cause), _COMPARE)
+
+
+def _refusal(error: BaseException | None) -> ConfigError | None:
+    """What a resolver of ours said, which OmegaConf has wrapped."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def unknown_key(key: str, value: object) -> ConfigError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser
 
 from titanlab.composition.errors import ARGUMENTS
+from titanlab.composition.strangers import check_overrides
 from titanlab.errors import ConfigError
 
 _HELP = "see `titanlab train --help`"
@@ -43,7 +44,8 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     """Read the command line of a verb that takes a recipe.
 
     Raises:
-        ConfigError: an unknown flag, one without its value, or flags that do not go together.
+        ConfigError: an unknown flag, one without its value, flags that do not go together, or an override that
+            names code.
     """
     parser = get_args_parser()
     parser.exit_on_error = False
@@ -57,6 +59,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     if unknown:
         raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", _HELP)
     _hold_together(given, arguments)
+    check_overrides(given.overrides)
     left = list(given.overrides)
     flags = [argument for argument in arguments if not _taken(argument, left)]
     return Flags(

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import titanlab
 from titanlab.composition.errors import unknown_key
+from titanlab.composition.strangers import guard_hydra
 from titanlab.composition.sweeper import Space
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages, discover
@@ -22,7 +23,8 @@ from titanlab.recipe import Recipe
 
 
 def register() -> None:
-    """Make schemas and the folders of other packages known to Hydra."""
+    """Make schemas and the folders of other packages known to Hydra, and have it run no code of a YAML."""
+    guard_hydra()
     store = ConfigStore.instance()
     store.store(name="recipe_schema", node=Recipe)
     store.store(group="hydra/sweeper", name="space", node=Space)

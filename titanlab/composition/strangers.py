@@ -1,0 +1,140 @@
+"""What a YAML may not ask for: code, and environment variables. Options may come from anybody.
+
+Hydra makes objects of whatever `_target_` names (callbacks, launchers, sweepers), and its logging of whatever `class`,
+`()` and `ext://` name; `pkg://` in its search path imports a module. OmegaConf's `oc.env` reads any variable, and
+`oc.create` and `oc.decode` make keys of text. None of that is needed by a recipe. Hydra's block-list of modules knows
+some names, and says another key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+
+from titanlab.errors import ConfigError
+from titanlab.options import conf_packages
+
+VARIABLES = (
+    *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "XDG_CACHE_HOME"),
+    *("TITANLAB_CACHE", "HF_HOME", "SLURM_JOB_ID", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME"),
+)
+"""Environment variables that `${oc.env:NAME}` may read: none of them holds a secret."""
+_TARGET = "_target_"
+# What Hydra's own logging is made of.
+_LOGGING = ("StreamHandler", "FileHandler", "NullHandler", "Formatter", "Filter")
+_CLASSES = tuple(f"logging.{name}" for name in _LOGGING)
+_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+_STARTERS = ("launcher", "sweeper")
+_RULE = "names code, and a config never runs any"
+_CURE = "leave it out; code comes as an option of a package: docs/models-of-your-own.md"
+
+
+def guard_hydra() -> None:
+    """Have Hydra refuse, from now on, what a YAML may not ask for; once is enough, and more does no harm."""
+    sources = SourcesRegistry.instance()
+    # There is no public way. They have the names of Hydra's own, which Hydra then takes for registered already.
+    sources.types["file"] = FileConfigSource
+    sources.types["pkg"] = ImportlibResourcesConfigSource
+    OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
+    for name in ("oc.create", "oc.decode"):
+        OmegaConf.register_new_resolver(name, _refuse_making(name), replace=True)
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Hold overrides to the rules for a YAML; those that cannot be read are told by Hydra.
+
+    Raises:
+        ConfigError: one names code, or a package to import.
+    """
+    for text in overrides:
+        key, _, typed = text.partition("=")
+        key = key.lstrip("+~")
+        if key.partition("@")[0] in [f"hydra.{name}.{_TARGET}" for name in _STARTERS]:
+            raise _starts_by_itself(key, typed)
+        try:
+            (override,) = OverridesParser.create().parse_overrides([text])
+            values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+        except (HydraException, ValueError, TypeError, AttributeError):
+            continue
+        for value in values:
+            if key == "hydra.searchpath":
+                _check_search_path(value)
+            # A mapping's keys may be texts with quotes.
+            for path, found in _code(value, key, within_hydra=key.startswith("hydra")):
+                raise ConfigError(path, found, _RULE, _CURE)
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Folders of YAMLs: titanlab's own and a person's."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = super().load_config(config_path)
+        config = OmegaConf.to_container(result.config, resolve=False)
+        group, _, option = config_path.removesuffix(".yaml").rpartition("/")
+        for path, value in _code(config, "", within_hydra=True):
+            if group in [f"hydra/{name}" for name in _STARTERS]:
+                raise _starts_by_itself(group, option)
+            file = os.path.join(self.path, self._normalize_file_name(config_path))
+            raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
+        return result
+
+
+class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
+    """Folders of YAMLs in packages, each of which is imported when it is looked into."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        # What a person types after --config-path is not from a stranger.
+        if provider.startswith("hydra.searchpath"):
+            _check_search_path([path])
+        super().__init__(provider, path)
+
+
+def _check_search_path(entries: Any) -> None:
+    for entry in entries if isinstance(entries, list) else [entries]:
+        text = str(entry)
+        if text.startswith("pkg://") and text.removeprefix("pkg://") not in conf_packages():
+            cure = "give a folder, or install a package with options: docs/models-of-your-own.md"
+            raise ConfigError("hydra.searchpath", text, "would import a module, and a config never runs code", cure)
+
+
+def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, Any]]:
+    """Keys, with their values, by which a config would have code run."""
+    last = path.rpartition(".")[2].strip("'\"")
+    if last in (_TARGET, "()") or (within_hydra and last == "class" and node not in _CLASSES):
+        yield path, node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _code(value, f"{path}.{key}" if path else str(key), within_hydra=within_hydra)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _code(value, path, within_hydra=within_hydra)
+    elif isinstance(node, str) and node.startswith(("ext://", "cfg://")) and node not in _STREAMS:
+        yield path, node
+
+
+def _starts_by_itself(key: str, value: str) -> ConfigError:
+    rule = "would run the points by itself, and here all are planned and submitted together"
+    return ConfigError(key, value, rule, "leave it out, and choose with launch=local or launch=slurm")
+
+
+def _variable(name: str, default: Any = None) -> Any:
+    """`${oc.env:NAME}` and `${oc.env:NAME,default}`."""
+    if name not in VARIABLES:
+        rule = "a variable of the environment may be a secret, and recipes are written down and sent to trackers"
+        raise ConfigError("oc.env", name, rule, "give the value itself; docs/configuration.md lists what may be read")
+    return os.environ.get(name, default)
+
+
+def _refuse_making(name: str) -> Any:
+    def refuse(*given: Any) -> Any:
+        raise ConfigError(name, "…", "makes configs of text, which nobody can check", "write the value itself")
+
+    return refuse
