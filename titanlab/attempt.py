@@ -13,10 +13,11 @@ from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.host import Host
 from titanlab.options import account_of
-from titanlab.outcome import Outcome, first_cause, from_exit
+from titanlab.outcome import Outcome, from_exit
 from titanlab.provenance import collect
 from titanlab.recipe import Recipe, to_mapping
 from titanlab.run_folder import RunFolder
+from titanlab.silence import judged
 
 
 def begin(run: RunFolder, recipe: Recipe, host: Host, *, started_by: str) -> int:
@@ -115,9 +116,19 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
         notes.setdefault(rank, from_exit(code, rank=rank, attempt=attempt, memory=memory))
-    outcome = with_progress(run, first_cause(notes.values()) if notes else from_exit(0, attempt=attempt))
+    found = judged(list(notes.values()), world_of(run, attempt)) if notes else from_exit(0, attempt=attempt)
+    outcome = with_progress(run, found)
     run.write_result(outcome)
     return outcome
+
+
+def world_of(run: RunFolder, attempt: int) -> int:
+    """How many ranks an attempt has; 0 where its config does not say."""
+    try:
+        world = run.config(attempt).get("world")
+    except ConfigError:
+        return 0
+    return world if isinstance(world, int) else 0
 
 
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:

@@ -6,6 +6,7 @@ Knows no torch: what is wrong with a recipe is said within a second.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from titanlab.ranks import Ranks, joined
 from titanlab.recipe import Recipe, resolve, to_mapping
 from titanlab.recipe_rules import check
 from titanlab.run_folder import RunFolder, check_runs, create_run
+from titanlab.silence import await_answers
 from titanlab.starting_weights import check_beginning, start_fingerprint
 
 
@@ -96,7 +98,9 @@ def continue_run(
         keep_tokenizer(run, recipe)
         kills = memory_kills()
         if ranks is not None:
+            begun = time.time()
             failures = local.start_one(run.path, ranks)
+            await_answers(run, ranks.world, since=begun)
         else:
             failures = implementation(recipe.launch).start(run.path, world=recipe.layout.world, logs=run.logs)
         terminal = {0} if ranks is None else set(range(ranks.world))

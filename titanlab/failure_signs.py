@@ -76,7 +76,8 @@ def mere_echo(error: BaseException) -> bool:
         return True
     if isinstance(error, TitanlabError) or kind_name(error) == "data":
         return False
-    return isinstance(error, ConnectionError) or bool(_ECHO.search(str(error)))
+    # A collective that timed out has waited for another rank.
+    return isinstance(error, ConnectionError) or bool(_ECHO.search(str(error)) or _HANG.search(str(error)))
 
 
 def _is_oom(error: BaseException, message: str) -> bool:

@@ -200,7 +200,8 @@ def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
     """Of several ranks' failures the one that made the others fail.
 
     A failure with a reason of its own wins over a mere echo of another's, one that a rank could still
-    report over a bare exit code, then the earliest. Of ranks that hang, the one that got least far.
+    report over a bare exit code, then the earliest. Of ranks that hang, one that does not answer, then the one that
+    got least far.
 
     Raises:
         ValueError: there is none.
@@ -210,7 +211,23 @@ def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
     if first.kind is not OutcomeKind.HANG:
         return first
     hung = [each for each in known if each.kind is OutcomeKind.HANG]
-    return min(hung, key=lambda each: (each.echo, each.traceback is None, each.step, each.ended, each.rank or 0))
+    return min(
+        hung,
+        key=lambda each: (
+            each.echo,
+            not is_silent(each),
+            each.traceback is None,
+            each.step,
+            each.ended,
+            each.rank or 0,
+        ),
+    )
+
+
+def is_silent(outcome: Outcome) -> bool:
+    """Whether it is the note of a rank that did not answer, which somebody else wrote while others hung."""
+    told_nothing = outcome.traceback is None and outcome.exit_code is None
+    return outcome.kind is OutcomeKind.HANG and told_nothing and not outcome.echo
 
 
 def first_line(error: BaseException) -> str:

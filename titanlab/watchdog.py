@@ -13,12 +13,10 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, NoReturn
 
+from titanlab.hang import BUSY_SECONDS, FIRST_STEP_KEY, STEP_KEY, StepTimes, hang, main_thread_is_busy
 from titanlab.outcome import Outcome, OutcomeKind
 
 # How often the thread looks, at most; shorter limits are looked at more often.
@@ -27,7 +25,6 @@ _LOOK_SECONDS = 5.0
 LINGER_SECONDS = 5.0
 # How much later than the thread faulthandler's timer acts.
 _NATIVE_MARGIN_SECONDS = 15.0
-_PACKAGE = os.path.dirname(__file__)
 # What faulthandler writes when its timer ends a process.
 NATIVE_SIGN = "Timeout ("
 
@@ -37,6 +34,7 @@ class _Stand(NamedTuple):
     step: int
     begin: float
     limit: float | None
+    key: str = FIRST_STEP_KEY
 
 
 class Watchdog:
@@ -47,6 +45,8 @@ class Watchdog:
         first_seconds: of the start, the first step and pauses; None: none.
         note: takes the outcome of a rank that hangs, before the process ends.
         rank, attempt: for that outcome.
+        is_asked: whether another rank hangs, and wants to know where this one stands.
+        idle_waits: whether a rank that waits for others leaves the processor idle: with a GPU it does not.
     """
 
     def __init__(
@@ -57,7 +57,11 @@ class Watchdog:
         note: Callable[[Outcome], None],
         rank: int = 0,
         attempt: int = 1,
+        is_asked: Callable[[], bool] = lambda: False,
+        idle_waits: bool = True,
     ) -> None:
+        self._is_asked, self._idle_waits = is_asked, idle_waits
+        self._times = StepTimes()
         self._step_seconds, self._first_seconds = step_seconds, first_seconds
         self._note, self._rank, self._attempt = note, rank, attempt
         self._stepped = False
@@ -71,19 +75,22 @@ class Watchdog:
 
     def step(self, step: int) -> None:
         """A step begins; all before it are done."""
-        limit = self._step_seconds if self._stepped else self._first_seconds
+        limit, key = (self._step_seconds, STEP_KEY) if self._stepped else (self._first_seconds, FIRST_STEP_KEY)
         self._stepped = True
-        self._stand = _Stand(f"step {step}", step - 1, time.monotonic(), limit)
+        self._times.step()
+        self._stand = _Stand(f"step {step}", step - 1, time.monotonic(), limit, key)
 
     @contextlib.contextmanager
     def pausing(self, what: str, step: int) -> Iterator[None]:
         """Inside, something is done between steps that may take longer than one."""
-        before = self._stand
-        self._stand = _Stand(f"{what} after step {step}", step, time.monotonic(), self._first_seconds)
+        before, begin = self._stand, time.monotonic()
+        self._stand = _Stand(f"{what} after step {step}", step, begin, self._first_seconds)
         try:
             yield
         finally:
-            self._stand = before._replace(begin=time.monotonic())
+            end = time.monotonic()
+            self._times.paused(end - begin)
+            self._stand = before._replace(begin=end)
 
     def ending(self, step: int) -> None:
         """No step follows: what is left may take as long as a pause."""
@@ -102,17 +109,29 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
             elif left <= 0:
                 self._end(stand)
-            else:
+            if self._is_asked():
+                self._end(stand, since=time.monotonic() - stand.begin)
+            if left is not None:
                 # As long as this thread runs, the timer is put off before it acts.
                 faulthandler.dump_traceback_later(left + _NATIVE_MARGIN_SECONDS, exit=True)
             self._closed.wait(self._look_seconds if left is None else min(self._look_seconds, left))
         faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, stand: _Stand) -> NoReturn:
+    def _end(self, stand: _Stand, *, since: float | None = None) -> NoReturn:
         # Where writing the note hangs too, on a file system that is gone, the process still ends.
-        faulthandler.dump_traceback_later(LINGER_SECONDS + _NATIVE_MARGIN_SECONDS, exit=True)
-        frame = sys._current_frames().get(self._main or 0)
-        outcome = hang(stand.where, stand.limit or 0.0, frame, rank=self._rank, attempt=self._attempt, step=stand.step)
+        faulthandler.dump_traceback_later(BUSY_SECONDS + LINGER_SECONDS + _NATIVE_MARGIN_SECONDS, exit=True)
+        busy = self._idle_waits and main_thread_is_busy()
+        outcome = hang(
+            stand.where,
+            stand.limit or 0.0,
+            sys._current_frames().get(self._main or 0),
+            rank=self._rank,
+            attempt=self._attempt,
+            step=stand.step,
+            busy=busy,
+            since=since,
+            advice=self._times.advice(stand.key, None if since is not None else stand.limit),
+        )
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{outcome.cause}. Stacks of all threads:\n")
             sys.stderr.flush()
@@ -121,40 +140,3 @@ class Watchdog:
             self._note(outcome)
         time.sleep(LINGER_SECONDS)
         os._exit(OutcomeKind.HANG.exit_code)
-
-
-def hang(
-    where: str, limit: float, frame: FrameType | None, *, rank: int = 0, attempt: int = 1, step: int = 0
-) -> Outcome:
-    """The outcome of a rank that did not come on.
-
-    It is an echo where the rank waits for others: for a collective or its device, deep in torch or in our own code
-    that calls it. A rank that stands elsewhere keeps them waiting.
-    """
-    cause = f"{where} did not end within {limit:g} s: rank {rank}"
-    text, waits = None, False
-    if frame is not None:
-        text = "".join(["Traceback (most recent call last):\n", *traceback.format_stack(frame)])
-        code = frame.f_code
-        waits = _computes(code.co_filename)
-        file = Path(code.co_filename)
-        cause += (
-            f" {'waits' if waits else 'stands'} in {code.co_name} ({file.parent.name}/{file.name}:{frame.f_lineno})"
-        )
-    return Outcome(
-        kind=OutcomeKind.HANG,
-        step=step,
-        rank=rank,
-        attempt=attempt,
-        cause=cause,
-        traceback=text,
-        exit_code=OutcomeKind.HANG.exit_code,
-        echo=waits,
-    )
-
-
-def _computes(file: str) -> bool:
-    """Whether code computes or communicates: torch's does, and ours, but for what reads data."""
-    if file.startswith(_PACKAGE + os.sep):
-        return not file.startswith(os.path.join(_PACKAGE, "data") + os.sep)
-    return f"{os.sep}torch{os.sep}" in file

@@ -14,18 +14,21 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from titanlab.compile import cache as compiler_cache
 from titanlab.data import cache as data_cache
 from titanlab.data import source
 from titanlab.host import cores
-from titanlab.outcome import exit_code, from_exception
+from titanlab.outcome import Outcome, exit_code, from_exception
 from titanlab.ranks import ALONE, Ranks, joined
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.run_folder import RunFolder, open_run
+from titanlab.silence import hangs_of_others
 from titanlab.stop import stop_request, told_request
 from titanlab.watchdog import Watchdog
 
@@ -59,12 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Watchdog:
+    begin = time.time()
+
+    def note(outcome: Outcome) -> None:
+        # Asked again: a rank may have been started before rank 0 had begun the attempt.
+        run.write_failure(replace(outcome, attempt=max(run.attempts(), default=1)))
+
     return Watchdog(
         step_seconds=recipe.training.step_timeout_seconds,
         first_seconds=recipe.training.first_step_timeout_seconds,
-        note=run.write_failure,
+        note=note,
         rank=ranks.rank,
-        attempt=max(run.attempts(), default=1),
+        is_asked=lambda: ranks.world > 1 and bool(hangs_of_others(run, ranks.rank, since=begin)),
+        idle_waits=recipe.cluster.accelerator == "cpu",
     )
 
 

@@ -51,6 +51,11 @@ class Child:
         )
         self._write(json.dumps(config) + "\n")
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Its exit code, -N where signal N ended it; None while it runs."""
         return self._process.poll()

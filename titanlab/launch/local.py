@@ -22,11 +22,15 @@ from types import FrameType
 from typing import Any
 
 from titanlab.ranks import Ranks
+from titanlab.run_folder import RunFolder
+from titanlab.silence import ANSWER_SECONDS, hangs_of_others, note_silence, note_silent_ranks
 from titanlab.stop import STOP_SIGNALS, handlers_kept
 
 POLL_SECONDS = 0.1
 # For the other ranks, once one has failed.
 GRACE_SECONDS = 5
+# Between two looks at what the other ranks of a world have noted, where somebody else has started them.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,7 @@ def start_one(folder: Path, ranks: Ranks, *, config: Mapping[str, Any] | None = 
         config: the recipe as plain values, for a rank that may start before rank 0 has begun the attempt whose
             config.yaml it would read.
     """
+    begin = time.time()
     with _signals_handed_on() as signals:
         child = subprocess.Popen(
             [*worker_command(folder), *(["-"] if config else [])],
@@ -82,8 +87,38 @@ def start_one(folder: Path, ranks: Ranks, *, config: Mapping[str, Any] | None = 
             start_new_session=True,
         )
         signals.go_to(child.send_signal)
-        child.communicate(f"{json.dumps(config)}\n".encode() if config else None)
+        if config:
+            _give(child, f"{json.dumps(config)}\n")
+        if ranks.world > 1:
+            _end_if_silent(RunFolder(folder), ranks.rank, child, since=begin)
+        child.wait()
     return [Failure(rank=ranks.rank, exit_code=child.returncode)] if child.returncode else []
+
+
+def _give(child: subprocess.Popen[bytes], line: str) -> None:
+    """Write a line into a child's input, and close it."""
+    assert child.stdin is not None
+    # Dead already: its exit code will say so.
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(line.encode())
+        child.stdin.close()
+
+
+def _end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, since: float) -> None:
+    """Wait for a rank's end; kill it, with a note of why, if others hang and it does not say where it stands."""
+    end: float | None = None
+    while child.poll() is None:
+        if end is None and hangs_of_others(run, rank, since=since):
+            end = time.monotonic() + ANSWER_SECONDS
+        if end is not None and time.monotonic() > end:
+            note_silence(run, rank, child.pid, since=since)
+            # One that has said where it stands ends by itself, a few seconds after that.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_SECONDS)
+            child.kill()
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_LOOK_SECONDS)
 
 
 def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
@@ -94,6 +129,7 @@ def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     ranks = range(len(places))
     executable, *arguments = worker_command(folder)
+    begin = time.time()
 
     class OwnStreams(LogsSpecs):
         """No redirection: the agent would open a log anew for each attempt, and twice, for output and errors."""
@@ -122,6 +158,8 @@ def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:
         # The agent alone would give the others 30 s after the first failure, and count them as failed too.
         failed = _wait_for_failure(pids)
         if failed:
+            others = {rank: pid for rank, pid in pids.items() if rank not in failed}
+            note_silent_ranks(RunFolder(folder), others, since=begin, seconds=GRACE_SECONDS)
             context.close(timeout=GRACE_SECONDS)
         result = context.wait()
     failures = result.failures if result is not None else {}

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from titanlab.attempt import with_progress
+from titanlab.attempt import with_progress, world_of
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm import REFUSED
-from titanlab.outcome import Outcome, OutcomeKind, first_cause, from_exit
+from titanlab.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.run_folder import RunFolder
+from titanlab.silence import judged
 from titanlab.sweep.job.wish import read_wish
 from titanlab.sweep.queue import JobState, job_states
 from titanlab.sweep.slurm_words import MemoryWord, memory_word
@@ -122,7 +123,7 @@ def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
         if unstarted is not None:
             return unstarted
     notes = run.failures(attempt)
-    told = first_cause(notes) if notes else None
+    told = judged(notes, world_of(run, attempt)) if notes else None
     code = state.exit_code
     if told is not None and _says_why(told):
         return told

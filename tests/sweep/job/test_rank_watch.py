@@ -22,6 +22,9 @@ from titanlab.sweep.job.wish import Wish, write_wish
 class Worker:
     """One that has written something into its log, and ends with a code when it is looked at or killed."""
 
+    # Of no process.
+    pid = 2**22 + 1
+
     def __init__(self, code, said="", *, looks=0):
         self.code, self.text, self.looks = code, said, looks
         self.told, self.killed, self.shown = [], False, False
@@ -119,10 +122,13 @@ def test_when_another_rank_has_failed_it_is_ended_without_a_note(run):
 
 
 def test_when_another_rank_hangs_it_shows_where_it_stands_first(run):
-    run.write_failure(Outcome(kind=OutcomeKind.HANG, rank=1))
+    run.write_failure(Outcome(kind=OutcomeKind.HANG, rank=1, ended=time.time() + 60))
     worker = Worker(0, looks=10_000)
-    assert watched(run, worker, world=2) is None
+    note = watched(run, worker, world=2)
     assert (worker.killed, worker.shown) == (True, True)
+    # It has noted nothing itself: that it does not answer is what is known.
+    assert (note.kind, note.rank, note.echo, note.traceback) == (OutcomeKind.HANG, 0, False, None)
+    assert note.cause == "a step did not end in time: rank 0 does not answer: nothing is known of its process"
 
 
 def test_a_wish_is_passed_on_once(run):

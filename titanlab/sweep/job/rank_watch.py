@@ -12,12 +12,13 @@ from titanlab.launch.child import Child
 from titanlab.memory_kills import memory_kills
 from titanlab.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.run_folder import RunFolder
+from titanlab.silence import ANSWER_SECONDS, note_silence
 from titanlab.sweep.job.wish import Wish, read_wish
-from titanlab.watchdog import LINGER_SECONDS, NATIVE_SIGN
+from titanlab.watchdog import NATIVE_SIGN
 
 # For a worker whose peers have failed to say so itself; those that hang show where they stand first.
 GRACE_SECONDS = 5.0
-HANG_GRACE_SECONDS = LINGER_SECONDS + 3.0
+HANG_GRACE_SECONDS = ANSWER_SECONDS
 # Between a result on disk and the end of a worker that has nothing left to do.
 TEARDOWN_SECONDS = 30.0
 # What other nodes write may be seen that much later.
@@ -56,6 +57,7 @@ class RankWatch:
         self._poll_seconds = _poll_seconds(world)
         self._kills = memory_kills()
         self._ended_here = False
+        self._begin = time.time()
 
     def to_end(self) -> int:
         """Wait for the worker's end, and see to it that it has said why. Returns its exit code."""
@@ -67,6 +69,7 @@ class RankWatch:
                 end = self._time_to_end()
             elif time.monotonic() > end:
                 self._ended_here = True
+                self._note_silence()
                 self._child.kill()
                 continue
             time.sleep(self._poll_seconds)
@@ -100,6 +103,11 @@ class RankWatch:
             return False
         status = self._run.status()
         return status is not None and status.attempt == self._attempt and status.state == "starting"
+
+    def _note_silence(self) -> None:
+        """Of a worker that does not say where it stands, while others hang, say what is known."""
+        if self._run.result(self._attempt) is None:
+            note_silence(self._run, self._rank, self._child.pid, since=self._begin)
 
     def _note(self, code: int) -> None:
         """Say why the worker ended, if it could not do that itself."""
@@ -151,6 +159,9 @@ def settle(run: RunFolder, attempt: int, world: int) -> None:
     while time.monotonic() < end:
         notes = run.failures(attempt)
         own = [note.ended for note in notes if not note.echo]
+        if any(note.kind is OutcomeKind.HANG for note in notes):
+            # Who keeps the others waiting is known when all have spoken, or have not.
+            own = []
         if len(notes) == world or (own and time.time() > max(own) + 1.0):
             return
         time.sleep(_poll_seconds(world))
