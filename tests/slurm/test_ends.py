@@ -72,11 +72,12 @@ def test_one_that_hangs_leaves_every_rank_s_stack(site, ends):
 
 
 @pytest.mark.parametrize("name", [point["name"] for point in NEVER])
-def test_one_that_is_cancelled_before_it_starts(site, ends, name):
-    row = ends[name]
+def test_one_that_is_cancelled_before_it_starts(site, submitted, name):
+    site.ended("never")
+    row = site.rows("never")[name]
     assert (row["outcome"], row["attempt"], row["scheduler_state"]) == ("cancelled", 0, "CANCELLED")
     assert row["cause"] == "the job was cancelled before it started"
-    said = site.titanlab("retry", "ends", name, "--outcome", "cancelled", "--dry-run")
+    said = site.titanlab("retry", "never", name, "--outcome", "cancelled", "--dry-run")
     assert "1 run would be submitted" in said.out, said
 
 
