@@ -181,7 +181,7 @@ def test_another_layout_is_another_attempt_with_a_config_of_its_own(tmp_path, st
     ("failures", "notes", "kind", "rank"),
     [
         ([Failure(rank=0, exit_code=1)], {}, OutcomeKind.CRASH, 0),
-        ([Failure(rank=1, exit_code=-9), Failure(rank=0, exit_code=1)], {0: ConnectionError("Connection closed by peer")}, OutcomeKind.OOM, 1),
+        ([Failure(rank=1, exit_code=-9), Failure(rank=0, exit_code=1)], {0: ConnectionError("Connection closed by peer")}, OutcomeKind.CRASH, 1),
         ([Failure(rank=0, exit_code=1), Failure(rank=1, exit_code=1)], {1: MemoryError("no more")}, OutcomeKind.OOM, 1),
         ([], {}, OutcomeKind.CRASH, None),
     ],

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.files import sweep_text, write_sweep
 from tests.sweep.study.test_sweep_files import EXPECTED
 from titanlab.cli import main
@@ -67,6 +68,20 @@ def test_a_dry_run_tells_the_plan_and_makes_nothing(command, sweep):
         "1 × world=3: the other degrees make 2, which does not divide it; try world=2",
         "nothing was submitted (--dry-run)",
     ]
+
+
+def test_a_dry_run_without_an_answer_of_slurm_says_so_and_plans(command, sweep, tmp_path, monkeypatch):
+    """Slurm's own commands look for a configuration that is not there for a minute, each."""
+    fake, config = FakeSlurm(tmp_path / "slurm"), tmp_path / "none.conf"
+    for name, value in {**fake.environment, "SLURM_CONF": str(config)}.items():
+        monkeypatch.setenv(name, value)
+    arguments = ["sweep", *sweep, "--dry-run", "launch=slurm", "cluster=cpu"]
+    said = command(arguments)
+    problem = f"the scheduler does not answer: SLURM_CONF={config} is no file that can be read"
+    assert (said.code, said.err) == (0, "")
+    assert said.out.splitlines()[-2].startswith(f"{problem}; nothing of this plan was held against it")
+    assert "2 to submit" in said.out
+    assert json.loads(command([*arguments, "--json"]).out)["problem"] == problem
 
 
 def test_the_same_as_json(command, sweep):

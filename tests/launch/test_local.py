@@ -133,7 +133,7 @@ def test_a_run_that_was_killed_goes_on_when_mended(command):
     how = [*TWO, "training.steps=6", "checkpoint.every=2"]
     code, _, _ = command.run(*how, "data.fault=kill", "data.step=4")
     run = command.only_run
-    assert (code, run.result().kind, run.result().rank) == (70, OutcomeKind.OOM, 0)
+    assert (code, run.result().kind, run.result().rank) == (1, OutcomeKind.CRASH, 0)
     code, _, err = command.run(*how)
     assert (code, err) == (0, "")
     assert run.metrics("attempt")[1]["step"] == 2

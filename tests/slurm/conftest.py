@@ -48,6 +48,8 @@ ENDS = [
     # Slurm's own limit, by which it kills all processes of the job, and none is left to tell.
     {"name": "over", "seed": 10, "data.fault": "fill", "data.step": 3, "launch.memory_gib": 1},
 ]  # fmt: skip
+# An array that is held until somebody cancels it: one element first, then all that are left.
+NEVER = [{"name": f"never{number}", "seed": 20 + number} for number in range(3)]
 # Preempted on n4, where nobody else of them is.
 VICTIM = {"name": "victim", "seed": 9, **TWO, "training.steps": 80}
 
@@ -101,6 +103,7 @@ def submitted(site: Site) -> Submitted:
             "preempted", [VICTIM], "launch.partition=low", "launch.nodelist=n4", "data.seconds=0.4"
         ),
         "ends": site.sweep_command("ends", ENDS, elsewhere),
+        "never": site.sweep_command("never", NEVER, "launch.extra={hold: true}"),
         "shapes": site.sweep_command("shapes", [*FOUR, *INFEASIBLE]),
         "calm": site.sweep_command("calm", [VICTIM], elsewhere),
     }
@@ -114,5 +117,8 @@ def submitted(site: Site) -> Submitted:
     site.reached(cancelled, 3)
     site.slurm("scancel", site.job_id(cancelled))
     site.reached(site.run("limits", "requeued"), 3)
-    said |= {name: site.submit(words[name]) for name in ("shapes", "ends", "calm")}
+    said |= {name: site.submit(words[name]) for name in ("shapes", "ends", "calm", "never")}
+    element = site.job_id(site.run("never", NEVER[0]["name"]))
+    site.slurm("scancel", element)
+    site.slurm("scancel", element.partition("_")[0])
     return Submitted(words, said, higher)

@@ -164,9 +164,15 @@ class Site:
         """Jobs of a sweep whose last start has no end in the accounting."""
         folder = self.sweep(sweep)
         jobs = {f"{each.job_id}_{index}" for each, index in jobs_of(folder, folder.submissions()).values()}
-        rows = self.accounting("--allocations", f"--jobs={','.join(sorted(jobs))}", columns="JobID,End")
+        arrays = {job.partition("_")[0] for job in jobs}
+        rows = self.accounting("--allocations", f"--jobs={','.join(sorted(arrays))}", columns="JobID,End")
         # A later row of the same job is a later start.
         ends = {row["JobID"]: row["End"] for row in rows}
+        for row in rows:
+            # Elements that never started share a row; one that was cancelled by itself has none at all.
+            array, _, places = row["JobID"].partition("_")
+            if places.startswith("["):
+                jobs -= {job for job in jobs if job.startswith(f"{array}_") and job not in ends}
         return sorted(job for job in jobs if ends.get(job, "Unknown") == "Unknown")
 
     def reached(self, run: RunFolder, step: int, seconds: float = 200) -> None:

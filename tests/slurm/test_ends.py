@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.slurm.conftest import LIMITS
+from tests.slurm.conftest import LIMITS, NEVER
 from titanlab.outcome import OutcomeKind
 
 pytestmark = pytest.mark.slurm
@@ -69,6 +69,23 @@ def test_one_that_hangs_leaves_every_rank_s_stack(site, ends):
     stacks = [(logs / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert "next_batch" in stacks[1]
     assert all("in train" in stack for stack in stacks)
+
+
+@pytest.mark.parametrize("name", [point["name"] for point in NEVER])
+def test_one_that_is_cancelled_before_it_starts(site, submitted, name):
+    site.ended("never")
+    row = site.rows("never")[name]
+    assert (row["outcome"], row["attempt"], row["scheduler_state"]) == ("cancelled", 0, "CANCELLED")
+    assert row["cause"] == "the job was cancelled before it started"
+    said = site.titanlab("retry", "never", name, "--outcome", "cancelled", "--dry-run")
+    assert "1 run would be submitted" in said.out, said
+
+
+def test_jobs_are_called_by_their_sweep_and_run(site, ends):
+    names = {row["JobID"]: row["JobName"] for row in site.accounting("--allocations")}
+    for name in ("hangs", "raises", "killed", "memory", "over"):
+        run = site.run("ends", name)
+        assert names[site.job_id(run)].startswith(f"ends/{run.path.name}-")
 
 
 def test_one_that_is_cancelled(site, ends):

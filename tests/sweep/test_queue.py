@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from titanlab.atomic_file import write_json
-from titanlab.launch import slurm as slurm_launcher
+from titanlab.launch import slurm_command
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_command import Reply
 from titanlab.run_folder import RunFolder
@@ -39,7 +39,7 @@ def slurm(monkeypatch):
         said = answers[words[0]]
         return Reply(output=said, problem=f"{words[0]} says: nothing" if said is None else None)
 
-    for module in (queue, slurm_launcher):
+    for module in (queue, slurm_command):
         monkeypatch.setattr(module, "ask_slurm", ask)
     return answers
 

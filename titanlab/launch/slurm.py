@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_array import expression_of, token_of
-from titanlab.launch.slurm_command import Reply, ask_slurm
+from titanlab.launch.slurm_command import accounted_since, ask_slurm
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.ranks import MEETING
 
@@ -37,8 +36,6 @@ REFUSED = "BadConstraints"
 _COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 # One that has not answered by then is ended; whether its jobs are in the queue, the queue tells.
 _SBATCH_SECONDS = 120
-# The accounting is a database that many use.
-ACCOUNTING_SECONDS = 30.0
 _CANCEL_SECONDS = 60.0
 # After the first task has ended; a rank that ended well may still wait for others that save.
 _WAIT_SECONDS = 600
@@ -168,13 +165,6 @@ def find(token: str, *, since: float) -> str | None:
         raise _undecided(listed.problem)
     rows = [line.split("|") for line in (listed.output or "").splitlines()]
     return next((row[1].split("_")[0] for row in rows if len(row) == 2 and token_of(row[0]) == token), None)
-
-
-def accounted_since(since: float, *words: str) -> Reply:
-    """What sacct prints of this person's jobs that could begin after a time, in seconds since the epoch."""
-    # Days of grace for clocks that differ.
-    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
-    return ask_slurm("sacct", "--noheader", "--parsable2", f"--starttime={start}", *words, seconds=ACCOUNTING_SECONDS)
 
 
 def cancel(jobs: Mapping[str, Collection[int]], *, gently: bool = False) -> None:

@@ -12,6 +12,8 @@ from titanlab.command import ask
 
 # Slurm's commands give up by themselves after some 10 s (MessageTimeout), and say why; those that do not are ended.
 ANSWER_SECONDS = 15.0
+# The accounting is a database that many use.
+ACCOUNTING_SECONDS = 30.0
 # Variables by which a person changes what commands print for them: a filter or a question of theirs is not ours.
 _PERSONAL = ("SACCT_", "SCANCEL_", "SINFO_", "SQUEUE_")
 # Ids of array elements in full, which are cut off after 64 characters otherwise; times as they are parsed here.
@@ -63,3 +65,10 @@ def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str
         after = f" after {waited} s" if waited else ""
         return Reply(output=None, errors=answer.errors, problem=f"{words[0]} says{after}: {said[:300]}")
     return Reply(output=answer.output, errors=answer.errors)
+
+
+def accounted_since(since: float, *words: str) -> Reply:
+    """What sacct prints of this person's jobs that could begin after a time, in seconds since the epoch."""
+    # Days of grace for clocks that differ.
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
+    return ask_slurm("sacct", "--noheader", "--parsable2", f"--starttime={start}", *words, seconds=ACCOUNTING_SECONDS)

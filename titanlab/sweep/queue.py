@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlab.claim import is_claimed
-from titanlab.launch.slurm import ACCOUNTING_SECONDS, accounted_since
 from titanlab.launch.slurm_array import elements_of, token_of
-from titanlab.launch.slurm_command import Reply, ask_slurm
+from titanlab.launch.slurm_command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm
 from titanlab.ranks import hosts
 from titanlab.run_folder import RunFolder
 from titanlab.sweep.local_submit import LOCK

@@ -10,6 +10,7 @@ from titanlab.errors import ConfigError
 from titanlab.host import Host
 from titanlab.sweep.study import plan as studies
 from titanlab.sweep.study.point import Point
+from titanlab.sweep.study.prune import Unfit
 
 SMALL = ("data=synthetic", "optimizer.schedule.warmup_steps=0")
 
@@ -49,6 +50,38 @@ def test_the_command_line_adds_to_a_files_space(tmp_path):
     ]
     assert {each.recipe.training.steps for each in found.planned} == {5}
     assert found.definition["overrides"] == ["+sweeps=mine", "training.steps=5"]
+
+
+def test_a_mistake_that_all_points_share_is_told_after_a_few(monkeypatch):
+    asked = []
+    composed = studies._Checks.composed
+    monkeypatch.setattr(studies._Checks, "composed", lambda *given: asked.append(given[2]) or composed(*given))
+    with pytest.raises(ConfigError, match="training.global_batch=-1: must be at least 1"):
+        plan(*SMALL, "seed=range(0,500)", "training.global_batch=-1")
+    assert len(asked) < 15
+    # The last point and the recipe alone are among them.
+    assert {"seed": 499} in asked
+    assert {} in asked
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "fits"),
+    [
+        # The recipe without any point is as it should be: it is the points' own.
+        ("world", lambda point: "does not fit", [{}]),
+        # Each is told with its own value.
+        ("world", lambda point: f"does not fit {point.get('seed')}", []),
+        # It is what is swept that does not fit, in whatever words.
+        ("seed", lambda point: "does not fit", []),
+        ("world", lambda point: "does not fit", [{"seed": 0}]),
+    ],
+)
+def test_what_may_be_some_points_mistake_is_not_taken_for_one_that_all_share(key, words, fits):
+    def stage(point):
+        if point not in fits:
+            raise Unfit("rule", ConfigError(key, 3, words(point), "try 4"))
+
+    studies.Sieve([{"seed": number} for number in range(30)], whole=False).hold_shared(stage)
 
 
 def test_hydras_own_sweeps_are_a_product():

@@ -94,7 +94,7 @@ class Composer:
         if composed.asks_hydra:
             # `${hydra:…}` may ask for anything, the point's own overrides too.
             composed = self._loader.compose(self._loader.overrides_of(point))
-            composed.whole.hydra.job.num = self._numbers[same(point)]
+            composed.whole.hydra.job.num = self._numbers.get(same(point), 0)
             HydraConfig.instance().set_config(composed.whole)
             return composed.config, composed
         config = copy.deepcopy(composed.config)

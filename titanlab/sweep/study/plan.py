@@ -30,6 +30,8 @@ from titanlab.sweep.study.space import Values, keys_of, same
 
 SINGLE = "single"
 COMMAND_LINE = "command line"
+# Points that are looked at before all of them: a second's work.
+_PROBES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))
     check = _Checks()
+    left.hold_shared(lambda point: check.composed(composer, point))
     recipes = left.keep(lambda point, _: check.composed(composer, point))
     for recipe in recipes.values():
         # Of a job that no cluster has room for there is nothing to prepare.
@@ -144,6 +147,25 @@ class Sieve:
             raise self._nothing_left()
         return made
 
+    def hold_shared(self, stage: Callable[[Values], Any]) -> None:
+        """Look at a few points before all: what is wrong with the recipe that they share is told at once.
+
+        A mistake is shared if a stage finds it, in the same words, in the first point, in the last, in some between
+        and in the recipe without any point, and if its key is not swept.
+
+        Raises:
+            ConfigError: that mistake.
+        """
+        numbers = list(self)
+        if len(numbers) <= _PROBES:
+            return
+        mistake = _mistake(stage, self.points[numbers[0]])
+        if mistake is None or mistake.key in keys_of(self.points):
+            return
+        others = [self.points[numbers[place * (len(numbers) - 1) // _PROBES]] for place in range(1, _PROBES + 1)]
+        if all(str(_mistake(stage, point)) == str(mistake) for point in (*others, {})):
+            raise mistake
+
     def _nothing_left(self) -> ConfigError:
         found = list(self.dropped.values())
         texts = Counter((each.stage, str(each.reason)) for each in found)
@@ -157,6 +179,15 @@ class Sieve:
         rule = f"none of {len(found)} points can be run; {count} of them for one reason ({stage}: {reason})"
         cure = "change that, or sweep other values"
         return ConfigError("space", ",".join(keys_of(self.points)), rule, cure)
+
+
+def _mistake(stage: Callable[[Values], Any], point: Values) -> ConfigError | None:
+    """What a stage has against a point, as far as it is a mistake."""
+    try:
+        stage(point)
+    except Unfit as unfit:
+        return unfit.reason if isinstance(unfit.reason, ConfigError) else None
+    return None
 
 
 class _Checks:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,7 +23,7 @@ from titanlab.errors import ConfigError
 from titanlab.recipe import Recipe
 from titanlab.sweep.study.expression import WHERE, Expression, read_expression
 from titanlab.sweep.study.hydra_loader import Loader, override_text
-from titanlab.sweep.study.space import Values, expand, keys_of, same
+from titanlab.sweep.study.space import LIMIT, Values, expand, keys_of, same
 
 # What a sweep has once.
 _OF_THE_SWEEP = ("sweep", "runs", "sweeps")
@@ -81,12 +83,16 @@ def read_request(arguments: Sequence[str]) -> Request:
     own = _plain(node.space) if _is_space(node) else None
     space = _both(own, typed)
     points = [{}] if space is None else expand(space)
+    repeats = _repeats(node)
+    if len(points) * repeats > LIMIT:
+        rule = f"of {len(points)} points each are more runs than {LIMIT}"
+        raise ConfigError(_REPEATS, repeats, rule, "take some values out, or repeat less often")
     request = Request(
         loader=loader,
         points=points,
         space=space,
         where=_where(node),
-        repeats=_repeats(node),
+        repeats=repeats,
         option=base.hydra.runtime.choices.get("sweeps"),
         named=any(each.key_or_group == "name" for each in parsed),
     )
@@ -133,6 +139,7 @@ def _values(loader: Loader, text: str, override: Override) -> list[Any]:
     key, _, typed = text.partition("=")
     if not override.is_discrete_sweep():
         raise ConfigError(key, typed, "has no end of values", f"list some: {key}=0.1,0.2, or range(start,stop,step)")
+    _hold_range(key, typed, override)
     try:
         values = [Override._convert_value(each) for each in override.sweep_iterator()]
     except HydraException as error:
@@ -142,6 +149,22 @@ def _values(loader: Loader, text: str, override: Override) -> list[Any]:
     if not values:
         raise ConfigError(key, typed, "fits no value", f"list the values: {key}=a,b")
     return values
+
+
+def _hold_range(key: str, typed: str, override: Override) -> None:
+    """The rule that a range has an end, and no more values than a sweep has points: counted before any is made."""
+    found = override._value
+    if not isinstance(found, RangeSweep) or found.start is None or found.stop is None:
+        return
+    try:
+        start, stop, step = (Decimal(each) for each in (found.start, found.stop, found.step))
+        count = max(0, math.ceil((stop - start) / step))
+    except (ArithmeticError, ValueError) as error:
+        # A step of 0, or a bound that is infinite or no number.
+        cure = "write range(start,stop,step) with numbers and a step that is not 0"
+        raise ConfigError(key, typed, "has no end of values, or none at all", cure) from error
+    if count > LIMIT:
+        raise ConfigError(key, typed, f"are {count} values, and a sweep has at most {LIMIT} points", "take some out")
 
 
 def _plain(space: Any) -> Any:
@@ -222,8 +245,7 @@ def _hold_keys(request: Request) -> None:
         elif key not in by_name:
             raise unknown_key(key, _listed(given))
         else:
-            for value in given:
-                _hold_type(by_name[key], key, value)
+            _hold_types(by_name[key], key, given)
 
 
 def _hold_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
@@ -239,19 +261,27 @@ def _hold_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
         raise ConfigError(group, value, "is no option of this group", f"{cure}known: {', '.join(options)}")
 
 
-def _hold_type(known: Sequence[Key], key: str, value: Any) -> None:
-    """The rule that a value is of its key's type, in one of the options that have the key."""
-    wrong: ConfigError | None = None
-    for each in known:
-        schema = Recipe if each.option is None else each.option.schema
-        rest = key if each.option is None else key.removeprefix(f"{each.option.group}.")
-        try:
-            OmegaConf.update(OmegaConf.structured(schema), rest, value, merge=True)
-            return
-        except OmegaConfBaseException as error:
-            wrong = value_error(error, [override_text(key, value)])
-    if wrong is not None:
-        raise ConfigError(key, value, wrong.rule, wrong.cure)
+def _hold_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
+    """The rule that values are of their key's type, in one of the options that have the key."""
+    # Made once: it takes longer than a thousand values.
+    nodes = [
+        (
+            OmegaConf.structured(Recipe if each.option is None else each.option.schema),
+            key if each.option is None else key.removeprefix(f"{each.option.group}."),
+        )
+        for each in known
+    ]
+    for value in values:
+        wrong: ConfigError | None = None
+        for node, rest in nodes:
+            try:
+                OmegaConf.update(node, rest, value, merge=True)
+                wrong = None
+                break
+            except OmegaConfBaseException as error:
+                wrong = value_error(error, [override_text(key, value)])
+        if wrong is not None:
+            raise ConfigError(key, value, wrong.rule, wrong.cure)
 
 
 def _listed(values: Sequence[Any]) -> str:

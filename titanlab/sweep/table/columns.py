@@ -115,7 +115,7 @@ COLUMNS: tuple[Column, ...] = (
         launcher="`local` or `slurm`, `torchrun`",
         job_id="of the job that has it, as `squeue` shows it",
         queue_reason="why the job waits, in the scheduler's word",
-        scheduler_state="the scheduler's word for the job's state or end",
+        scheduler_state="the scheduler's word for the job's state or end; UNKNOWN: it gives no answer",
     ),
     *_columns(WHOLE, exit_code="of the process that failed; -N where signal N ended it"),
     *_columns(TEXT, code="fingerprint of the code that ran it"),
