@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.data.tiktoken_file import is_tiktoken, read_tiktoken
+from titanlab.data.watched_encoding import WatchedEncoding, unknown_patterns
 from titanlab.errors import ConfigError
 from titanlab.host import cores
 
@@ -135,9 +136,15 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` of the Hugging Face tokenizers library."""
+    """A `tokenizer.json` of the Hugging Face tokenizers library.
 
-    def __init__(self, path: Path, content: bytes, key: str) -> None:
+    Args:
+        watched: encode in a process of its own if a regular expression is not known to end soon.
+    """
+
+    _watched: WatchedEncoding | None = None
+
+    def __init__(self, path: Path, content: bytes, key: str, *, watched: bool = True) -> None:
         tokenizers: Any = importlib.import_module("tokenizers")
         try:
             self._model = tokenizers.Tokenizer.from_str(content.decode())
@@ -147,6 +154,9 @@ class HuggingFaceTokenizer:
                 key, path, f"is no {_JSON} ({str(error)[:80]})", f"give the {_JSON} of a model, or a .model"
             ) from error
         self._set_up(path, content, key)
+        patterns = unknown_patterns(json.loads(content)) if watched else []
+        if patterns:
+            self._watched = WatchedEncoding(path, key, patterns)
 
     def _set_up(self, path: Path, content: bytes, key: str) -> None:
         self._model.no_truncation()
@@ -166,12 +176,18 @@ class HuggingFaceTokenizer:
         self.file = path
 
     def encode(self, text: str) -> list[int]:
+        if self._watched is not None:
+            return self._watched.encode([text])[0]
         return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._watched is not None:
+            return self._watched.encode(texts)
         return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
+        if self._watched is not None:
+            return self._watched.decode(ids)
         return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
 
 
