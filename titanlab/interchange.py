@@ -98,6 +98,9 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
         _write_generation(origin, part)
         if copy_tokenizer(origin.tokenizer, part):
             found = tokenizers.load(part, "tokenizer")
+            if isinstance(found, tokenizers.TiktokenTokenizer):
+                # transformers takes a tokenizer.model for SentencePiece's.
+                found.save_json(part / "tokenizer.json")
             write_tokenizer_config(part, bos_id=found.bos_id, eos_id=found.eos_id, context=origin.context)
         config = {
             **family.to_hf(source.model, context=origin.context),

@@ -43,6 +43,8 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(**how: Any) -> Hub:
         made = Hub(**how)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr("titanlab.hub.is_reachable", lambda: True)
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", made)
         return made
 

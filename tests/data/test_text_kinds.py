@@ -263,3 +263,43 @@ def test_python_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match="came without the source of its library.*; try data=files"):
         source.fingerprint(Stdlib())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("a.txt", b"\xff\xfe\x00bad\xc3\x28", "a.txt, byte 0: is not UTF-8 text"),
+        ("a.jsonl", b"no json\n", "a.jsonl:1: is not JSON"),
+        ("a.parquet", b"PAR1", "a.parquet: is no readable parquet"),
+        ("a.txt.gz", b"\x1f\x8b\x08", "a.txt.gz: is no whole gzip file"),
+        ("a.txt", b"", "a.txt: is empty"),
+        ("folder/", None, "folder: has no files"),
+        ("nothing.txt", None, "nothing.txt: matches no file"),
+    ],
+    ids=["not UTF-8", "no JSON", "no parquet", "no gzip", "empty", "an empty folder", "missing"],
+)
+def test_a_bad_file_comes_before_the_vocabulary(
+    tmp_path: Path, cache: Path, name: str, content: bytes, rule: str
+) -> None:
+    path = tmp_path / name
+    if name.endswith("/"):
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="^data.files=") as refused:
+        source.check(Files(files=str(path), vocab_size=2048), seq_len=8, global_batch=1, ranks=1, vocab_size=320)
+    assert rule in str(refused.value)
+
+
+def test_a_file_whose_sample_ends_within_a_character_is_good(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" + "é" * 70_000)
+    source.check(Files(files=str(tmp_path), vocab_size=320), seq_len=8, global_batch=1, ranks=1, vocab_size=320)
+
+
+def test_a_tokenizer_that_makes_nothing_of_the_text_is_refused(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    tokenizer = {"version": "1.0", "model": {"type": "BPE", "vocab": {"Q": 0, "X": 1, "Z": 2}, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = Files(files=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"makes no token of the text of a\.txt: it has 3 tokens"):
+        source.prepare(config, report=lambda line: None)

@@ -146,3 +146,10 @@ def test_texts_that_cannot_train_a_tokenizer(
         train(texts, vocab_size=vocab_size, file=tmp_path / "t.model")
     assert caught.value.key == key
     assert not (tmp_path / "t.model").exists()
+
+
+def test_a_tokenizer_of_two_tokens_is_refused(tmp_path: Path) -> None:
+    content = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="has 2 tokens, which write no text"):
+        load(tmp_path)

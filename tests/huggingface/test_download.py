@@ -48,6 +48,9 @@ def hub(monkeypatch, tmp_path):
                     (cache / name).symlink_to(blob)
             return str(cache)
 
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr("titanlab.hub.is_reachable", lambda: True)
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", one)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", many)
         return asked

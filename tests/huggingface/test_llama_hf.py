@@ -136,3 +136,38 @@ def test_other_architectures_are_refused(given):
         return
     with pytest.raises(ConfigError, match=r"^config.json:architectures=.*; supported: LlamaForCausalLM$"):
         family_for({"architectures": given})
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "rule"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": LLAMA_3},
+         "rope_parameters.rope_type=default", "disagrees with rope_scaling, which has rope_type=llama3"),
+        ({"rope_parameters": LLAMA_3, "rope_scaling": {**LLAMA_3, "factor": 32.0}},
+         "rope_parameters.factor=8.0", "disagrees with rope_scaling, which has factor=32.0"),
+        ({"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}, "rope_scaling": {**LLAMA_3, "rope_theta": 1e4}},
+         "rope_parameters.rope_theta=500000.0", "which has rope_theta=10000.0"),
+        ({"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}, "rope_theta": 1e4},
+         "rope_parameters.rope_theta=500000.0", "disagrees with rope_theta=10000.0 beside it"),
+        ({"rope_scaling": LLAMA_3, "original_max_position_embeddings": 4096},
+         "rope_scaling.original_max_position_embeddings=8192", "beside it"),
+        ({"rope_parameters": [1]}, "rope_parameters=[1]", "must be an object"),
+    ],
+)  # fmt: skip
+def test_two_ropes_that_disagree_are_refused(given, key, rule):
+    config = {name: value for name, value in made.LLAMA_3_2.items() if not name.startswith("rope")}
+    with pytest.raises(ConfigError) as refused:
+        llama_hf.from_hf({**config, **given})
+    assert str(refused.value).startswith(f"config.json:{key}: ")
+    assert rule in str(refused.value)
+
+
+def test_two_ropes_that_agree_are_one():
+    config = {name: value for name, value in made.LLAMA_3_2.items() if not name.startswith("rope")}
+    both = {"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}, "rope_scaling": {**LLAMA_3, "type": "llama3"}}
+    once = llama_hf.from_hf({**config, "rope_scaling": LLAMA_3, "rope_theta": 5e5})
+    assert llama_hf.from_hf({**config, **both, "rope_theta": 500000}) == once

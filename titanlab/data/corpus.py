@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import glob
 import gzip
 import importlib
@@ -19,6 +21,9 @@ from titanlab.errors import ConfigError
 
 _LINES = {".jsonl", ".ndjson", ".json"}
 _SAMPLED_FILES = 1000
+# Looked into before anything starts, and how far.
+_CHECKED_FILES = 100
+_CHECKED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,32 @@ class Corpus:
         for file in self.files:
             yield from self._documents_of(file)
 
+    def check(self) -> None:
+        """Look into the beginnings of files: whether they can be read and have text; no file is read whole.
+
+        Raises:
+            ConfigError: one of them cannot be read or is not of its format, or all are empty.
+        """
+        if not any(file.stat().st_size for file in self.files):
+            raise ConfigError(self.key, self.files[0], "is empty", "give files with text in them")
+        step = max(1, len(self.files) // _CHECKED_FILES)
+        for file in self.files[::step]:
+            if self._kind(file)[0] == "text":
+                self._check_text(file)
+            else:
+                next(self._documents_of(file), None)
+
+    def _check_text(self, file: Path) -> None:
+        with self._reading(file):
+            with _opened(file, packed=self._kind(file)[1]) as stream:
+                begin = stream.read(_CHECKED_BYTES)
+            try:
+                # The last character may have been cut.
+                codecs.getincrementaldecoder("utf-8")().decode(begin, final=len(begin) < _CHECKED_BYTES)
+            except UnicodeDecodeError as error:
+                if self.strict:
+                    raise self._not_utf8(f"{file}, byte {error.start}") from error
+
     def sample(self, characters: int) -> Iterator[str]:
         """About so many characters, spread over the files; reads little more than it gives."""
         step = max(1, len(self.files) // _SAMPLED_FILES)
@@ -61,19 +92,31 @@ class Corpus:
                     break
 
     def _documents_of(self, file: Path) -> Iterator[str]:
-        suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
-        packed = suffixes[-1:] == [".gz"]
-        ending = (suffixes[:-1] if packed else suffixes)[-1:]
-        try:
-            if ending == [".parquet"]:
+        kind, packed = self._kind(file)
+        with self._reading(file):
+            if kind == "parquet":
                 texts = self._parquet(file)
-            elif ending and ending[0] in _LINES:
+            elif kind == "lines":
                 texts = self._lines(file, packed=packed)
             else:
                 texts = self._text(file, packed=packed)
             for text in texts:
                 if text:
                     yield text
+
+    @staticmethod
+    def _kind(file: Path) -> tuple[str, bool]:
+        """What a file is by its ending, and whether it is packed."""
+        suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+        packed = suffixes[-1:] == [".gz"]
+        ending = "".join((suffixes[:-1] if packed else suffixes)[-1:])
+        return "parquet" if ending == ".parquet" else "lines" if ending in _LINES else "text", packed
+
+    @contextlib.contextmanager
+    def _reading(self, file: Path) -> Iterator[None]:
+        """What goes wrong while a file is read, as one line."""
+        try:
+            yield
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ConfigError(self.key, file, f"is no whole gzip file ({error})", "fetch it again") from error
         except OSError as error:

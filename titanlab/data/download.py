@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlab.data import tokenizer as tokenizers
 from titanlab.errors import ConfigError
-from titanlab.hub import explained, is_absent
+from titanlab.hub import check_reachable, explained, is_absent
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _NEEDED = ("tokenizer.json", "tokenizer.model")
@@ -37,8 +37,12 @@ def download_tokenizer(
     """
     if repo.count("/") > 1 or not repo.strip("/ "):
         raise ConfigError("repo", repo, "is no model of the hub", "give <owner>/<model>, as in its address")
+    check_reachable(repo)
     with tempfile.TemporaryDirectory(prefix="titanlab-tokenizer-") as temporary:
         fetched = [name for name in _FILES if _fetch(repo, name, Path(temporary), token, report)]
+        if not set(fetched) & set(_NEEDED) and _fetch(repo, tokenizers.ORIGINAL, Path(temporary), token, report):
+            Path(temporary, tokenizers.ORIGINAL).rename(Path(temporary, "tokenizer.model"))
+            fetched.append("tokenizer.model")
         if not set(fetched) & set(_NEEDED):
             raise ConfigError(
                 "repo", repo, f"has neither {' nor '.join(_NEEDED)}", "name a model whose files include one of them"

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from titanlab.data.corpus import whole_characters
 from titanlab.data.held_out import is_held_out
-from titanlab.data.hf_schema import HuggingFace
+from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.packing import Position
 from titanlab.data.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
+from titanlab.hub import check_reachable, is_offline
 
 
 class StreamDocuments:
@@ -138,6 +139,8 @@ def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> An
     Raises:
         ConfigError: there is no such dataset or split, or it cannot be reached.
     """
+    if config.path not in LOCAL_BUILDERS and not os.path.exists(config.path) and not is_offline():
+        check_reachable(config.path, "data.path")
     try:
         return _library().load_dataset(
             config.path,

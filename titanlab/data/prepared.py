@@ -24,6 +24,8 @@ ORDER = 1
 """Raised when the same corpus would give other tokens, or the same tokens in another order."""
 VALIDATION_KEY = "data.validation_fraction"
 
+_TRIED_CHARACTERS = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
@@ -91,18 +93,20 @@ class Prepared:
         Raises:
             ConfigError: one is broken.
         """
+        folder = self.folder
+        whole = folder.is_dir() and is_whole(folder)
+        if not whole:
+            # Before the vocabulary: of a file that has no text, that says nothing.
+            self.corpus.check()
         expected = self.vocab_size if self.tokenizer is None else self.load_tokenizer().vocab_size
         hold_vocabulary(vocab_size, expected)
         if validation_sequences and not self.validation_fraction:
             hold_validation(None, VALIDATION_KEY, self.validation_fraction)
-        folder = self.folder
-        if folder.is_dir() and is_whole(folder):
+        if whole:
             index = self.index
             hold_sequences(index, seq_len)
             if validation_sequences:
                 hold_validation(index, VALIDATION_KEY, self.validation_fraction)
-        elif not any(file.stat().st_size for file in self.corpus.files):
-            raise ConfigError(self.corpus.key, self.corpus.files[0], "is empty", "give files with text in them")
 
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
         """The training stream; see `source.open_train`."""
@@ -146,8 +150,14 @@ def make_shards(
         ConfigError: the corpus or the tokenizer is at fault.
     """
     size = sum(file.stat().st_size for file in corpus.files)
-    if next(corpus.documents(), None) is None:
+    first = next(corpus.documents(), None)
+    if first is None:
         raise ConfigError(corpus.key, corpus.files[0], "has no text in it", "give files with text in them")
+    if tokenizer is not None:
+        reader = tokenizers.load(Path(tokenizer))
+        if not reader.encode(first[:_TRIED_CHARACTERS]):
+            rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"
+            raise ConfigError("data.tokenizer", tokenizer, rule, "give a tokenizer that was trained on such text")
     report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB")
     training: Any = importlib.import_module("titanlab.data.tokenizer_training")
     writer: Any = importlib.import_module("titanlab.data.shard_writer")

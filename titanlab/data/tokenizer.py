@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, from a SentencePiece `.model` or an HF `tokenizer.json`."""
+"""Tokenizers: text to token ids and back, from SentencePiece's and tiktoken's `.model` or an HF `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import contextlib
 import hashlib
 import importlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from titanlab.data.tiktoken_file import is_tiktoken, read_tiktoken
+from titanlab.data.watched_encoding import WatchedEncoding, unknown_patterns
 from titanlab.errors import ConfigError
 from titanlab.host import cores
 
 _MODEL, _JSON = "tokenizer.model", "tokenizer.json"
+# Of a model as Meta released it, in a folder of the hub.
+ORIGINAL = "original/tokenizer.model"
 # Names under which tokenizers without a `tokenizer_config.json` keep their special tokens.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _SPACE = "\u2581"
-_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")
+# A letter, another one and what stands between words. A file of fewer is a damaged one.
+_FEWEST_TOKENS = 3
 
 
 class Tokenizer(Protocol):
@@ -60,7 +64,7 @@ def find(path: Path, key: str = "data.tokenizer") -> Path:
     """
     if path.is_dir():
         # The JSON first: a hub folder's .model may be in a format that SentencePiece does not read.
-        for name in (_JSON, _MODEL):
+        for name in (_JSON, _MODEL, ORIGINAL):
             if (path / name).is_file():
                 return path / name
         raise ConfigError(key, path, f"has neither {_JSON} nor {_MODEL}", "try `titanlab download-tokenizer`, or null")
@@ -82,6 +86,8 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
         raise ConfigError(key, path, f"cannot be read ({error.strerror})", "check its permissions") from error
     if content.lstrip()[:1] == b"{":
         return HuggingFaceTokenizer(path, content, key)
+    if is_tiktoken(content):
+        return TiktokenTokenizer(path, content, key)
     return SentencePieceTokenizer(path, content, key)
 
 
@@ -89,8 +95,6 @@ class SentencePieceTokenizer:
     """A SentencePiece model."""
 
     def __init__(self, path: Path, content: bytes, key: str) -> None:
-        if _TIKTOKEN.match(content):
-            raise ConfigError(key, path, "is in tiktoken's format", f"use the {_JSON} of the same model")
         sentencepiece: Any = importlib.import_module("sentencepiece")
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -99,6 +103,8 @@ class SentencePieceTokenizer:
             raise ConfigError(key, path, "is no SentencePiece model", f"give a .model or {_JSON}") from error
         if self.vocab_size < 1:
             raise ConfigError(key, path, "is no SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
+        if self.vocab_size < _FEWEST_TOKENS:
+            raise _too_few(path, self.vocab_size, key)
         self.bos_id = _known(self._model.bos_id())
         self.eos_id = _known(self._model.eos_id())
         self.fingerprint = _fingerprint(content)
@@ -130,9 +136,15 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` of the Hugging Face tokenizers library."""
+    """A `tokenizer.json` of the Hugging Face tokenizers library.
 
-    def __init__(self, path: Path, content: bytes, key: str) -> None:
+    Args:
+        watched: encode in a process of its own if a regular expression is not known to end soon.
+    """
+
+    _watched: WatchedEncoding | None = None
+
+    def __init__(self, path: Path, content: bytes, key: str, *, watched: bool = True) -> None:
         tokenizers: Any = importlib.import_module("tokenizers")
         try:
             self._model = tokenizers.Tokenizer.from_str(content.decode())
@@ -141,6 +153,12 @@ class HuggingFaceTokenizer:
             raise ConfigError(
                 key, path, f"is no {_JSON} ({str(error)[:80]})", f"give the {_JSON} of a model, or a .model"
             ) from error
+        self._set_up(path, content, key)
+        patterns = unknown_patterns(json.loads(content)) if watched else []
+        if patterns:
+            self._watched = WatchedEncoding(path, key, patterns)
+
+    def _set_up(self, path: Path, content: bytes, key: str) -> None:
         self._model.no_truncation()
         self._model.no_padding()
         # Text that only looks like a special token is text.
@@ -148,6 +166,8 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError(key, path, "has an empty vocabulary", f"give the {_JSON} of a model, or a .model")
+        if len(vocabulary) < _FEWEST_TOKENS:
+            raise _too_few(path, len(vocabulary), key)
         self.vocab_size = max(vocabulary.values()) + 1
         declared = _declared(path.with_name("tokenizer_config.json"))
         self.bos_id = _special(vocabulary, declared, "bos_token", _BOS_NAMES)
@@ -156,13 +176,42 @@ class HuggingFaceTokenizer:
         self.file = path
 
     def encode(self, text: str) -> list[int]:
+        if self._watched is not None:
+            return self._watched.encode([text])[0]
         return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._watched is not None:
+            return self._watched.encode(texts)
         return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
+        if self._watched is not None:
+            return self._watched.decode(ids)
         return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+
+
+class TiktokenTokenizer(HuggingFaceTokenizer):
+    """A `tokenizer.model` in tiktoken's format: Llama 3's own."""
+
+    def __init__(self, path: Path, content: bytes, key: str) -> None:
+        try:
+            self._model = read_tiktoken(content)
+        except ValueError as error:
+            raise ConfigError(
+                key, path, f"is in tiktoken's format, and damaged: {error}", f"fetch it again, or the model's {_JSON}"
+            ) from error
+        self._set_up(path, content, key)
+
+    def save_json(self, path: Path) -> None:
+        """Write it as a `tokenizer.json`, which other libraries read."""
+        self._model.save(str(path))
+
+
+def _too_few(path: Path, tokens: int, key: str) -> ConfigError:
+    return ConfigError(
+        key, path, f"has {tokens} tokens, which write no text", f"give the {_JSON} of a model, or a .model"
+    )
 
 
 def _declared(path: Path) -> dict[str, Any]:

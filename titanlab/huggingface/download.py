@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.hub import explained, is_absent
+from titanlab.hub import explained, is_absent, unreachable
 from titanlab.huggingface.families import family_for
 from titanlab.huggingface.folder import CONFIG, TOKENIZER_FILES
 
@@ -32,11 +32,16 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     Raises:
         ConfigError: the hub gives nothing, or gives another kind of model.
     """
+    # What was fetched before needs no network.
+    problem = unreachable(repo, key)
+    kept = {} if problem is None else {"local_files_only": True}
     hub: Any = importlib.import_module("huggingface_hub")
     try:
-        config = Path(hub.hf_hub_download(repo_id=repo, filename=CONFIG, revision=revision, token=token))
+        config = Path(hub.hf_hub_download(repo_id=repo, filename=CONFIG, revision=revision, token=token, **kept))
     # The library raises its own errors, those of its HTTP library and of the system, with no base in common.
     except Exception as error:
+        if problem is not None:
+            raise problem from error
         if is_absent(error):
             rule = f"has no {CONFIG}, so it holds no model of transformers"
             raise ConfigError(key, repo, rule, "name a model whose files include one") from error
@@ -48,6 +53,7 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     family_for(content if isinstance(content, dict) else {})
     report(f"fetching {repo}")
     try:
-        return Path(hub.snapshot_download(repo_id=repo, revision=revision, token=token, allow_patterns=list(_WANTED)))
+        wanted = list(_WANTED)
+        return Path(hub.snapshot_download(repo_id=repo, revision=revision, token=token, allow_patterns=wanted, **kept))
     except Exception as error:
-        raise explained(error, repo, key) from error
+        raise (problem or explained(error, repo, key)) from error

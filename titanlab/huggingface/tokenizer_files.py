@@ -12,6 +12,7 @@ from titanlab.atomic_file import write_json
 from titanlab.huggingface.folder import TOKENIZER_FILES
 
 _SPACE = "\u2581"
+_ORIGINAL = "original/tokenizer.model"
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
@@ -22,6 +23,11 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
     for name in names:
         # Content only: the files of the hub's cache are links to others that nobody may write.
         shutil.copyfile(source / name, target / name)
+    if not names and (source / _ORIGINAL).is_file():
+        # Of a model as Meta released it.
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(source / _ORIGINAL, target / "tokenizer.model")
+        return ["tokenizer.model"]
     return names
 
 

@@ -143,10 +143,13 @@ def difference(config: Llama, other: Llama) -> str:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise _wrong("rope_scaling", given, "must be an object", "restore the file")
-    kind = given.get("rope_type", given.get("type", "default"))
+    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(value, Mapping):
+            raise _wrong(name, value, "must be an object", "restore the file")
+    _hold_one_rope(config, parameters, scaling)
+    given = parameters or scaling
+    kind = _rope_type(given)
     if kind not in ("default", "llama3"):
         raise _wrong("rope_type", kind, "is a scaling that is not computed here", "known: default, llama3")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
@@ -159,6 +162,32 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     for ours, theirs in _SCALING.items():
         found[ours] = (_whole if ours == "rope_original_context" else _number)(given, theirs)
     return found
+
+
+def _rope_type(given: Mapping[str, Any]) -> Any:
+    return given.get("rope_type", given.get("type", "default"))
+
+
+def _hold_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+    """The rule that one config has one RoPE: where it says two, libraries choose differently."""
+    cure = "leave out the one that the model was not trained with"
+    if parameters and scaling:
+        plain = [
+            {**each, "rope_type": each.get("rope_type", each.get("type", "default"))} for each in (parameters, scaling)
+        ]
+        for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
+            values = [each.get(name) for each in plain]
+            # A name that only one of them has is a fact that the other one leaves to the rest of the file.
+            differs = values[0] != values[1] and (None not in values or name in _SCALING.values())
+            if differs:
+                rule = f"disagrees with rope_scaling, which has {name}={_json(values[1])}"
+                raise _wrong(f"rope_parameters.{name}", _json(values[0]), rule, cure)
+    for place, given in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            inner, outer = given.get(name), config.get(name)
+            if inner is not None and outer is not None and inner != outer:
+                rule = f"disagrees with {name}={_json(outer)} beside it"
+                raise _wrong(f"{place}.{name}", _json(inner), rule, cure)
 
 
 def _whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -1,0 +1,86 @@
+"""Tokenizers in tiktoken's format, such as Llama 3's own `original/tokenizer.model`: lines of `base64 rank`.
+
+The file has the bytes of each token and its rank. How text is split before, and the special tokens, are Llama 3's, as
+its `llama/tokenizer.py` has them: the file does not say. It is read through the tokenizers library.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import importlib
+import re
+from typing import Any
+
+_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+SPECIAL = (
+    *("<|begin_of_text|>", "<|end_of_text|>"),
+    *(f"<|reserved_special_token_{number}|>" for number in range(4)),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
+    *(f"<|reserved_special_token_{number}|>" for number in range(5, 251)),
+)
+_BYTES = 256
+
+
+def is_tiktoken(content: bytes) -> bool:
+    """Whether a file is in this format, by its first line."""
+    return _LINE.match(content) is not None
+
+
+def read_tiktoken(content: bytes) -> Any:
+    """The tokenizer of the tokenizers library that gives the same ids.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    tokenizers: Any = importlib.import_module("tokenizers")
+    ranks = _ranks(content)
+    # The library's tokens are texts: every byte has a character of its own, GPT-2's.
+    characters = _characters()
+    texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in ranks:
+        # Whatever two tokens make this one are merged into it, as tiktoken does.
+        parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [(ranks[first], ranks[last], first, last) for first, last in parts if first in ranks and last in ranks]
+        merges += [(texts[first], texts[last]) for _, _, first, last in sorted(known)]
+    vocabulary = {texts[token]: rank for token, rank in ranks.items()}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=True))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    return model
+
+
+def _ranks(content: bytes) -> dict[bytes, int]:
+    """Rank of each token, in the order of ranks, which are 0, 1, 2 …"""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text, rank = line.split()
+            token = base64.b64decode(text, validate=True)
+            place = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(f"line {number} is no token and rank") from error
+        if place != len(ranks) or not token or token in ranks:
+            raise ValueError(f"line {number} has not the next rank, or a token twice")
+        ranks[token] = place
+    lacking = next((byte for byte in range(_BYTES) if bytes([byte]) not in ranks), None)
+    if lacking is not None:
+        raise ValueError(f"byte {lacking} has no token")
+    return ranks
+
+
+def _characters() -> list[str]:
+    """GPT-2's character of each byte: printable ones stand for themselves, the others for characters from 256 on."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(_BYTES) if byte not in plain]
+    return [chr(byte) if byte in plain else chr(_BYTES + others.index(byte)) for byte in range(_BYTES)]
