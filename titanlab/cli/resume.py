@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from titanlab.checkpoint.folders import latest
 from titanlab.cli.arguments import Arguments
@@ -14,6 +13,7 @@ from titanlab.execute import continue_run, prepare
 from titanlab.launch.local_schema import Local
 from titanlab.options import implementation
 from titanlab.recipe import Recipe
+from titanlab.run_folder import RunFolder
 from titanlab.run_search import find_run
 
 # What may change between attempts: how a run is run and watched. What it computes may not.
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     run = find_run(given.run, given.runs)
-    recipe = _changed(run.config(), given.overrides)
+    recipe = _changed(run, given.overrides)
     # It may have moved since it was born; and a queue is `titanlab retry`'s, this verb runs here.
     recipe = replace(recipe, runs=str(run.path.parent.parent))
     if not hasattr(implementation(recipe.launch), "start"):
@@ -55,9 +55,10 @@ def main(arguments: Sequence[str]) -> int:
         return continue_run(run, ready.recipe, ready.host, ready.ranks, console).kind.exit_code
 
 
-def _changed(config: Mapping[str, Any], overrides: Sequence[str]) -> Recipe:
+def _changed(run: RunFolder, overrides: Sequence[str]) -> Recipe:
+    config = run.config()
     hold_changeable(overrides, CHANGEABLE)
     if any(override.startswith("parallelism.") for override in overrides):
         # The degrees decide, unless the world is given too.
         config = {**config, "world": None}
-    return overridden(config, overrides)
+    return overridden(config, overrides, file=run.path / "config.yaml")
