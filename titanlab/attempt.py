@@ -134,7 +134,7 @@ def world_of(run: RunFolder, attempt: int) -> int:
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     """The outcome with the last step of its attempt that anybody knows of."""
     # A status may be a second old, and there may be more steps than rows.
-    status = run.status()
+    status = run.known_status()
     mine = status if status is not None and status.attempt == outcome.attempt else None
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
     opened = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]

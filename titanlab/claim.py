@@ -18,6 +18,10 @@ PATIENCE_SECONDS = 0.5
 _RETRY_SECONDS = 0.05
 
 
+class CannotWriteError(ConfigError):
+    """The folder is another person's, on a disk that is read-only or full, or gone."""
+
+
 @contextlib.contextmanager
 def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECONDS, file: str = FILE) -> Iterator[None]:
     """Hold a folder for this process; the claim ends with the block, or with the process however it dies.
@@ -28,8 +32,13 @@ def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECOND
 
     Raises:
         ConfigError: another process holds it.
+        CannotWriteError: it cannot be written.
     """
-    descriptor = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        descriptor = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror or type(error).__name__})"
+        raise CannotWriteError(key, folder, rule, "ask its owner, or work on a copy of it") from error
     try:
         if not _locked(descriptor, patience_seconds):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
@@ -45,7 +54,8 @@ def is_claimed(folder: Path, *, file: str = FILE) -> bool:
     """Whether a live process holds the folder; False where the file system has no locks."""
     try:
         descriptor = os.open(folder / file, os.O_RDONLY)
-    except FileNotFoundError:
+    except OSError:
+        # Missing, or of somebody who lets nobody look.
         return False
     try:
         # Shared, so that several who ask do not see each other.

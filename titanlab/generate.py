@@ -11,13 +11,14 @@ from torch import nn
 
 from titanlab.checkpoint.folders import find
 from titanlab.checkpoint.store import load_model
+from titanlab.composition.frozen import frozen_recipe
 from titanlab.data import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.huggingface.folder import is_hf_folder
 from titanlab.model.contract import LanguageModel
 from titanlab.options import implementation
 from titanlab.ranks import ALONE
-from titanlab.recipe import Recipe, from_mapping
+from titanlab.recipe import Recipe
 from titanlab.run_folder import RunFolder
 from titanlab.stage import default_dtype, dtypes_of
 from titanlab.starting_weights import open_folder
@@ -60,7 +61,7 @@ def generate(
             fill(model, source)
         else:
             checkpoint = find(str(run), "run")
-            recipe = from_mapping(RunFolder(run).config())
+            recipe = frozen_recipe(RunFolder(run))
             seq_len = recipe.training.seq_len
             model = _load(recipe, checkpoint, world.device)
     ids = tokenizer.encode(prompt)

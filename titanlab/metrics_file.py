@@ -100,7 +100,15 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     for line in text.split(b"\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and {"kind", "attempt"} <= row.keys():
+        if (
+            isinstance(row, dict)
+            and isinstance(row.get("kind"), str)
+            and _are_whole(row.get("step"), row.get("attempt"))
+        ):
             yield row
+
+
+def _are_whole(*values: object) -> bool:
+    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)

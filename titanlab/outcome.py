@@ -19,6 +19,20 @@ from titanlab.errors import TitanlabError
 from titanlab.failure_signs import kind_name, mere_echo
 
 SCHEMA = 1
+# Types of its keys in JSON; a pair with None may be null.
+KINDS: Mapping[str, Any] = {
+    "kind": str,
+    "step": int,
+    "steps": (int, None),
+    "attempt": int,
+    "rank": (int, None),
+    "cause": (str, None),
+    "traceback": (str, None),
+    "exit_code": (int, None),
+    "ended": float,
+    "metrics": dict,
+    "scheduler": (dict, None),
+}
 _CAUSE_LIMIT = 500
 _TRACEBACK_LIMIT = 20_000
 

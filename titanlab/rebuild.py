@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from titanlab.composition.frozen import frozen_recipe
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.options import implementation
 from titanlab.outcome import Outcome
-from titanlab.recipe import from_mapping
 from titanlab.run_folder import RunFolder
 from titanlab.tracked_run import records, tracked_run
 from titanlab.tracker.protocol import open_tracker
@@ -32,8 +32,8 @@ def rebuild(run: RunFolder) -> Record:
     """
     with run.claim():
         attempt = max(run.attempts(), default=1)
-        config = run.config(attempt if (run.attempt_folder(attempt) / "config.yaml").is_file() else None)
-        recipe = from_mapping(config)
+        has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
+        recipe = frozen_recipe(run, attempt=attempt if has_own else None)
         part = implementation(recipe.tracker)
         rows = run.metrics()
         if not hasattr(part, "for_rebuild"):

@@ -24,9 +24,12 @@ from titanlab.atomic_file import write_json, write_text
 from titanlab.config_file import config_text, read_config
 from titanlab.errors import ConfigError
 from titanlab.identity import Identity
+from titanlab.json_file import RESTORE, check_object, read_object
 from titanlab.metrics_file import MetricsWriter, read_metrics
+from titanlab.outcome import KINDS as OUTCOME_KINDS
 from titanlab.outcome import Outcome
 from titanlab.outcome import from_mapping as outcome_from_mapping
+from titanlab.run_status import KINDS as STATUS_KINDS
 from titanlab.run_status import STATES, Status
 
 SCHEMA = 1
@@ -92,13 +95,27 @@ class RunFolder:
         return read_config(folder / "config.yaml")
 
     def identity(self) -> Identity | None:
-        """The full hash and what was hashed."""
-        value = _read_json(self.path / "identity.json")
+        """The full hash and what was hashed; None where that was not noted.
+
+        Raises:
+            ConfigError: the file is damaged, or of another version.
+        """
+        value = self._identity()
         return None if value is None else Identity(sha256=value["sha256"], content=value["content"])
 
     def created(self) -> float | None:
         """When the folder was made, in seconds since the epoch; None where that was not yet noted."""
-        return (_read_json(self.path / "identity.json") or {}).get("created")
+        return (self._identity() or {}).get("created")
+
+    def _identity(self) -> dict[str, Any] | None:
+        path = self.path / "identity.json"
+        value = read_object(path)
+        if value is not None:
+            check_object(path, value, schema=SCHEMA, kinds={"sha256": str, "content": dict, "created": (float, None)})
+            for key in ("sha256", "content"):
+                if key not in value:
+                    raise ConfigError(key, None, f"is missing in {path}", RESTORE)
+        return value
 
     def env(self, attempt: int | None = None) -> dict[str, Any] | None:
         """Code, versions and machine of the latest attempt, or of one."""
@@ -106,16 +123,56 @@ class RunFolder:
         return _read_json(folder / "env.json")
 
     def status(self) -> Status | None:
-        """Where the run stands."""
-        value = _read_json(self.path / "status.json")
+        """Where the run stands; None where nobody has said it.
+
+        Raises:
+            ConfigError: the file is damaged, or of another version.
+        """
+        path = self.path / "status.json"
+        cure = "remove that file: it is written anew when the run goes on"
+        value = read_object(path, cure=cure)
+        if value is None:
+            return None
+        check_object(path, value, schema=SCHEMA, kinds=STATUS_KINDS, cure=cure)
+        if value.get("state") not in STATES:
+            raise ConfigError("state", value.get("state"), f"is none of {', '.join(STATES)} in {path}", cure)
         known = {each.name for each in fields(Status)}
-        return None if value is None else Status(**{key: inner for key, inner in value.items() if key in known})
+        return Status(**{key: inner for key, inner in value.items() if key in known})
+
+    def known_status(self) -> Status | None:
+        """The status for those who go on without one, or replace it: None also for a file that is damaged."""
+        try:
+            return self.status()
+        except ConfigError:
+            return None
 
     def result(self, attempt: int | None = None) -> Outcome | None:
-        """How the latest attempt ended, or a given one; None while it has not."""
+        """How the latest attempt ended, or a given one; None while it has not.
+
+        Raises:
+            ConfigError: the file is damaged, or of another version.
+        """
         folder = self.path if attempt is None else self.attempt_folder(attempt)
-        value = _read_json(folder / "result.json")
-        return None if value is None else outcome_from_mapping(value)
+        path = folder / "result.json"
+        value = read_object(path)
+        if value is None:
+            return None
+        check_object(path, value, schema=SCHEMA, kinds=OUTCOME_KINDS)
+        try:
+            return outcome_from_mapping(value)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError("kind", value.get("kind"), f"is no end of a run in {path}", RESTORE) from error
+
+    def check_files(self) -> None:
+        """Hold what the run says of itself to be readable.
+
+        Raises:
+            ConfigError: a file is damaged, or of another version.
+        """
+        self.config()
+        self._identity()
+        self.status()
+        self.result()
 
     def failures(self, attempt: int) -> list[Outcome]:
         """What the ranks of an attempt have noted about their own ends, by rank."""
@@ -206,7 +263,7 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "result.json", outcome.to_mapping(), durable=True)
         write_json(self.path / "result.json", outcome.to_mapping(), durable=True)
-        status = self.status() or Status(state="ended")
+        status = self.known_status() or Status(state="ended")
         self.write_status(
             replace(
                 status,
@@ -320,9 +377,9 @@ def open_run(path: Path | str) -> RunFolder:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where the file is missing or is not one, as after a full disk."""
+    """The object in a JSON file that nothing depends on; None where it is missing or cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

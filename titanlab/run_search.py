@@ -27,8 +27,14 @@ def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
     The first of these ways that fits anything decides.
 
     Raises:
-        ConfigError: no run fits, or several do.
+        ConfigError: no run fits, or several do; or its files are damaged, or of another version.
     """
+    run = _fitting(text, runs)
+    run.check_files()
+    return run
+
+
+def _fitting(text: str, runs: Path | str) -> RunFolder:
     for path in (Path(text).expanduser(), Path(runs).expanduser() / text):
         if text and (path / "config.yaml").is_file():
             return RunFolder(path)
@@ -49,7 +55,12 @@ def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
 def _has_hash(run: RunFolder, digits: str) -> bool:
     if not run.hash8 or not run.hash8.startswith(digits[:8]):
         return False
-    identity = run.identity() if len(digits) > 8 else None
+    if len(digits) <= 8:
+        return True
+    try:
+        identity = run.identity()
+    except ConfigError:
+        return False
     return identity is None or identity.sha256.startswith(digits)
 
 

@@ -10,6 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STATES = ("prepared", "starting", "running", "saving", "ended")
+# Types of its keys in JSON; a pair with None may be null.
+KINDS: Mapping[str, Any] = {
+    "state": str,
+    "step": int,
+    "steps": (int, None),
+    "attempt": int,
+    "updated": float,
+    "seconds_left": (float, None),
+    "outcome": (str, None),
+    "metrics": dict,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

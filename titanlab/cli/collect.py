@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     sweep = open_sweep(given.sweep, given.runs)
-    rows = look_at(sweep)()
+    rows = look_at(sweep, Console().warn)()
     files = write_table(rows, sweep.name, (given.into or sweep.path).expanduser())
     lines = [f"{sweep.name}: {counted(len(runs(rows)), 'run')}"]
     lines += [f"  {line}" for line in comparison(rows)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.search import find_run_or_checkpoint
@@ -15,6 +14,7 @@ from titanlab.execute import continue_run, prepare
 from titanlab.launch.local_schema import Local
 from titanlab.options import implementation
 from titanlab.recipe import Recipe
+from titanlab.run_folder import RunFolder
 
 # What may change between attempts: how a run is run and watched. What it computes may not.
 CHANGEABLE = (
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     run, checkpoint = find_run_or_checkpoint(given.run, given.runs)
-    recipe = _changed(run.config(), given.overrides)
+    recipe = _changed(run, given.overrides)
     # It may have moved since it was born; and a queue is `titanlab retry`'s, this verb runs here.
     recipe = replace(recipe, runs=str(run.path.parent.parent))
     if not hasattr(implementation(recipe.launch), "start"):
@@ -59,9 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     return ended.kind.exit_code
 
 
-def _changed(config: Mapping[str, Any], overrides: Sequence[str]) -> Recipe:
+def _changed(run: RunFolder, overrides: Sequence[str]) -> Recipe:
+    config = run.config()
     hold_changeable(overrides, CHANGEABLE)
     if any(override.startswith("parallelism.") for override in overrides):
         # The degrees decide, unless the world is given too.
         config = {**config, "world": None}
-    return overridden(config, overrides)
+    return overridden(config, overrides, file=run.path / "config.yaml")

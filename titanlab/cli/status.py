@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
                 console.note("\n".join(sweeps.lines()))
         return 0
     sweep = open_sweep(given.sweep, given.runs)
-    look = look_at(sweep)
+    look = look_at(sweep, Console().warn)
     if given.run is not None:
         return _show_runs(sweep.find([given.run]), look(), as_json=given.json)
     if given.json:
@@ -53,6 +53,10 @@ def main(arguments: Sequence[str]) -> int:
 def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as_json: bool) -> int:
     """Those that a person named: one, or the repeats that share a label."""
     by_folder = {row["run"]: row for row in rows}
+    for run in named:
+        if by_folder[run.path.name]["state"] == "unreadable":
+            # The mistake itself is told, with its key and its file, where it is one.
+            run.check_files()
     if as_json:
         chosen = [(run, by_folder[run.path.name]) for run in named]
         _print_json([{**row, "traceback": (own_words(run, row) or ("", None))[1]} for run, row in chosen])

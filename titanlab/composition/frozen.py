@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -13,6 +14,7 @@ from titanlab.composition.errors import value_error
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe import Recipe, from_mapping
+from titanlab.run_folder import RunFolder
 
 # How a key of such a group is given; of the others the name of the group says enough.
 _EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
@@ -40,8 +42,21 @@ def hold_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None
             raise ConfigError(key, value, "is not to be changed in a run that has begun", f"changeable: {allowed}")
 
 
-def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Recipe:
+def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int | None = None) -> Recipe:
+    """The recipe of a run, or of one attempt at it, with some keys changed.
+
+    Raises:
+        ConfigError: an override does not fit; or the config is damaged, or none of this version's.
+    """
+    folder = run.path if attempt is None else run.attempt_folder(attempt)
+    return overridden(run.config(attempt), overrides, file=folder / "config.yaml")
+
+
+def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
     """The recipe of a run's frozen config, with some keys changed.
+
+    Args:
+        file: where the config is from, for errors that are not an override's.
 
     Raises:
         ConfigError: an override cannot be read, or its value does not fit; or the config is none of this version's.
@@ -59,4 +74,8 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str]) -> Recipe:
         if isinstance(cause, OmegaConfBaseException) and any(each.startswith(error.key) for each in overrides):
             # A person typed the key just now, and is told what it takes.
             raise value_error(cause, overrides) from error
-        raise
+        keys = [override.partition("=")[0] for override in overrides]
+        if any(key == error.key or key.startswith(f"{error.key}.") for key in keys):
+            raise
+        cure = "mend that file; if another version of titanlab made it, use that version"
+        raise ConfigError(error.key, error.value, f"{error.rule} (in {file})", cure) from error

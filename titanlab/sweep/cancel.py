@@ -17,7 +17,7 @@ from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing
 from titanlab.sweep.submission import LocalJob, Submission, local_job, write_local_job
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 
 _CAUSE = "cancelled before it started"
 
@@ -55,7 +55,7 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
             report(problem)
         # By launcher, and whether they have time to save.
         elsewhere: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
-        for run in folder.find(names):
+        for run in readable(folder.find(names), report, named=bool(names)):
             name, job = run.path.name, jobs.get(run.path.name)
             word, _ = standing(run, job, states)
             if word in ("done", "ended"):
@@ -104,7 +104,7 @@ def _note_end(run: RunFolder) -> bool:
     """Write the result of a run that waited. Returns whether it still did."""
     try:
         with run.claim():
-            status = run.status()
+            status = run.known_status()
             outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause=_CAUSE)
             if status is not None:
                 outcome = replace(outcome, step=status.step, steps=status.steps)

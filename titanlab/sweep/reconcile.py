@@ -7,14 +7,15 @@ its jobs, also where it disagrees.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from titanlab.attempt import with_progress, world_of
+from titanlab.claim import CannotWriteError
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm import REFUSED
+from titanlab.numerals import counted
 from titanlab.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.run_folder import RunFolder
 from titanlab.silence import judged
@@ -43,10 +44,15 @@ _KNOWN = (OutcomeKind.OOM, OutcomeKind.WALLTIME, OutcomeKind.NODE_FAIL)
 _ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
 
 
-def reconcile(sweep: SweepFolder) -> Mapping[tuple[str, int], JobState]:
+def reconcile(
+    sweep: SweepFolder, report: Callable[[str], None] = lambda line: None
+) -> Mapping[tuple[str, int], JobState]:
     """Give a result to every run whose job has ended without one.
 
     Safe to call at any time, by several processes at once: a run that somebody works on is left alone.
+
+    Args:
+        report: told of runs whose results cannot be written, as when they are another person's.
 
     Returns:
         where all jobs stand, by token and index.
@@ -55,14 +61,27 @@ def reconcile(sweep: SweepFolder) -> Mapping[tuple[str, int], JobState]:
     if not submitted:
         return {}
     states = job_states(submitted, sweep.path)
+    unwritten: dict[str, str] = {}
     for name, (submission, index) in jobs_of(sweep, submitted).items():
         state = states[submission.token, index]
         run = sweep.run(name)
-        if state.state not in _OVER or not run.path.is_dir() or _settled(run, state):
+        try:
+            if state.state not in _OVER or not run.path.is_dir() or _settled(run, state):
+                continue
+            with run.claim():
+                _record(run, submission, index, state, _memory_word(sweep, submission, index))
+        except (CannotWriteError, OSError) as error:
+            unwritten[name] = error.rule if isinstance(error, CannotWriteError) else str(error)
+        except ConfigError:
+            # In the hands of somebody: it is being recorded, or has begun again. Or its files are damaged: the table
+            # says so.
             continue
-        # In the hands of somebody: it is being recorded, or has begun again.
-        with contextlib.suppress(ConfigError), run.claim():
-            _record(run, submission, index, state, _memory_word(sweep, submission, index))
+    if unwritten:
+        name, reason = next(iter(unwritten.items()))
+        report(
+            f"{counted(len(unwritten), 'run')} ended without a result, and none can be noted: {name} {reason}; "
+            "their owner's `titanlab status` does"
+        )
     return states
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.composition.frozen import hold_changeable, overridden
+from titanlab.composition.frozen import frozen_recipe, hold_changeable
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape, shape_of
 from titanlab.outcome import OutcomeKind
@@ -17,7 +17,7 @@ from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing, supersede
 from titanlab.sweep.submission import Submission
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 
 # How a job is asked for; what a run computes stays.
 CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes")
@@ -109,7 +109,7 @@ def _chosen(
         report(f"{problem}; runs whose jobs it may have are left alone")
     code = snapshot.fingerprint() if stale else None
     chosen = []
-    for run in folder.find(names):
+    for run in readable(folder.find(names), report, named=bool(names)):
         word, outcome = standing(run, jobs.get(run.path.name), states)
         if stale and word in ("done", "ended") and (not outcomes or outcome in outcomes):
             wanted = _made_by(run) not in (None, code)
@@ -143,7 +143,7 @@ def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
 
 def _as_asked(run: RunFolder, overrides: Sequence[str]) -> tuple[Shape, Any]:
     """Shape and launcher of a run's next job."""
-    recipe = overridden(run.config(), overrides)
+    recipe = frozen_recipe(run, overrides)
     return shape_of(recipe), recipe.launch
 
 

@@ -102,7 +102,7 @@ class LocalJob:
             return False
         if self.is_here:
             return self.pid is not None and born_at(self.pid) is not None and born_at(self.pid) == self.born
-        status = run.status()
+        status = run.known_status()
         heard = status.updated if status is not None and status.state not in ("prepared", "ended") else 0.0
         return run.is_claimed() or time.time() - max(self.started or 0.0, heard) < _HEARD_SECONDS
 

@@ -206,7 +206,13 @@ class Supervisor:
         noted = local_job(self._folder.path, *job.key)
         if noted is not None and noted.state != "starting":
             return False
-        result = self._run(job).result()
+        try:
+            result = self._run(job).result()
+        except ConfigError as error:
+            # The jobs of other runs go on.
+            _say(f"{job.run} is not started: {error}")
+            write_local_job(self._folder.path, *job.key, LocalJob(state="ended", ended=time.time()))
+            return False
         if self._run(job).path.is_dir() and (result is None or result.kind is not OutcomeKind.DONE):
             return True
         write_local_job(self._folder.path, *job.key, LocalJob(state="ended", ended=time.time()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,8 +128,39 @@ def jobs_of(sweep: SweepFolder, submitted: Sequence[Submission]) -> dict[str, tu
     One that is older than the run's folder was of the folder before, which was put aside: the run is done anew.
     """
     latest = {run: (each, index) for each in submitted for index, run in enumerate(each.runs)}
-    made = {run: sweep.run(run).created() for run in latest}
-    return {run: job for run, job in latest.items() if job[0].created >= (made[run] or 0.0)}
+    made = {run: _created(sweep.run(run)) for run in latest}
+    return {run: job for run, job in latest.items() if job[0].created >= made[run]}
+
+
+def readable(runs: Sequence[RunFolder], report: Callable[[str], None], *, named: bool) -> list[RunFolder]:
+    """The runs whose files can be read; one that is damaged does not keep the others from what is done.
+
+    Args:
+        report: told of each that is left alone.
+        named: a person has named them, and is refused where one cannot be read.
+
+    Raises:
+        ConfigError: one that was named cannot be read.
+    """
+    found = []
+    for run in runs:
+        try:
+            run.check_files()
+        except ConfigError as error:
+            if named:
+                raise
+            report(f"{run.path.name} is left alone: {error}")
+        else:
+            found.append(run)
+    return found
+
+
+def _created(run: RunFolder) -> float:
+    """When the folder was made; 0 where that cannot be read."""
+    try:
+        return run.created() or 0.0
+    except ConfigError:
+        return 0.0
 
 
 def open_sweep(text: str, runs: Path | str = "runs") -> SweepFolder:

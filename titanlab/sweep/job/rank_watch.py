@@ -101,7 +101,7 @@ class RankWatch:
         """Whether the job is to stop and this attempt has not taken a step: what it would do is lost anyway."""
         if self._wish is None:
             return False
-        status = self._run.status()
+        status = self._run.known_status()
         return status is not None and status.attempt == self._attempt and status.state == "starting"
 
     def _note_silence(self) -> None:

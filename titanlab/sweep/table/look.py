@@ -18,11 +18,24 @@ from titanlab.sweep.table.rows import Table
 _ASK_SECONDS = 10.0
 
 
-def look_at(sweep: SweepFolder, *, clock: Callable[[], float] = time.monotonic) -> Callable[[], list[dict[str, Any]]]:
+def look_at(
+    sweep: SweepFolder,
+    report: Callable[[str], None] = lambda line: None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Callable[[], list[dict[str, Any]]]:
     """What makes the sweep's rows each time that it is called.
 
-    Runs whose jobs have ended without a word get their results on the way.
+    Runs whose jobs have ended without a word get their results on the way; where they cannot be written, `report` is
+    told so, each thing once.
     """
+    told: set[str] = set()
+
+    def once(line: str) -> None:
+        if line not in told:
+            told.add(line)
+            report(line)
+
     table = Table(sweep, code=code_fingerprint(Path(titanlab.__file__).parent))
     states: States = {}
     due = -float("inf")
@@ -31,7 +44,7 @@ def look_at(sweep: SweepFolder, *, clock: Callable[[], float] = time.monotonic) 
         nonlocal states, due
         submitted = sweep.submissions()
         if submitted and clock() >= due:
-            states = reconcile(sweep)
+            states = reconcile(sweep, once)
             if any(each.launcher != "local" for each in submitted):
                 due = clock() + _ASK_SECONDS
         return table.rows(states)

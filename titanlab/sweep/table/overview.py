@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlab.errors import ConfigError
 from titanlab.numerals import duration
 from titanlab.outcome import OutcomeKind
 from titanlab.run_folder import RunFolder
@@ -59,8 +60,15 @@ def overview(runs: Path | str) -> Overview:
 
 
 def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
-    statuses = [run.status() for run in members]
-    words = Counter("prepared" if each is None else each.outcome or each.state for each in statuses)
+    statuses, words = [], Counter[str]()
+    for run in members:
+        try:
+            status = run.status()
+        except ConfigError:
+            words["unreadable"] += 1
+            continue
+        statuses.append(status)
+        words["prepared" if status is None else status.outcome or status.state] += 1
     order = {word: place for place, word in enumerate((*(kind.value for kind in OutcomeKind), *STATES))}
     return {
         "sweep": sweep.name,

@@ -112,9 +112,11 @@ class Table:
     def _row(self, run: RunFolder, found: _Found) -> dict[str, Any]:
         try:
             return {**self._facts(run, found), **_names(self.sweep.name, run), **_values(found.point or {})}
-        except (TitanlabError, OSError, LookupError, TypeError, ValueError) as error:
-            # One folder that somebody has spoilt must not hide the others.
+        except Exception as error:
+            # One folder that somebody has spoilt, however, must not hide the others.
             cause = " ".join(str(error).split()) or type(error).__name__
+            if not isinstance(error, TitanlabError):
+                cause = f"its files cannot be understood ({type(error).__name__}: {cause})"
             named = _names(self.sweep.name, run)
             return {**named, "state": "unreadable", "cause": cause, **_values(found.point or {})}
 
@@ -151,6 +153,8 @@ class Table:
     def _attempt(self, run: RunFolder, attempt: int, *, by_job: bool) -> _Attempt:
         key = (run.path, attempt)
         if key not in self._attempts:
+            # Of another version, what the other files say may mean something else.
+            run.identity()
             folder = run.attempt_folder(attempt)
             config = run.config(attempt if (folder / "config.yaml").is_file() else None)
             env = run.env(attempt) if attempt else None
