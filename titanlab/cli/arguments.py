@@ -7,6 +7,7 @@ import re
 from typing import Any, NoReturn
 
 from titanlab.errors import ConfigError
+from titanlab.ranges import MOST_64_BITS, check_whole
 
 
 class Arguments(argparse.ArgumentParser):
@@ -18,7 +19,13 @@ class Arguments(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does it, options and words in any order; remembers the arguments for `error`."""
         self._given = " ".join(args or [])
-        return super().parse_intermixed_args(args, namespace)
+        given = super().parse_intermixed_args(args, namespace)
+        for action in self._actions:
+            value = getattr(given, action.dest, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                name = action.option_strings[0] if action.option_strings else action.dest
+                check_whole(name, value, MOST_64_BITS, cure=f"see `{self.prog} --help`")
+        return given
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake."""
