@@ -11,6 +11,7 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser
 
 from titanlab.composition.errors import ARGUMENTS
+from titanlab.composition.hydra_settings import check_overrides
 from titanlab.errors import ConfigError
 
 _HELP = "see `titanlab train --help`"
@@ -57,6 +58,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     if unknown:
         raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", _HELP)
     _hold_together(given, arguments)
+    check_overrides(given.overrides)
     left = list(given.overrides)
     flags = [argument for argument in arguments if not _taken(argument, left)]
     return Flags(
