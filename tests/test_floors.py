@@ -20,7 +20,7 @@ PACKAGE = Path(titanlab.__file__).parent
 # import each other; groups on one floor do not know each other. The longest name that fits decides.
 FLOORS: dict[int, list[str]] = {
     # Words.
-    0: ["errors console options numerals progress atomic_file command"],
+    0: ["errors console options numerals progress atomic_file command ranges"],
     # Sums: no torch at all.
     1: [
         """account layout hardware flops meter outcome identity host ranks loopback stop
@@ -42,7 +42,7 @@ FLOORS: dict[int, list[str]] = {
         *["ac", "compile", "initialise weights huggingface", "totals", "peak", "traffic"],
     ],
     # Assembly.
-    5: ["recipe recipe_rules assemble stage stage_pieces layout_rules composition"],
+    5: ["recipe recipe_rules memory_rules assemble stage stage_pieces layout_rules composition"],
     # Story.
     6: [
         "train recorder facts tracked_run tracker_gaps rebuild generate parity conformance attempt execute starting_weights origin interchange"

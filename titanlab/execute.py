@@ -18,10 +18,11 @@ from titanlab.host import Host, check_host, this_host
 from titanlab.identity import Identity, identify
 from titanlab.launch import local
 from titanlab.memory_kills import memory_kills
+from titanlab.memory_rules import check_host_memory
 from titanlab.options import implementation
 from titanlab.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.ranks import Ranks, joined
-from titanlab.recipe import Recipe, resolve, to_mapping
+from titanlab.recipe import Recipe, resolve, shortened_warmup, to_mapping
 from titanlab.recipe_rules import check
 from titanlab.run_folder import RunFolder, check_runs, create_run
 from titanlab.silence import await_answers
@@ -52,6 +53,9 @@ def prepare(recipes: Sequence[Recipe], report: Callable[[str], None], *, started
     ranks = joined(os.environ)
     # What is told at once comes before any data is prepared.
     resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
+    if ranks is None or ranks.rank == 0:
+        for notice in dict.fromkeys(filter(None, map(shortened_warmup, recipes))):
+            report(notice)
     return [_with_data(recipe, host, ranks, report, started=started) for recipe in resolved]
 
 
@@ -111,12 +115,9 @@ def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool)
     """The recipe with nothing left open, after every check that needs no data."""
     recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
     check(recipe)
-    check_host(
-        host,
-        accelerator=recipe.cluster.accelerator,
-        device=recipe.cluster.device,
-        processes=ranks.local_world if ranks else recipe.layout.world,
-    )
+    processes = ranks.local_world if ranks else recipe.layout.world
+    check_host(host, accelerator=recipe.cluster.accelerator, device=recipe.cluster.device, processes=processes)
+    check_host_memory(recipe, host, processes=processes)
     check_runs(recipe.runs)
     if started:
         return recipe

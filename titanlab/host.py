@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlab.command import output_of
@@ -13,6 +14,8 @@ from titanlab.errors import ConfigError
 from titanlab.hardware import find
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +26,21 @@ class Host:
         accelerator: `cuda` or `cpu`.
         device: the accelerator's name as its driver prints it, or `cpu`.
         count: accelerators visible to this process, or CPU cores.
+        memory_bytes: memory of the host and its swap, or what this process's cgroup may have of them; None: not known.
     """
 
     accelerator: str
     device: str
     count: int
+    memory_bytes: int | None = field(default=None, compare=False)
 
 
 def this_host() -> Host:
     """The accelerator that a process started here would use; respects CUDA_VISIBLE_DEVICES."""
     names = _visible(_gpu_names(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if names:
-        return Host(accelerator="cuda", device=names[0], count=len(names))
-    return Host(accelerator="cpu", device="cpu", count=cores())
+        return Host(accelerator="cuda", device=names[0], count=len(names), memory_bytes=memory_bytes())
+    return Host(accelerator="cpu", device="cpu", count=cores(), memory_bytes=memory_bytes())
 
 
 def check_host(host: Host, *, accelerator: str, device: str | None, processes: int) -> None:
@@ -64,6 +69,34 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Memory that the processes of this host may have, swap included; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        limits = [sizes["MemTotal"], *_cgroup_limits()]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    return min(limits) + sizes.get("SwapTotal", 0)
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Memory limits of this process's cgroup and of those around it (cgroup v2), which Slurm and containers set."""
+    try:
+        lines = _CGROUP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, path = line.split(":", 2)
+        if number == "0":
+            place = _CGROUPS / path.lstrip("/")
+            for folder in (place, *place.parents):
+                if folder.is_relative_to(_CGROUPS) and (folder / "memory.max").is_file():
+                    text = (folder / "memory.max").read_text(encoding="utf-8").strip()
+                    if text.isdecimal():
+                        yield int(text)
 
 
 def _visible(names: list[str], wanted: str | None) -> list[str]:

@@ -15,6 +15,8 @@ from titanlab.stage_pieces import as_typed
 
 # Styles of a tensor plan by the dim of a parameter that they cut; the others keep parameters whole or have none.
 CUTS = {"colwise": 0, "rowwise": 1}
+# Of one pass of one microbatch through one stage; a step's are laid out one by one before it runs.
+MOST_ACTIONS = 1_000_000
 UNEVEN = ("embedding", "head")
 
 
@@ -151,13 +153,20 @@ def check_pipeline(
         rule = "the head is the embedding's table, which first and last stage would both have to own"
         raise ConfigError(key, degree, rule, "try parallelism.pipeline=1, or model.tied_embeddings=false")
     part = implementation(schedule)
-    part.check(schedule, ranks=degree, microbatches=microbatches)
-    stages = len(part.placement(schedule, ranks=degree))
+    stages = degree * getattr(schedule, "stages_per_rank", 1)
+    if stages <= account.layers:
+        # Of far too many ranks nothing is laid out.
+        part.check(schedule, ranks=degree, microbatches=microbatches)
+        stages = len(part.placement(schedule, ranks=degree))
     if stages > account.layers:
         rule = f"{schedule.kind} makes {stages} stages of it, more than the {account.layers} blocks of the model"
-        fits = [n for n in range(1, degree) if stages // degree * n <= account.layers]
+        fits = list(range(1, min(degree - 1, account.layers // (stages // degree)) + 1))
         other = "a schedule with fewer stages a rank" if stages > degree else "a model of more blocks"
         raise ConfigError(key, degree, rule, f"{_try(key, fits or [1], degree)}, or {other}")
+    if stages * microbatches > MOST_ACTIONS:
+        rule = f"makes {microbatches:,} microbatches of a step, in {stages} stages: more than a schedule is made for"
+        cure = "give a smaller training.global_batch, or a larger training.microbatch"
+        raise ConfigError(key, degree, rule, cure)
 
 
 def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool) -> None:

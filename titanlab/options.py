@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from titanlab.errors import ConfigError
+from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
 
@@ -43,7 +44,7 @@ class Option:
 
 
 def option(group: str, kind: str | None = None) -> Callable[[T], T]:
-    """Mark a dataclass as the schema of a config group, or of one kind in it."""
+    """Mark a dataclass as the schema of a config group, or of one kind in it; its numbers get ranges (`ranged`)."""
 
     def mark(schema: T) -> T:
         if kind is not None:
@@ -51,7 +52,7 @@ def option(group: str, kind: str | None = None) -> Callable[[T], T]:
             if fields.get("kind") != kind:
                 raise TypeError(f"{schema.__qualname__}: needs the field `kind: str = {kind!r}`")
         schema.__titanlab_option__ = Option(group=group, kind=kind, schema=schema)  # type: ignore[attr-defined]
-        return schema
+        return ranged(f"{group}.")(schema)
 
     return mark
 

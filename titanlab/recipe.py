@@ -16,12 +16,15 @@ from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.errors import ConfigError
 from titanlab.layout import Layout, resolve_layout
+from titanlab.optimizer.schedule_schema import WARMUP_STEPS
 from titanlab.options import account_of, discover, implementation, schema_of
 from titanlab.parallelism.schema import Parallelism
+from titanlab.ranges import ranged
 from titanlab.stage_pieces import stage_pieces
 from titanlab.training_schema import Training
 
 
+@ranged("")
 @dataclass(kw_only=True)
 class Recipe:
     """Root of a configuration; each field but the first few is a config group.
@@ -40,7 +43,8 @@ class Recipe:
     name: str = field(default="run", metadata={"identity": False})
     sweep: str = field(default="single", metadata={"identity": False})
     runs: str = field(default="runs", metadata={"identity": False})
-    seed: int = 0
+    # Its own rule says more.
+    seed: int = field(default=0, metadata={"most": None})
     repeat: int = 0
     world: int | None = None
     # Not part of the identity by name: the weights' own fingerprint is.
@@ -145,7 +149,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
 
 
 def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str) -> Recipe:
-    """The recipe with all that depends on where it runs filled in: degrees of -1, world, device.
+    """The recipe with all that it leaves open filled in: degrees of -1, world, device, steps of warm-up.
 
     Args:
         world: processes that torchrun or Slurm have started; None: the recipe decides.
@@ -160,11 +164,25 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
         cluster = dataclasses.replace(cluster, accelerator=accelerator)
     if cluster.device is None:
         cluster = dataclasses.replace(cluster, device=device if cluster.accelerator == accelerator else "cpu")
+    schedule = recipe.optimizer.schedule
+    schedule = dataclasses.replace(schedule, warmup_steps=schedule.warmup(recipe.training.steps))
     return dataclasses.replace(
         recipe,
         world=layout.world,
+        optimizer=dataclasses.replace(recipe.optimizer, schedule=schedule),
         parallelism=recipe.parallelism.with_degrees(layout.degrees()),
         cluster=cluster,
+    )
+
+
+def shortened_warmup(recipe: Recipe) -> str:
+    """The notice about a warm-up that the recipe leaves open and the run is too short for; else empty."""
+    steps, schedule = recipe.training.steps, recipe.optimizer.schedule
+    if schedule.warmup_steps is not None or steps >= WARMUP_STEPS:
+        return ""
+    return (
+        f"optimizer.schedule.warmup_steps={schedule.warmup(steps)}, a tenth of the steps: "
+        f"the default of {WARMUP_STEPS} is more than the run has"
     )
 
 

@@ -9,12 +9,15 @@ import re
 from titanlab import layout_rules
 from titanlab.data import source
 from titanlab.errors import ConfigError
+from titanlab.memory_rules import check_addressable
 from titanlab.options import account_of, implementation
 from titanlab.recipe import Recipe, pieces_by_stage
 from titanlab.setting import Setting
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SEEDS = 2**63
+# Ten times the largest clusters: what is planned for every process is then still planned at once.
+MOST_PROCESSES = 1_000_000
 
 
 def check(recipe: Recipe) -> None:
@@ -33,7 +36,7 @@ def check_all_but_data(recipe: Recipe) -> None:
     Raises:
         ConfigError: the first rule that it breaks.
     """
-    for rule in (_names, _batch, _layout_fits, _rate, _offload, _attention, _options):
+    for rule in (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _offload, _attention, _options):
         rule(recipe)
     # What a tracker lacks is told now, not when the model has been made.
     rules = getattr(implementation(recipe.tracker), "check", None)
@@ -92,6 +95,12 @@ def _batch(recipe: Recipe) -> None:
         )
 
 
+def _processes(recipe: Recipe) -> None:
+    if recipe.layout.world > MOST_PROCESSES:
+        rule = f"a layout has at most {MOST_PROCESSES:,} processes"
+        raise ConfigError("world", recipe.layout.world, rule, "give fewer, by smaller degrees of parallelism")
+
+
 def _layout_fits(recipe: Recipe) -> None:
     layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
     account = account_of(recipe.model).account(recipe.model)
@@ -110,7 +119,7 @@ def _layout_fits(recipe: Recipe) -> None:
 
 
 def _rate(recipe: Recipe) -> None:
-    warmup = recipe.optimizer.schedule.warmup_steps
+    warmup = recipe.optimizer.schedule.warmup(recipe.training.steps)
     if warmup > recipe.training.steps:
         raise ConfigError(
             "optimizer.schedule.warmup_steps",

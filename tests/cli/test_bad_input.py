@@ -118,6 +118,13 @@ RANGES = [
     ("tracker=wandb tracker.finish_seconds=nan", "tracker.finish_seconds=nan: must not be negative", "try 10"),
     ("tracker=tensorboard tracker.flush_seconds=0", "tracker.flush_seconds=0: must be at least 1", "try 10"),
     ("parallelism.reshard_after_forward=maybe", "parallelism.reshard_after_forward=maybe: no such choice", "choose one of auto, always, never"),
+    ("training.seq_len=99999999999999999999999", "training.seq_len=99999999999999999999999: must be at most 2,147,483,647", "try 512"),
+    ("training.steps=99999999999999999999999999", "training.steps=99999999999999999999999999: must be at most 2,147,483,647", "try 1000"),
+    ("model.layers=100000000", "model.layers=100000000: must be at most 10,000", "give a smaller number"),
+    (f"model.heads=7 model.dim={2**62}", f"model.dim={2**62}: must be at most 2,147,483,647", "give a smaller number"),
+    (f"optimizer.lr={'9' * 400}", "optimizer.lr=9999999", "compare with"),
+    ("training.step_timeout_seconds=1e300", "training.step_timeout_seconds=1e+300: must be at most 1,000,000,000", "try 600.0"),
+    ("tracker=wandb tracker.finish_seconds=inf", "tracker.finish_seconds=inf: must be a finite number", "try 10.0"),
     ("model.norm_eps=0", "model.norm_eps=0.0: must lie between 0 and 1", "try 1e-5"),
     ("model.rope_theta=1", "model.rope_theta=1.0: must be above 1", "try 10000 (Llama 2)"),
     ("model.attention=fast", "model.attention=fast: no such attention kernel", "auto, flash, cudnn, efficient, math"),
@@ -136,7 +143,11 @@ RULES = [
     ("cluster.accelerator=cuda", "cluster.accelerator=cuda: this host shows no GPU", "try cluster.accelerator=cpu"),
     ("training.microbatch=3", "training.microbatch=3: must divide the 8 sequences", "try 2 or 4"),
     ("training.microbatch=16", "training.microbatch=16: must divide the 8 sequences", "try 4 or 8"),
-    ("training.steps=100", "optimizer.schedule.warmup_steps=200: is more than the 100 steps", "try 10"),
+    ("model.dim=1000000000", "model.dim=1000000000: makes a model of 6.0e+18 parameters", "give a smaller number"),
+    ("world=1000000000 parallelism=ddp training.global_batch=1000000000", "world=1000000000: a layout has at most 1,000,000 processes", "give fewer"),
+    ("parallelism.pipeline=1000000", "parallelism.pipeline=1000000: 1f1b makes 1000000 stages of it, more than the 2 blocks", "try parallelism.pipeline=1 or 2"),
+    ("parallelism.pipeline=2 training.global_batch=2000000000", "parallelism.pipeline=2: makes 2,000,000,000 microbatches of a step", "a larger training.microbatch"),
+    ("training.steps=100 optimizer.schedule.warmup_steps=200", "optimizer.schedule.warmup_steps=200: is more than the 100 steps", "try 10"),
     ("data.vocab_size=5000", "model.vocab_size=2048: is smaller than the 5000 tokens", "try model.vocab_size=5000"),
     ("parallelism.cpu_offload=true", "parallelism.cpu_offload=true: moves sharded parameters", "try parallelism.shard=2"),
     ("parallelism=fsdp", "parallelism.shard=-1: says 'the rest' of a world whose size is not given", "try world=2, or"),
@@ -352,6 +363,18 @@ def test_a_host_with_fewer_gpus_than_the_recipe_wants(command, monkeypatch):
     assert command("train data=synthetic model.attention=flash precision=bf16").code == 0
 
 
+def test_a_host_with_too_little_memory(command, monkeypatch):
+    small = Host(accelerator="cpu", device="cpu", count=2, memory_bytes=2**30)
+    for module in ("titanlab.execute", "titanlab.sweep.study.plan"):
+        monkeypatch.setattr(f"{module}.this_host", lambda: small)
+    for line in ("train model=llama3_8b", "train -m model=llama3_8b seed=0,1"):
+        said = command(f"{line} data=synthetic data.vocab_size=2048")
+        assert said.refusal["key"] == "model"
+        assert "8,030,261,248 parameters and their gradients take at least 59.8 GiB here" in said.err
+    # What is composed for another machine is composed here.
+    assert command("train model=llama3_1_405b --cfg job").code == 0
+
+
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_tracker_whose_package_is_not_installed(command, monkeypatch, tracker):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -418,6 +441,7 @@ def run(tmp_path: Path) -> Path:
         ("<run> parallelism.shards=4", "parallelism.shards=4: is no key", "did you mean parallelism.shard?"),
         ("<run> parallelism.shard=5", "training.global_batch=12: must be a multiple of the 5", "try 10"),
         ("<run> world=4", "world=4: the degrees make 2 (shard 2)", "try world=2"),
+        ("<run> training.log_every=99999999999999999999", "training.log_every=99999999999999999999: must be at most", "try 10"),
         ("<run> 'tracker.tags=[a'", "overrides=tracker.tags=[a: cannot be read", "write key=value"),
         ("<run> --nope", "arguments=<run> --nope: unrecognized arguments: --nope", "titanlab resume --help"),
     ],
@@ -468,6 +492,7 @@ def test_a_frozen_recipe_that_was_damaged(command, run, damage, begins):
         ("<run> --tokens 0", "--tokens=0: must be at least 1", "try 1"),
         ("<run> --tokens many", "--tokens=many: must be a whole number", "titanlab generate --help"),
         ("<run> --temperature nan", "--temperature=nan: must be at least 0", "try 0"),
+        ("<run> --seed 99999999999999999999", "--seed=99999999999999999999: must be at most 9,223,372,036,854,775,807", "--help"),
         ("<run> --top-k -1", "--top-k=-1: must be at least 0", "try 0"),
         ("<run> --device tpu", "--device=tpu: is no device", "try cpu or cuda"),
         ("<run> --device cuda", "--device=cuda: this host shows no GPU", "try cpu"),

@@ -15,6 +15,7 @@ from tests.sweep.files import sweep_text, write_sweep
 from tests.sweep.study.test_sweep_files import EXPECTED
 from titanlab.cli import main
 from titanlab.composition.recipes import conf_folder
+from titanlab.identity import identify
 from titanlab.launch.shape import Shape, shape_of
 from titanlab.outcome import OutcomeKind
 from titanlab.sweep.study.plan import Dropped, plan_study
@@ -170,3 +171,26 @@ def test_the_page_shows_what_is_said(command, tmp_path):
     assert hashes.sub("", said.out) == hashes.sub("", shown)
     table = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", text, re.MULTILINE))
     assert table == {name: str(runs + dropped) for name, (runs, dropped, _) in EXPECTED.items()}
+
+
+def test_a_warm_up_that_nobody_asked_for_is_shortened_alike_by_both_verbs(command):
+    notice = "optimizer.schedule.warmup_steps=2, a tenth of the steps: the default of 200 is more than the run has\n"
+    line = "data=synthetic training.steps=20"
+    alone = command(f"train {line}")
+    assert (alone.code, alone.out) == (0, notice)
+    typed = command(f"train {line} optimizer.schedule.warmup_steps=2")
+    assert typed.out == ""
+    together = command(f"train -m {line} seed=0,1")
+    recipes = [alone.started[0], typed.started[0], together.started[0]]
+    assert [each.optimizer.schedule.warmup_steps for each in recipes] == [2, 2, 2]
+    assert len({identify(each, data="synthetic", hardware="cpu").sha256 for each in recipes}) == 1
+    plan = command(f"sweep {line} seed=0,1 --dry-run").out
+    assert plan.count(notice) == 1
+    plan = json.loads(command(f"sweep {line} seed=0,1 --dry-run --json").out)
+    assert plan["notices"] == [notice.strip()]
+
+
+def test_a_condition_sees_the_warm_up_that_a_point_will_have(command):
+    where = "hydra/sweeper=space 'hydra.sweeper.where=[\"optimizer.schedule.warmup_steps < 100\"]'"
+    plan = json.loads(command(f"sweep data=synthetic training.steps=20,500 {where} --dry-run --json").out)
+    assert [run["point"] for run in plan["runs"]] == [{"training.steps": 20}]

@@ -38,3 +38,11 @@ def test_the_rate_stays_between_zero_and_the_peak(steps, warmup, fraction, floor
     schedule = Schedule(warmup_steps=min(warmup, steps), decay_fraction=fraction, decay=decay, floor=floor)
     for step in range(1, steps + 1):
         assert 0 < rate_factor(schedule, step=step, steps=steps) + 1e-12 <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 1), (9, 1), (20, 2), (199, 19), (200, 200), (100_000, 200)])
+def test_a_warm_up_that_is_left_open_takes_200_steps_or_a_tenth_of_a_shorter_run(steps, warmup):
+    assert Schedule().warmup(steps) == warmup
+    assert rate_factor(Schedule(), step=warmup, steps=steps) == 1.0
+    # What is given is meant.
+    assert Schedule(warmup_steps=200).warmup(steps) == 200

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from titanlab.errors import ConfigError
+from titanlab.ranges import MOST_64_BITS, check_whole
 
 _SHOW_PARSER = "--show-parser"
 
@@ -31,7 +32,13 @@ class Arguments(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does it, options and words in any order; remembers the arguments for `error`."""
         self._given = " ".join(args or [])
-        return super().parse_intermixed_args(args, namespace)
+        given = super().parse_intermixed_args(args, namespace)
+        for action in self._actions:
+            value = getattr(given, action.dest, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                name = action.option_strings[0] if action.option_strings else action.dest
+                check_whole(name, value, MOST_64_BITS, cure=f"see `{self.prog} --help`")
+        return given
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake."""

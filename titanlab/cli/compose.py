@@ -12,13 +12,16 @@ from collections.abc import Iterator, Sequence
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from titanlab.composition.errors import ARGUMENTS, composition_errors
 from titanlab.composition.flags import read_flags
 from titanlab.composition.recipes import conf_folder, register, to_recipe
 from titanlab.errors import ConfigError
+from titanlab.options import conf_packages
 from titanlab.recipe import Recipe
+from titanlab.sweep.study.hydra_loader import Loader
 
 # What conf/config.yaml says of Hydra, for configs of other names: it makes no folder and no log.
 _LEAVES_NOTHING = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
@@ -48,9 +51,14 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
     with contextlib.ExitStack() as stack:
         first: Sequence[str] = ()
         if given.starts:
+            own_primary = given.values["--config-name"] or given.values["--config-path"]
+            if own_primary or given.values["--config-dir"] or conf_packages():
+                # Files of others may set what would act while Hydra composes, such as where it writes a log.
+                with composition_errors(given.overrides, given.values):
+                    Loader(given, _of_one_value(given.overrides)).base()
             # Hydra keeps a multirun.yaml in the folder of a sweep, and ours has no such folder.
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="titanlab-"))
-            first = [f"hydra.sweep.dir='{scratch}'", *(_LEAVES_NOTHING if given.values["--config-name"] else ())]
+            first = [f"hydra.sweep.dir='{scratch}'", *(_LEAVES_NOTHING if own_primary else ())]
         stack.enter_context(_arguments([*first, *given.overrides, *given.flags]))
         stack.enter_context(_environment(HYDRA_FULL_ERROR="1"))
         stack.enter_context(composition_errors(given.overrides, given.values))
@@ -62,6 +70,12 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
     if given.starts and not found:
         raise ConfigError(ARGUMENTS, " ".join(given.overrides), "a launcher of Hydra's took the points", "leave it out")
     return [each for each in found if isinstance(each, Recipe)]
+
+
+def _of_one_value(overrides: Sequence[str]) -> list[str]:
+    """Overrides without those that sweep: what all points share."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return [text for text, each in zip(overrides, parsed, strict=True) if not each.is_sweep_override()]
 
 
 @contextlib.contextmanager

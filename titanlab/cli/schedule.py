@@ -27,6 +27,9 @@ from titanlab.schedule.timeline import Timeline, simulate
 ALL = "all"
 # Stages times microbatches: more takes minutes.
 LIMIT = 500_000
+# The longest duration in units of the shortest.
+PROPORTION = 1000
+TIMES = ("forward", "backward", "input", "weight", "transfer")
 # What the keys of a recipe are called here.
 FLAGS = {
     "schedule.stages_per_rank": "--stages-per-rank",
@@ -116,16 +119,30 @@ def _hold(given: Any) -> None:
     if size > LIMIT:
         rule = f"ranks × stages × microbatches is {size}, and a timeline has {LIMIT} at most"
         raise ConfigError("--microbatches", given.microbatches or 8, rule, "try fewer: the pattern repeats itself")
-    for name in ("forward", "backward", "input", "weight", "transfer"):
+    for name in TIMES:
         value = getattr(given, name)
         may_be_none = name == "transfer"
         if value is not None and not (0 < value < math.inf or (may_be_none and value == 0)):
             rule = "must be finite and " + ("not negative" if may_be_none else "positive")
             raise ConfigError(f"--{name}", value, rule, "try 1")
+    _check_proportions(given)
     if given.csv is not None and given.kind == ALL:
         raise ConfigError("--csv", given.csv, "holds one schedule", "name it instead of all: titanlab schedule 1f1b")
     if given.file is not None and given.kind != "csv":
         raise ConfigError("--file", given.file, "is for the schedule csv", "try titanlab schedule csv")
+
+
+def _check_proportions(given: Any) -> None:
+    """A column is a share of the shortest duration, so that a timeline of unlike ones has no end of columns."""
+    times = {str(kind): time for kind, time in _durations(given).items()}
+    shortest = min(times.values())
+    typed = {name: getattr(given, name) for name in TIMES if getattr(given, name) is not None}
+    longest = max([*times.values(), given.transfer or 0.0])
+    if longest > PROPORTION * shortest:
+        # The one that was typed and is furthest from the others.
+        name = max(typed, key=lambda each: abs(math.log(typed[each] or 1.0)))
+        rule = f"makes the longest duration more than {PROPORTION:,} times the shortest"
+        raise ConfigError(f"--{name}", typed[name], rule, "try 1")
 
 
 def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:

@@ -9,6 +9,8 @@ from titanlab.errors import ConfigError
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 
+_MOST = 2.0**63  # bytes, where the sizes of file systems end
+
 
 def bytes_of(text: str, key: str) -> int:
     """The bytes that `5GB`, `500 MiB` or `1e9` say.
@@ -18,6 +20,6 @@ def bytes_of(text: str, key: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
+    if match is None or unit is None or not 1 <= float(match[1]) * unit < _MOST:
         raise ConfigError(key, text, "is no size of a file", "try 5GB")
     return int(float(match[1]) * unit)

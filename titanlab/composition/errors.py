@@ -31,6 +31,12 @@ ARGUMENTS = "arguments"
 """The key of a mistake that belongs to no key."""
 _COMPARE = "compare with `titanlab train --cfg job`"
 _HELP = "see `titanlab train --help`"
+# Hydra also raises plain errors for what a person typed (OverflowError: 400 digits for a number with a fraction); files
+# bring errors of their own.
+_OF_COMPOSITION = (
+    *(HydraException, OmegaConfBaseException, ValueError, OverflowError, RuntimeError),
+    *(OSError, yaml.YAMLError),
+)
 # Options of a group that one line can name.
 _SHOWN = 20
 _SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(Space))
@@ -49,8 +55,7 @@ def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None]
     """
     try:
         yield
-    # Hydra also raises plain errors for what a person typed; files bring errors of their own.
-    except (HydraException, OmegaConfBaseException, ValueError, RuntimeError, OSError, yaml.YAMLError) as error:
+    except _OF_COMPOSITION as error:
         if isinstance(error, OSError) and error.filename is None and not isinstance(error, HydraException):
             # Of no file: a pipe that nobody reads any more, say.
             raise

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
+from titanlab.composition import hydra_settings, strangers
 from titanlab.composition.errors import ARGUMENTS
-from titanlab.composition.strangers import check_overrides
 from titanlab.errors import ConfigError
 
 _HELP = "see `titanlab train --help`"
@@ -45,7 +45,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
 
     Raises:
         ConfigError: an unknown flag, one without its value, flags that do not go together, or an override that
-            names code.
+            names code, or sets what titanlab does not read.
     """
     parser = get_args_parser()
     parser.exit_on_error = False
@@ -59,7 +59,8 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     if unknown:
         raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", _HELP)
     _hold_together(given, arguments)
-    check_overrides(given.overrides)
+    strangers.check_overrides(given.overrides)
+    hydra_settings.check_overrides(given.overrides)
     left = list(given.overrides)
     flags = [argument for argument in arguments if not _taken(argument, left)]
     return Flags(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -20,7 +20,7 @@ class Local:
     """
 
     kind: str = "local"
-    threads: int | None = None
+    threads: int | None = field(default=None, metadata={"most": 10_000})
     at_once: int | None = None
 
     def __post_init__(self) -> None:

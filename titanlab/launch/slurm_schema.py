@@ -60,7 +60,7 @@ class Slurm:
     signal_seconds: int = 120
     requeue: bool = True
     max_requeues: int = 20
-    threads: int | None = None
+    threads: int | None = field(default=None, metadata={"most": 10_000})
     python: str | None = None
     preamble: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -43,7 +43,8 @@ class Llama:
 
     kind: str = "llama"
     dim: int
-    layers: int
+    # Rules and plans look at every block; deeper models than a thousand blocks are not known.
+    layers: int = field(metadata={"most": 10_000})
     heads: int
     kv_heads: int
     ffn_dim: int

@@ -10,11 +10,12 @@ from titanlab.optimizer.schedule_schema import Schedule
 
 def rate_factor(schedule: Schedule, *, step: int, steps: int) -> float:
     """Share of the peak learning rate that step `step` (counted from 1) of `steps` uses."""
-    if step <= schedule.warmup_steps:
-        return step / schedule.warmup_steps
+    warmup_steps = schedule.warmup(steps)
+    if step <= warmup_steps:
+        return step / warmup_steps
     decay_steps = round(steps * schedule.decay_fraction)
     # The decay never starts inside the warm-up.
-    decay_start = max(steps - decay_steps, schedule.warmup_steps)
+    decay_start = max(steps - decay_steps, warmup_steps)
     if step <= decay_start:
         return 1.0
     progress = (step - decay_start) / (steps - decay_start)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
 
+# Of a recipe that says nothing of its warm-up.
+WARMUP_STEPS = 200
 DECAYS = ("linear", "cosine", "sqrt")
 
 
@@ -15,19 +17,19 @@ class Schedule:
     """Warm-up, then stable, then decay.
 
     Attributes:
-        warmup_steps: steps over which the rate rises linearly from 0.
+        warmup_steps: steps over which the rate rises linearly from 0; null: 200, or a tenth of a run of fewer steps.
         decay_fraction: share of all steps, at the end, over which the rate falls; 0: never.
         decay: how it falls: `linear`, `cosine`, or `sqrt` (1 − √progress, arXiv 2405.18392).
         floor: the rate at the last step, as a share of the peak.
     """
 
-    warmup_steps: int = 200
+    warmup_steps: int | None = None
     decay_fraction: float = 0.8
     decay: str = "cosine"
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
+        if self.warmup_steps is not None and self.warmup_steps < 0:
             raise ConfigError("optimizer.schedule.warmup_steps", self.warmup_steps, "must not be negative", "try 0")
         for name in ("decay_fraction", "floor"):
             value = getattr(self, name)
@@ -35,6 +37,12 @@ class Schedule:
                 raise ConfigError(f"optimizer.schedule.{name}", value, "must lie between 0 and 1", "try 0.1")
         if self.decay not in DECAYS:
             raise ConfigError("optimizer.schedule.decay", self.decay, "is no decay", f"try {', '.join(DECAYS)}")
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up in a run of so many steps."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return WARMUP_STEPS if steps >= WARMUP_STEPS else max(1, steps // 10)
 
 
 @dataclass(kw_only=True)

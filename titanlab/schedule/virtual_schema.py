@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
 
@@ -13,7 +13,7 @@ KEY = "schedule.stages_per_rank"
 class Looped:
     """Stages go round and round the ranks, as often as asked for."""
 
-    stages_per_rank: int = 2
+    stages_per_rank: int = field(default=2, metadata={"most": 1000})
 
     def __post_init__(self) -> None:
         if self.stages_per_rank < 1:

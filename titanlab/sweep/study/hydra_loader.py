@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from titanlab.composition.errors import composition_errors
 from titanlab.composition.flags import Flags
+from titanlab.composition.hydra_settings import check_files
 from titanlab.composition.recipes import conf_folder, register
 from titanlab.errors import ConfigError
 from titanlab.sweep.study.space import Values
@@ -96,6 +97,7 @@ class Loader:
         parsed = self.parse(self.overrides)
         kept = [text for text, each in zip(self.overrides, parsed, strict=True) if self._is_of_defaults(each)]
         composed = self._compose(kept)
+        check_files(composed.whole, self._flags.values)
         self._known_choices = composed.choices
         return composed.whole
 

@@ -17,7 +17,8 @@ from titanlab.errors import ConfigError
 from titanlab.host import Host, check_host, this_host
 from titanlab.identity import Identity
 from titanlab.launch.shape import check_cluster, shape_of
-from titanlab.recipe import Recipe, resolve
+from titanlab.memory_rules import check_host_memory
+from titanlab.recipe import Recipe, resolve, shortened_warmup
 from titanlab.recipe_rules import check_all_but_data
 from titanlab.run_folder import check_runs
 from titanlab.starting_weights import check_beginning
@@ -67,6 +68,7 @@ class Study:
         definition: overrides, space, conditions and repeats, as plain values.
         planned: in the space's order.
         dropped: likewise.
+        notices: what was changed in some points, a line each.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Study:
     definition: Mapping[str, Any]
     planned: tuple[Planned, ...]
     dropped: tuple[Dropped, ...]
+    notices: tuple[str, ...] = ()
 
 
 def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
@@ -97,7 +100,8 @@ def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
         # Of a job that no cluster has room for there is nothing to prepare.
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
-    return _named(request, composer, left, recipes, check.data)
+    study = _named(request, composer, left, recipes, check.data)
+    return dataclasses.replace(study, notices=tuple(check.notices))
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
@@ -195,6 +199,8 @@ class _Checks:
 
     def __init__(self) -> None:
         self.data = DataOnce()
+        # Without values: each once, in their order.
+        self.notices: dict[str, None] = {}
         self._host: Host | None = None
 
     def composed(self, composer: Composer, point: Values) -> Recipe:
@@ -208,7 +214,10 @@ class _Checks:
         except ConfigError as error:
             raise Unfit("composition", error) from error
         try:
-            return self._checked(recipe)
+            checked = self._checked(recipe)
+            if notice := shortened_warmup(recipe):
+                self.notices[notice] = None
+            return checked
         except ConfigError as error:
             raise Unfit("rule", error) from error
 
@@ -230,6 +239,7 @@ class _Checks:
                 device=recipe.cluster.device,
                 processes=recipe.layout.world,
             )
+            check_host_memory(recipe, self._host, processes=recipe.layout.world)
         check_beginning(recipe)
         return recipe
 

@@ -34,6 +34,7 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
     """
     rows = [_cells(decision) for decision in decisions]
     lines = [f"{study.name}: {counted(len(decisions), 'run')} ({study.origin})"]
+    lines += study.notices
     lines += [f"  {line}" for line in aligned(HEADINGS, rows, right=FIGURES)]
     counts = Counter(decision.action for decision in decisions)
     lines.append(", ".join(f"{counts[action]} {words}" for action, words in _WORDS.items() if counts[action]))
@@ -72,6 +73,7 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
             {"point": dict(each.point.values), "repeat": each.point.repeat, "stage": each.stage, "reason": each.reason}
             for each in study.dropped
         ],
+        "notices": list(study.notices),
         "counts": dict(Counter(decision.action for decision in decisions)),
     }
 

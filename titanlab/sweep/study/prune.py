@@ -8,10 +8,13 @@ from typing import Any
 from titanlab.composition.keys import find_key
 from titanlab.errors import ConfigError
 from titanlab.layout import AXES, Layout, resolve_layout
+from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.sweep.study.composer import Composer
 from titanlab.sweep.study.expression import WHERE, Expression
 from titanlab.sweep.study.point import Point
 from titanlab.sweep.study.space import Values
+
+WARMUP = "optimizer.schedule.warmup_steps"
 
 
 class Unfit(Exception):
@@ -64,7 +67,12 @@ class _Values:
             if layout is not None:
                 return layout.world if key == "world" else getattr(layout, axis)
         try:
-            return self._value(key)
+            value = self._value(key)
+            if key == WARMUP and value is None:
+                # As it will be when the point is resolved.
+                steps = self._value("training.steps")
+                return Schedule().warmup(steps) if isinstance(steps, int) else None
+            return value
         except KeyError:
             group = key.partition(".")[0]
             option = self._value(group)
