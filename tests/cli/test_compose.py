@@ -315,6 +315,51 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
     assert capsys.readouterr().out.split() == words
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        *((f"titanlab {verb} lay ", ["a-11111111", "b-22222222"]) for verb in ("status", "cancel", "retry")),
+        ("titanlab retry lay b", ["a-11111111", "b-22222222"]),
+        ("titanlab retry lay a-11111111 ", ["b-22222222"]),
+        ("titanlab retry runs/lay ", ["a-11111111", "b-22222222"]),
+        ("titanlab retry --outcome oom --stale lay ", ["a-11111111", "b-22222222"]),
+        ("titanlab retry 'la", ["lay", "single"]),
+        ("titanlab status lay a-11111111 ", []),
+        ("titanlab collect lay ", []),
+        ("titanlab retry nope ", []),
+        ("titanlab retry --runs other ", ["there"]),
+        ("titanlab retry --runs=other there ", ["c-33333333"]),
+        ("titanlab retry lay --runs ", []),
+        # Two sweeps have a run of that name.
+        *(
+            (f"titanlab {verb} ", ["lay/a-11111111", "b-22222222", "single/a-11111111"])
+            for verb in ("resume", "export")
+        ),
+        ("titanlab generate b-22222222 ", []),
+        ("titanlab train --config-dir conf model=my", ["model=my_own"]),
+        ("titanlab sweep --config-dir=conf model=my", ["model=my_own"]),
+        ("titanlab train --config-dir conf model=my_own training.lo", ["training.log_every="]),
+        ("titanlab train --config-dir ", []),
+    ],
+)
+def test_completion_of_runs_and_of_options_in_folders(here, monkeypatch, capsys, line, words):
+    places = ["runs/lay/a-11111111", "runs/lay/b-22222222", "runs/single/a-11111111", "other/there/c-33333333"]
+    write(here, {f"{place}/config.yaml": "name: toy" for place in [*places, "runs/lay/.making"]})
+    write(here, {"conf/model/my_own.yaml": "defaults: [llama_schema, _self_]"})
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["completion", "query"]) == 0
+    assert capsys.readouterr().out.split() == words
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_page_of_help(here, capsys, verb):
+    for flag in ("--help", "-h"):
+        assert main([verb, flag]) == 0
+        said = capsys.readouterr()
+        assert f"usage: titanlab {verb}" in said.out
+        assert said.err == ""
+
+
 def test_completion_of_flags_names_flags(monkeypatch, capsys):
     monkeypatch.setenv("COMP_LINE", "titanlab train --c")
     assert main(["completion", "query"]) == 0
@@ -327,6 +372,8 @@ def test_bash_completes(here, tmp_path):
     program = tmp_path / "bin" / "titanlab"
     write(program.parent, {"titanlab": f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m titanlab "$@"'})
     program.chmod(0o755)
+    write(here, {f"runs/lay/{name}/config.yaml": "name: toy" for name in ("a-11111111", "b-22222222")})
+    write(here, {"conf/model/my_own.yaml": "defaults: [llama_schema, _self_]"})
     script = """
         eval "$(titanlab completion bash)"
         complete_line() {
@@ -341,6 +388,9 @@ def test_bash_completes(here, tmp_path):
         complete_line "titanlab train precision=fp3"
         complete_line "titanlab train training.seq"
         complete_line "titanlab train model=llama_"
+        complete_line "titanlab retry lay b"
+        complete_line "titanlab retry lay "
+        complete_line "titanlab train --config-dir conf model=my"
         [[ "$COMP_WORDBREAKS" != *=* ]] && echo whole
     """
     said = as_process("bash", "--norc", "-c", script, PATH=f"{program.parent}:{os.environ['PATH']}")
@@ -349,6 +399,9 @@ def test_bash_completes(here, tmp_path):
         "<precision=fp32 >",
         "<training.seq_len=>",
         "<model=llama_2m><model=llama_5m>",
+        "<b-22222222 >",
+        "<a-11111111><b-22222222>",
+        "<model=my_own >",
         "whole",
     ]
 
