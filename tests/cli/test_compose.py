@@ -318,8 +318,13 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("titanlab resume ", ["toy-0123abcd", "one-1", "two-2"]),
-        ("titanlab retry ", ["other", "study"]),
+        # Two sweeps have a run of that name.
+        *(
+            (f"titanlab {verb} ", ["toy-0123abcd", "again/one-1", "study/one-1", "two-2"])
+            for verb in ("resume", "export")
+        ),
+        ("titanlab retry ", ["again", "other", "study"]),
+        ("titanlab retry runs/study ", ["one-1", "two-2"]),
         ("titanlab retry study ", ["one-1", "two-2"]),
         ("titanlab retry --all-failed study one", ["one-1", "two-2"]),
         ("titanlab retry study one-1 ", ["two-2"]),
@@ -328,7 +333,7 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
         ("titanlab status study one-1 ", []),
         ("titanlab collect study ", []),
         ("titanlab status none ", []),
-        ("titanlab sync study ", ["other", "toy-0123abcd", "one-1", "two-2"]),
+        ("titanlab sync study ", ["again", "other", "toy-0123abcd", "again/one-1", "study/one-1", "two-2"]),
         ("titanlab retry --runs $ELSEWHERE far ", ["three-3"]),
         ("titanlab retry --runs=$ELSEWHERE far ", ["three-3"]),
         ("titanlab export one-1 --into ", []),
@@ -340,7 +345,13 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
     ],
 )
 def test_completion_of_sweeps_and_runs(here, monkeypatch, capsys, line, words):
-    folders = ("runs/other/toy-0123abcd", "runs/study/one-1", "runs/study/two-2", "elsewhere/far/three-3")
+    folders = (
+        "runs/other/toy-0123abcd",
+        "runs/study/one-1",
+        "runs/study/two-2",
+        "elsewhere/far/three-3",
+        "runs/again/one-1",
+    )
     write(here, {f"{folder}/config.yaml": "name: toy" for folder in folders})
     monkeypatch.setenv("ELSEWHERE", str(here / "elsewhere"))
     monkeypatch.setenv("COMP_LINE", line)
@@ -356,6 +367,15 @@ def test_completion_knows_the_options_of_a_folder_that_is_named(here, monkeypatc
         monkeypatch.setenv("COMP_LINE", f"titanlab {verb} {flag} {others} optimizer=p")
         assert main(["completion", "query"]) == 0
         assert capsys.readouterr().out.split() == ["optimizer=patient"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_page_of_help(here, capsys, verb):
+    for flag in ("--help", "-h"):
+        assert main([verb, flag]) == 0
+        said = capsys.readouterr()
+        assert f"usage: titanlab {verb}" in said.out
+        assert said.err == ""
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("train", "sweep")])

@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -127,10 +128,10 @@ def _of_place(place: str, words: Sequence[str], current: str, *, runs: str) -> S
     if place == "sweep":
         return _sweeps(runs)
     if place == "runs_and_sweeps":
-        names = [*_sweeps(runs), *(run.path.name for run in list_runs(runs))]
+        names = [*_sweeps(runs), *_run_names(runs)]
         return [name for name in names if name not in words]
     if place == "run" and not words:
-        return [run.path.name for run in list_runs(runs)]
+        return _run_names(runs)
     if place == "overrides" or (place == "runs_and_keys" and current.startswith(("launch", "cluster"))):
         return _hydra((), (), current)
     if place in ("run", "runs_and_keys"):
@@ -145,6 +146,13 @@ def _expanded(text: str) -> str:
 
 def _sweeps(runs: str) -> list[str]:
     return [path.name for path in sorted(Path(runs).glob("*")) if path.is_dir()]
+
+
+def _run_names(runs: str) -> list[str]:
+    """All runs by their folder's name, with the sweep before it where two sweeps have a run of that name."""
+    known = list_runs(runs)
+    counts = Counter(run.path.name for run in known)
+    return [run.path.name if counts[run.path.name] == 1 else f"{run.sweep}/{run.path.name}" for run in known]
 
 
 def _runs_of(sweep: str, runs: str) -> list[RunFolder]:
