@@ -23,7 +23,7 @@ from titanlab.composition.recipes import conf_folder, register
 from titanlab.config_file import config_text
 from titanlab.data import source
 from titanlab.layout import SHORT
-from titanlab.options import account_of
+from titanlab.options import account_of, discover
 from titanlab.parallelism.schema import Parallelism
 from titanlab.ranks import ALONE, joined
 from titanlab.recipe import Recipe, from_mapping, resolve, to_mapping
@@ -180,6 +180,23 @@ def test_a_recipe_is_read_as_it_was_written(composed, name):
     recipe = composed(name)
     assert recipe.name == name
     assert repr(from_mapping(yaml.safe_load(config_text(to_mapping(recipe))))) == repr(recipe)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_of_a_group_goes_with_a_recipe(name):
+    """A value that only some options of a group have would refuse the others on the command line."""
+    given = yaml.safe_load((conf_folder() / "recipe" / f"{name}.yaml").read_text())
+    # The sizes of a model are its own.
+    for group, kinds in discover().items():
+        if group != "model" and None not in kinds:
+            shared = set.intersection(
+                *({each.name for each in dataclasses.fields(kind.schema)} for kind in kinds.values())
+            )
+            assert set(given.get(group, {})) <= shared
+
+
+def test_another_corpus_goes_with_a_recipe(composed):
+    assert composed("llama3_1_8b_128gpus", "data=tokens", "data.folder=tokens").data.folder.endswith("tokens")
 
 
 def test_the_quickstart_passes_every_rule(composed):

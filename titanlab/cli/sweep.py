@@ -26,8 +26,8 @@ usage: titanlab sweep [+sweeps=NAME] [KEY=VALUE,VALUE …] [KEY=VALUE …] [FLAG
 
   titanlab sweep +sweeps=quickstart_layouts               a sweep's file, on this host
   titanlab sweep +sweeps=quickstart_layouts --dry-run     what it would submit, what it drops, and why
-  titanlab sweep parallelism=fsdp,fsdp_tp seed=0,1        four points: every value with every other
-  titanlab sweep +sweeps=… launch=slurm cluster=h100      jobs of Slurm, each with the nodes of its layout
+  titanlab sweep parallelism=ddp,fsdp world=2 seed=0,1    four points: every value with every other
+  titanlab sweep +sweeps=ac_memory launch=slurm           jobs of Slurm, each with the nodes of its layout
 
   -n, --dry-run   plan and say what would be submitted; nothing is written
   --wait          follow the runs to their end; the exit code is then that of the first that failed
@@ -40,7 +40,7 @@ Submitting again submits what is missing. Points that cannot be run are dropped,
 sweep's own is one line, and nothing is submitted. How to write a sweep: docs/sweeps.md.
 
 sweeps: {sweeps}
-then: titanlab status SWEEP --watch, titanlab cancel SWEEP, titanlab retry SWEEP, titanlab collect SWEEP"""
+then: titanlab status SWEEP --watch, titanlab cancel SWEEP, titanlab retry SWEEP --all-failed, titanlab collect SWEEP"""
 _FLAGS = {"-n": "dry_run", "--dry-run": "dry_run", "--wait": "wait", "--force": "force", "--json": "as_json"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
         "--validation-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)"
     )
     given = parser.parse_args(arguments)
-    write_token_shards(
+    index = write_token_shards(
         given.files,
         given.folder,
         tokenizer=given.tokenizer,
@@ -30,5 +31,13 @@ def main(arguments: Sequence[str]) -> int:
         validation_fraction=given.validation_fraction,
         report=print,
     )
-    print(f"titanlab train data=tokens data.folder={given.folder}")
+    # The model's default vocabulary may be smaller than these tokens'.
+    command = [
+        "titanlab",
+        "train",
+        "data=tokens",
+        f"data.folder={given.folder}",
+        f"model.vocab_size={index.vocab_size}",
+    ]
+    print(shlex.join(command))
     return 0

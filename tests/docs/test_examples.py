@@ -1,0 +1,62 @@
+"""Examples in Python and in files of a reader's own do what the pages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401 (CONTRIBUTING.md's example takes it as imported)
+
+from tests.docs.pages import blocks
+from titanlab.ac.full_account import saved_bytes
+from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.account import Share
+from titanlab.model.llama_account import block_operations
+from titanlab.model.llama_schema import Llama
+
+
+def code(page, language="python"):
+    return [block.text for block in blocks(page) if block.language == language]
+
+
+# A function of the workers and a test of it, `test_ranks_are_summed`: both have to stand at module level.
+exec(code("CONTRIBUTING.md")[0])
+
+
+def test_frames_and_figures_are_made_as_shown(reader):
+    pytest.importorskip("matplotlib").use("agg")
+    (example,) = code("docs/comparing.md")
+    names = {}
+    exec(example, names)
+    assert list(names["runs"]["name"]) == ["single", "fsdp"]
+    assert set(names["steps"]["run"]) == set(names["runs"]["run"])
+    assert Path("throughput.png").is_file()
+
+
+def test_runs_are_found_and_read_as_shown(reader, monkeypatch):
+    search, field, rows = code("docs/run-folder.md")
+    run = next(Path("runs/quickstart_layouts").glob("single-*"))
+    names = {}
+    exec(search.replace('find_run("quickstart")', f'find_run("{run.name}")'), names)
+    assert names["run"].path == run
+    monkeypatch.chdir(run)
+    exec(rows, names)
+    assert list(names["train"]["step"]) == [1, 2, 3, 4]
+    exec(f"from dataclasses import dataclass, field\n@dataclass\nclass Example:\n    {field}", names)
+    assert names["Example"]().fused
+
+
+def test_bytes_are_summed_as_shown():
+    (example,) = code("docs/activation-checkpointing.md")
+    model = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=2048)
+    names = {"policy": FullCheckpointing(), "model": model, "Share": Share}
+    names |= {"saved_bytes": saved_bytes, "block_operations": block_operations}
+    # Its input: batch × tokens × dim in 2 bytes, half of the tokens on each of two ranks.
+    assert eval(example, names) == 2 * 1024 * 64 * 2 / 2
+
+
+def test_the_order_that_is_shown_can_be_run(reader):
+    shown = next(block.text for block in blocks("docs/schedules.md") if block.text.startswith("0F0,"))
+    Path("my.csv").write_text(shown)
+    said = reader.types("titanlab schedule csv --file my.csv")
+    assert (said.code, said.out.splitlines()[0]) == (0, "csv: 2 ranks, 2 microbatches, 1 stage a rank")

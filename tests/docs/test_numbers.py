@@ -1,0 +1,106 @@
+"""Numbers on the pages that follow from the code: counts of recipes, of layouts, of parameters, and FLOPs."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.docs.pages import CONFIGS, read
+from tests.docs.test_names import options, tables
+from titanlab.composition.recipes import conf_folder
+from titanlab.flops import per_token
+from titanlab.model.llama_schema import Llama
+from titanlab.options import account_of
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Every model's config by its name."""
+    given = {name: OmegaConf.load(conf_folder() / "model" / f"{name}.yaml") for name in options("model")}
+    assert all(each.pop("defaults") == ["llama_schema", "_self_"] for each in given.values())
+    return {name: Llama(**each) for name, each in given.items()}
+
+
+def parameters(model):
+    return sum(map(math.prod, account_of(model).account(model).parameters.values()))
+
+
+def number(text):
+    """`6,738,415,616` and `0.35 M` as numbers."""
+    digits, _, unit = text.partition(" ")
+    return float(digits.replace(",", "")) * {"": 1, "M": 1e6}[unit]
+
+
+def fits(text, value):
+    """Whether a number is rounded to the digits that a text has."""
+    decimals = len(text.partition(" ")[0].partition(".")[2])
+    unit = 1e6 if text.endswith(" M") else 1
+    return abs(number(text) - value) <= 0.5 * unit / 10**decimals
+
+
+def test_the_table_of_models_is_as_they_are(models):
+    (rows,) = [rows for head, rows in tables("docs/models.md") if head[0] == "name"]
+    for row in rows:
+        for name in re.findall(r"`(\w+)`", row[0]):
+            model = models[name]
+            assert fits(row[1], parameters(model)), name
+            sizes = [model.layers, model.dim, f"{model.heads}/{model.kv_heads}", model.ffn_dim]
+            assert row[2] == " · ".join(map(str, sizes)), name
+            assert number(row[3]) == model.vocab_size, name
+            assert ("tied embeddings" in row[4]) == model.tied_embeddings, name
+
+
+@pytest.mark.parametrize("config", [each for each in CONFIGS if each.startswith("conf/model/")])
+def test_a_model_has_as_many_parameters_as_its_comments_say(models, config):
+    model = models[config.removeprefix("conf/model/").removesuffix(".yaml")]
+    comments = " ".join(line.lstrip("# ") for line in read(config).splitlines() if line.startswith("#"))
+    (said,) = re.findall(r"([\d,.]+(?: M)?) parameters", comments)
+    assert fits(said, parameters(model))
+    for blocks in re.findall(r"([\d.]+ M) of them in the blocks", comments):
+        shapes = account_of(model).account(model).parameters
+        assert fits(blocks, sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.")))
+
+
+def test_flops_of_a_token_are_as_told(models):
+    (said,) = re.findall(r"([\d,]+) for Llama 3 8B at 8,192 tokens", read("docs/models.md").replace("\n", " "))
+    assert number(said) == per_token(account_of(models["llama3_8b"]).account(models["llama3_8b"]), seq_len=8192)
+
+
+def test_the_readme_shows_the_quickstart_as_it_is(models):
+    (shown,) = re.findall(r"titanlab · quickstart\n(.*?)```", read("README.md"), re.DOTALL)
+    quickstart = OmegaConf.load(conf_folder() / "recipe" / "quickstart.yaml")
+    model, training = models["llama_2m"], quickstart.training
+    assert "override /model: llama_2m" in read("conf/recipe/quickstart.yaml")
+    assert f"llama, {model.layers} layers of {model.dim}, vocabulary {model.vocab_size:,}" in shown
+    assert f"{parameters(model):,}\n" in shown
+    tokens = training.global_batch * training.seq_len
+    assert f"{tokens:,} ({training.global_batch} sequences of {training.seq_len})" in shown
+    flops = per_token(account_of(model).account(model), seq_len=training.seq_len)
+    assert f"FLOPs per token  {flops / 1e6:.1f}M" in shown
+    assert f"step {training.steps}/{training.steps} " in shown
+
+
+def test_the_readme_counts_what_there_is():
+    text = read("README.md").replace("\n", " ")
+    (recipes,) = re.findall(r"(\d+) complete ones", text)
+    assert int(recipes) == len([name for name in options("recipe") if name.endswith("_cpu")])
+    assert int(recipes) == len(options("recipe") - {"quickstart"}) / 2
+    (layouts,) = re.findall(r"\[(\d+) layouts\]\(docs/parity.md\)", text)
+    assert int(layouts) == len(rows_of("docs/parity.md", "case"))
+    for page in ("README.md", "docs/parallelism.md"):
+        for combinations in re.findall(r"\[(\d+) combinations\]", read(page)):
+            assert int(combinations) == len(rows_of("docs/techniques.md", "layout"))
+
+
+def rows_of(page, header):
+    (rows,) = [rows for head, rows in tables(page) if head[0] == header]
+    return rows
+
+
+def test_every_page_is_in_the_readme():
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", read("README.md")))
+    pages = {f"docs/{path.name}" for path in (conf_folder().parent / "docs").glob("*.md")}
+    assert linked == pages
