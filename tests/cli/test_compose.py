@@ -320,7 +320,7 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
     [
         # Two sweeps have a run of that name.
         *(
-            (f"titanlab {verb} ", ["toy-0123abcd", "again/one-1", "study/one-1", "two-2"])
+            (f"titanlab {verb} ", ["again/one-1", "toy-0123abcd", "study/one-1", "two-2"])
             for verb in ("resume", "export")
         ),
         ("titanlab retry ", ["again", "other", "study"]),
@@ -333,7 +333,7 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
         ("titanlab status study one-1 ", []),
         ("titanlab collect study ", []),
         ("titanlab status none ", []),
-        ("titanlab sync study ", ["again", "other", "toy-0123abcd", "again/one-1", "study/one-1", "two-2"]),
+        ("titanlab sync study ", ["again", "other", "again/one-1", "toy-0123abcd", "study/one-1", "two-2"]),
         ("titanlab retry --runs $ELSEWHERE far ", ["three-3"]),
         ("titanlab retry --runs=$ELSEWHERE far ", ["three-3"]),
         ("titanlab export one-1 --into ", []),
