@@ -31,7 +31,7 @@ FLOORS: dict[int, list[str]] = {
     # Declarations: what each part says about itself. Torch-free too; one group for each part, by DECLARES.
     2: [],
     # Machine.
-    3: ["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale"],
+    3: ["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale", "precision.product"],
     # Parts.
     4: [
         *["model", "precision", "parallelism", "optimizer", "data", "checkpoint", "tracker", "cluster", "schedule"],
