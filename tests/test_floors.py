@@ -32,7 +32,7 @@ FLOORS: dict[int, list[str]] = {
     2: [],
     # Machine.
     3: [
-        *["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale"],
+        *["world", "mesh", "launch", "hub", "precision.dtypes", "precision.loss_scale", "precision.product"],
         """checkpoint.inert_pickle checkpoint.metadata checkpoint.numpy_state checkpoint.reader
         checkpoint.position checkpoint.folders""",
     ],

@@ -12,6 +12,7 @@ from titanlab.errors import ConfigError
 from titanlab.memory_rules import check_addressable
 from titanlab.options import account_of, implementation
 from titanlab.recipe import Recipe, pieces_by_stage
+from titanlab.schedule.action import Kind
 from titanlab.setting import Setting
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -176,10 +177,19 @@ def setting(recipe: Recipe) -> Setting:
         compiled=recipe.compile.backend if recipe.compile.blocks else "",
         sequence_parallel=recipe.parallelism.sequence_parallel,
         cpu_offload=recipe.parallelism.cpu_offload,
+        splits_backward=_splits_backward(recipe),
         rests_in=formats.master,
         computes_in=formats.compute,
         kinds={name: group.kind for name, group in groups.items() if hasattr(group, "kind")},
     )
+
+
+def _splits_backward(recipe: Recipe) -> bool:
+    if recipe.layout.pipeline == 1:
+        return False
+    schedule = implementation(recipe.schedule)
+    actions = schedule.actions(recipe.schedule, ranks=recipe.layout.pipeline, microbatches=recipe.microbatches)
+    return any(action.kind is Kind.WEIGHT for order in actions for action in order)
 
 
 def _safe(value: str) -> str:

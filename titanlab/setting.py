@@ -25,6 +25,7 @@ class Setting:
         compiled: backend that compiles the blocks; empty: none does.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
         cpu_offload: parameters rest in host memory.
+        splits_backward: the schedule of the pipeline computes gradients of weights later than those of inputs.
         rests_in, computes_in: dtype of parameters at rest and where they compute, by torch's name: `bfloat16`.
         kinds: option by group, such as precision → bf16, for groups of alternatives. For messages: a rule about an
             option by its name would not know those of other packages.
@@ -39,6 +40,7 @@ class Setting:
     compiled: str
     sequence_parallel: bool
     cpu_offload: bool
+    splits_backward: bool
     rests_in: str
     computes_in: str
     kinds: dict[str, str]

@@ -23,6 +23,7 @@ from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.parity import compare
 from titanlab.precision.float8_rowwise_schema import Float8Rowwise
 from titanlab.ranks import ALONE, joined
+from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
 from titanlab.schedule.zbv_schema import ZBV
 
@@ -93,6 +94,8 @@ ROWS = [
     # Only the last stage has a loss.
     row("pp, several stages a rank", WHOLE, pipeline_schedule=Interleaved1F1B(), **INTERLEAVED),
     row("pp, split backwards", WHOLE, pipeline_schedule=ZBV(), **INTERLEAVED),
+    row("pp, tp, split backwards", SPLIT, pipeline=2, tensor=2, layers=4, microbatch=1, pipeline_schedule=ZBV()),
+    row("pp, cp, split backwards", WHOLE, pipeline=2, context=2, layers=4, microbatch=1, pipeline_schedule=DualPipeV()),
     row("pp, fsdp", WHOLE, pipeline=2, shard=2, layers=4, microbatch=1),
     row("bf16", WHOLE, shard=2, bf16=True),
     row("ac: full", AGAIN | LOSS, ac=FullCheckpointing()),

@@ -16,6 +16,7 @@ from titanlab.facts import work
 from titanlab.mesh import build_mesh
 from titanlab.model import llama_account
 from titanlab.options import implementation
+from titanlab.parallelism.pipeline_weights import linear
 from titanlab.parallelism.tensor import Cut
 from titanlab.precision import float8
 from titanlab.precision.bf16_schema import Bf16
@@ -23,6 +24,7 @@ from titanlab.precision.float8_rowwise_schema import Float8Rowwise
 from titanlab.precision.float8_rowwise_with_gw_hp_schema import Float8RowwiseWithGwHp
 from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.precision.product import PLAIN, product_of
 from titanlab.ranks import ALONE, joined
 from titanlab.world import open_world
 
@@ -137,7 +139,7 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
     """Forward and backward, to the bit, for the rows or columns of a rank."""
     torch.manual_seed(0)
     config = kind()
-    product = implementation(config).tensor_styles(config)["colwise"]
+    product = implementation(config).tensor_styles(config).get("colwise", linear)
     for rows, columns in ((slice(0, 32), slice(None)), (slice(None), slice(32, 64))):
         whole, part = _layer(config), _layer(config)
         part.weight = nn.Parameter(whole.weight.detach()[rows, columns].clone())
@@ -150,12 +152,16 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
 
 
 def test_the_layers_that_a_precision_has_left_multiply_plainly():
-    product = implementation(Float8Rowwise()).tensor_styles(Float8Rowwise())
+    products = implementation(Mxfp8()).tensor_styles(Mxfp8())
     mesh = SimpleNamespace(get_group=lambda: SimpleNamespace(group_name="tensor"), size=lambda: 2)
-    cut = Cut(mesh=mesh, seq_len=1, sequence_parallel=False, loss_parallel=False, products=product)
-    assert cut.product("colwise", _layer(Float8Rowwise())) is product["colwise"]
-    assert cut.product("colwise", nn.Linear(2, 2)) is not product["colwise"]
-    for kind in ("fp32", "bf16", "fp16", "bf16_full"):
+    cut = Cut(mesh=mesh, seq_len=1, sequence_parallel=False, loss_parallel=False, products=products)
+    assert cut.product("colwise", _layer(Mxfp8())) is products["colwise"]
+    # These say themselves how they multiply.
+    assert cut.product("colwise", _layer(Float8Rowwise())) is linear
+    assert product_of(_layer(Float8Rowwise())) is not PLAIN
+    assert cut.product("colwise", nn.Linear(2, 2)) is linear
+    assert product_of(nn.Linear(2, 2)) is PLAIN
+    for kind in ("fp32", "bf16", "fp16", "bf16_full", "float8_rowwise"):
         part = __import__(f"titanlab.precision.{kind}", fromlist=["tensor_styles"])
         assert part.tensor_styles(None) == {}
 
@@ -318,7 +324,7 @@ def test_importing_is_quiet_and_lazy():
         "import sys, warnings, torch; warnings.simplefilter('error')\n"
         "import titanlab.precision.float8_tensorwise, titanlab.precision.mxfp8 as m\n"
         "assert 'torchao' not in sys.modules\n"
-        "m._multiplier(emulate=True); titanlab.precision.float8_tensorwise.tensor_styles(None)\n"
+        "m._multiplier(emulate=True); titanlab.precision.float8.float8_product(None, None)\n"
         "assert 'torchao' in sys.modules\n"
         "import logging; assert logging.root.manager.disable == 0"
     )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
+from tests.parity_rows import SCHEDULES
 from titanlab.errors import ConfigError
 from titanlab.layout import Layout
 from titanlab.precision.float8_rowwise_schema import Float8Rowwise
@@ -68,6 +69,19 @@ def test_what_cannot_work_is_refused_and_mended(kind, config, where, begins, cur
     assert cure in line.rpartition("; ")[2]
     if mended is not None:
         kind(**{**config, **mended}).check(given(**{**where, **elsewhere}))
+
+
+def test_a_precision_without_halves_is_refused_under_schedules_that_want_them(tmp_path):
+    """Whatever computes weights' gradients later, a list by hand too; the others know how."""
+    layout = {"pipeline": 2, "layers": 4, "global_batch": 4, "microbatch": 1}
+    for name in ("zbv", "interleaved_zero_bubble", "dualpipe_v", "csv"):
+        schedule = SCHEDULES[name]
+        rule = f"computes gradients of weights with those of inputs, which schedule={schedule.kind} wants apart"
+        with pytest.raises(ConfigError, match=f"precision=mxfp8: {rule}; try schedule=interleaved_1f1b"):
+            tiny.recipe(tmp_path, **layout, precision=Mxfp8(), pipeline_schedule=schedule)
+        tiny.recipe(tmp_path, **layout, precision=Float8Rowwise(), pipeline_schedule=schedule)
+    for name in ("gpipe", "interleaved_1f1b", "looped_bfs"):
+        tiny.recipe(tmp_path, **layout, precision=Mxfp8(), pipeline_schedule=SCHEDULES[name])
 
 
 def test_a_word_that_is_no_choice_is_refused():

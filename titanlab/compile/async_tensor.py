@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
@@ -59,7 +60,7 @@ class FusionCheck:
             raise ConfigError(KEY, True, rule, "try false, or an empty folder as TORCHINDUCTOR_CACHE_DIR")
 
 
-def _generated() -> list[object]:
+def _generated() -> list[ModuleType]:
     from torch._inductor.codecache import PyCodeCache
 
     return list(PyCodeCache.modules)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from titanlab.errors import ConfigError
 
@@ -92,7 +93,7 @@ def _is_whole(path: Path) -> bool:
     # ELF, 64 bits: where the table of sections begins, the size of an entry, their number (elf(5)).
     if len(header) < 64 or header[:5] != b"\x7fELF\x02":
         return False
-    order = "little" if header[5] == 1 else "big"
+    order: Literal["little", "big"] = "little" if header[5] == 1 else "big"
     begin, entry, number = (
         int.from_bytes(header[first:last], order) for first, last in ((0x28, 0x30), (0x3A, 0x3C), (0x3C, 0x3E))
     )

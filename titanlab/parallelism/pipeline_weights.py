@@ -3,8 +3,8 @@
 torch's own way of splitting a backward walks the graph in Python for every microbatch and runs autograd once for
 every weight; checkpointed blocks are computed again each time, compiled ones twice, and FSDP2 gives wrong gradients
 where it frees parameters in between. Here the linear layers, where nearly all of the work is, set their product aside
-while a backward for the inputs runs; everything else is computed at once. (Zero bubble pipeline parallelism, arXiv
-2401.10241.)
+while a backward for the inputs runs; everything else is computed at once. Those of compiled blocks do so too, see
+`deferred_taps`. (Zero bubble pipeline parallelism, arXiv 2401.10241.)
 """
 
 from __future__ import annotations
@@ -15,29 +15,41 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from titanlab.parallelism.deferred_taps import Probe, TappedForward, tapped
+from titanlab.precision.product import ATTRIBUTE, PLAIN, Product, product_of, rows
 
 _ATTRIBUTE = "deferred_weights"
 
 
 class DeferredWeights:
-    """Products that are still to be computed, by microbatch, of the linear layers of one stage."""
+    """Products that are still to be computed, by microbatch, of the linear layers of one stage.
+
+    Attributes:
+        probe: is told what layers are given, while somebody asks.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        """From now on every plain linear layer in the module, and every layer that calls `linear`, asks here.
+        """From now on every linear layer of which the product is known in halves, and what calls `linear`, asks here.
 
-        A layer of another kind (quantised or compiled, say) computes its weight's gradient with its input's.
+        A layer of another kind computes its weight's gradient with its input's.
         """
-        self._open: list[_Product] | None = None
-        self._waiting: dict[int, list[_Product]] = {}
+        self.probe: Probe | None = None
+        self._open: list[_Waiting] | None = None
+        self._waiting: dict[int, list[_Waiting]] = {}
         for layer in module.modules():
             if isinstance(layer, nn.Linear):
                 setattr(layer, _ATTRIBUTE, self)
-                if type(layer).forward is nn.Linear.forward and "forward" not in vars(layer):
+                known = type(layer).forward is nn.Linear.forward or hasattr(layer, ATTRIBUTE)
+                if known and "forward" not in vars(layer):
                     # As a method, so that compilers find one function for all layers.
                     layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
+        for block in module.modules():
+            if hasattr(vars(block).get("forward"), "get_compiler_config"):
+                layers = [layer for layer in block.modules() if hasattr(layer, _ATTRIBUTE)]
+                block.forward = TappedForward(block.forward, layers, self)
 
     @contextlib.contextmanager
     def collect(self, microbatch: int) -> Iterator[None]:
@@ -58,12 +70,14 @@ class DeferredWeights:
         """Forget what was set aside."""
         self._waiting.clear()
 
-    def put(self, weight: nn.Parameter, inputs: Tensor, gradient: Tensor) -> bool:
-        """Set a product aside; False outside of `collect`, where it is to be computed at once."""
+    def weight_gradient(
+        self, product: Product, weight: nn.Parameter, inputs: Tensor, gradient: Tensor
+    ) -> Tensor | None:
+        """The gradient of a weight, or None: inside of `collect` its product is set aside."""
         if self._open is None:
-            return False
-        self._open.append(_Product(weight, inputs, gradient))
-        return True
+            return _like(weight, product.of_weight(gradient, inputs))
+        self._open.append(_Waiting(product, weight, inputs, gradient))
+        return None
 
 
 def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,17 +85,22 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
 
     inputs: plain, [batch, seq, of this rank's columns] → [batch, seq, of this rank's rows].
     """
-    weight = layer.weight
+    weight, product = layer.weight, product_of(layer)
     assert isinstance(weight, Tensor)
+    if torch.compiler.is_compiling():
+        return tapped(layer, inputs, bias)
     deferred = getattr(layer, _ATTRIBUTE, None)
-    # Compilers do not see what is set aside.
-    if deferred is None or torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight.requires_grad):
-        return F.linear(inputs, _local(weight), bias)
-    output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred)
+    if deferred is not None and deferred.probe is not None:
+        noted: Tensor = deferred.probe.note(layer, inputs, product.forward(inputs, _local(weight), bias))
+        return noted
+    if deferred is None or not (torch.is_grad_enabled() and weight.requires_grad):
+        return product.forward(inputs, _local(weight), bias)
+    output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred, product)
     return output
 
 
-class _Product(NamedTuple):
+class _Waiting(NamedTuple):
+    product: Product
     weight: nn.Parameter
     inputs: Tensor
     gradient: Tensor
@@ -92,35 +111,35 @@ def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """`F.linear` whose backward may leave the weight's gradient for later."""
+    """A product whose backward may leave the weight's gradient for later."""
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredWeights
+        ctx: Any, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredWeights, product: Product
     ) -> Tensor:
         # The parameter itself, and no saved tensor, which may be a copy: its `grad` is written.
-        ctx.weight, ctx.deferred = weight, deferred
+        ctx.weight, ctx.deferred, ctx.product = weight, deferred, product
         ctx.save_for_backward(inputs)
-        return F.linear(inputs, _local(weight), bias)
+        return product.forward(inputs, _local(weight), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (inputs,), weight = gradients, ctx.saved_tensors, ctx.weight
-        of_inputs = gradient @ _local(weight) if ctx.needs_input_grad[0] else None
-        of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        if ctx.deferred.put(weight, inputs, gradient):
-            return of_inputs, None, of_bias, None
-        return of_inputs, _like(weight, _rows(gradient).t() @ _rows(inputs)), of_bias, None
+        of_inputs = ctx.product.of_inputs(gradient, _local(weight)) if ctx.needs_input_grad[0] else None
+        of_bias = rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
+        return of_inputs, ctx.deferred.weight_gradient(ctx.product, weight, inputs, gradient), of_bias, None, None
 
 
 @torch.no_grad()
-def _accumulate(product: _Product) -> None:
-    weight, inputs, gradient = product.weight, _rows(product.inputs), _rows(product.gradient)
+def _accumulate(waiting: _Waiting) -> None:
+    product, weight, inputs, gradient = waiting
     if weight.grad is None:
-        weight.grad = _like(weight, gradient.t() @ inputs)
-    else:
+        weight.grad = _like(weight, product.of_weight(gradient, inputs))
+    elif product is PLAIN:
         # In one pass: no second matrix of the weight's size, and one rounding.
-        _local(weight.grad).addmm_(gradient.t(), inputs)
+        _local(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
+    else:
+        _local(weight.grad).add_(product.of_weight(gradient, inputs))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -137,7 +156,3 @@ def _like(weight: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.flatten(0, -2)

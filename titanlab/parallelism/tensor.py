@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from titanlab.account import style_of
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
-from titanlab.parallelism.pipeline_weights import linear as plain_product
+from titanlab.parallelism.pipeline_weights import linear as linear_product
+from titanlab.precision.product import ATTRIBUTE
 
 _functional = torch.ops._c10d_functional
 # (layer, inputs, bias) → inputs · weightᵀ + bias, with what this rank has of the layer's weight.
@@ -55,8 +56,9 @@ class Cut:
         object.__setattr__(self, "_group", (self.mesh.get_group().group_name, self.mesh.size()))
 
     def product(self, style: str, layer: nn.Module) -> Product:
-        """How a layer multiplies: the precision's way, unless it has left the layer as it was."""
-        return plain_product if type(layer) is nn.Linear else self.products.get(style, plain_product)
+        """How a layer multiplies: the precision's way, unless it has left the layer as it was or says it in halves."""
+        halves = type(layer) is nn.Linear or hasattr(layer, ATTRIBUTE)
+        return linear_product if halves else self.products.get(style, linear_product)
 
     def whole(self, stream: Tensor) -> Tensor:
         """The residual stream as all ranks need it: all tokens, [batch·seq, dim]. Gradients that return are summed."""

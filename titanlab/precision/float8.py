@@ -19,6 +19,7 @@ from titanlab.precision import bf16
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.float8_account import matches
 from titanlab.precision.float8_schema import Float8
+from titanlab.precision.product import ATTRIBUTE, Product, rows
 from titanlab.quiet_import import import_quietly
 
 # The scale of a weight that is zero: torchao's own bound.
@@ -50,8 +51,13 @@ def convert(config: Float8, model: nn.Module, device: torch.device) -> nn.Module
     )
     chosen = chooser(config)
     model = float8.convert_to_float8_training(model, config=settings, module_filter_fn=chosen)
+    layers = _layers(model)
+    if layers:
+        product = float8_product(layers[0].linear_mm_config, layers[0].config)
+        for layer in layers:
+            setattr(layer, ATTRIBUTE, product)
     if gathers:
-        for layer in _layers(model):
+        for layer in layers:
             layer.register_state_dict_post_hook(_save_plain)
     return model
 
@@ -79,20 +85,58 @@ def chooser(config: Float8) -> Callable[[nn.Module, str], bool]:
 
 
 def tensor_styles(config: Float8) -> Mapping[str, Callable[[nn.Module, Tensor, Tensor | None], Tensor]]:
-    """How layers that the tensor plan cuts multiply with what a rank has of their weight, by style.
+    """None: layers say themselves how they multiply with what a rank has of their weight, see `float8_product`.
 
     Each rank scales what it has: a tensor's scale is that of this rank's part, which is finer than one for all of it
     and asks no other rank. Weights that are gathered in float8 have the scale of the whole.
     """
-    multiply = import_quietly("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
+    return {}
 
-    def product(layer: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        weight: Any = layer.weight
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        output: Tensor = multiply.apply(inputs, local.t(), layer.linear_mm_config, layer.config)
+
+def float8_product(multiplication: Any, config: Any) -> Product:
+    """The product of torchao, and in halves its backward, which `matmul_with_hp_or_float8_args` has as one.
+
+    Args:
+        multiplication: a layer's `linear_mm_config`, of torchao.
+        config: its `config`.
+    """
+    multiply = import_quietly("torchao.float8.float8_linear").matmul_with_hp_or_float8_args
+    scaling = import_quietly("torchao.float8.float8_scaling_utils")
+    roles = import_quietly("torchao.float8.float8_training_tensor").GemmInputRole
+    is_cast = import_quietly("torchao.float8.distributed_utils").tensor_already_casted_to_fp8
+    disabled = import_quietly("torchao.float8.config").ScalingType.DISABLED
+
+    def cast(tensor: Tensor, how: Any, role: Any, dim: int) -> Tensor:
+        """In float8, with scales along a dim if they are not of the whole, unless it is so or is to stay as it is."""
+        if is_cast(tensor) or how.scaling_type is disabled:
+            return tensor
+        found: Tensor = scaling.hp_tensor_to_float8_dynamic(
+            tensor,
+            how.target_dtype,
+            multiplication,
+            gemm_input_role=role,
+            scaling_granularity=how.scaling_granularity,
+            axiswise_dim=scaling.get_maybe_axiswise_dim(dim, how.scaling_granularity),
+            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+        )
+        return found
+
+    def forward(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output: Tensor = multiply.apply(inputs, weight.t(), multiplication, config)
         return output if bias is None else output + bias.to(output.dtype)
 
-    return dict.fromkeys(PRODUCTS, product)
+    def of_inputs(gradient: Tensor, weight: Tensor) -> Tensor:
+        left = cast(rows(gradient), config.cast_config_grad_output, roles.GRAD_OUTPUT, -1)
+        right = cast(weight.t(), config.cast_config_weight_for_grad_input, roles.WEIGHT, -1)
+        found: Tensor = torch.mm(left, right.t()).unflatten(0, gradient.shape[:-1])
+        return found
+
+    def of_weight(gradient: Tensor, inputs: Tensor) -> Tensor:
+        left = cast(rows(gradient), config.cast_config_grad_output_for_grad_weight, roles.GRAD_OUTPUT, 0)
+        right = cast(rows(inputs), config.cast_config_input_for_grad_weight, roles.INPUT, 0)
+        return torch.mm(left.t(), right)
+
+    return Product(forward, of_inputs, of_weight)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.precision.float8_schema import Float8
 from titanlab.setting import Setting
@@ -30,7 +31,13 @@ class Mxfp8(Float8):
         """See `Float8.check`.
 
         Raises:
-            ConfigError: also where tokens do not make whole blocks, emulated or not.
+            ConfigError: also where tokens do not make whole blocks, emulated or not; and under schedules that compute
+                weights' gradients later, of which torchao's prototype knows nothing.
         """
         super().check(setting)
+        if setting.splits_backward:
+            schedule = setting.kinds["schedule"]
+            rule = f"computes gradients of weights with those of inputs, which schedule={schedule} wants apart"
+            cure = "try schedule=interleaved_1f1b, or precision=float8_rowwise"
+            raise ConfigError("precision", self.kind, rule, cure)
         self.check_tokens(setting)

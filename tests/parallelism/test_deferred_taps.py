@@ -1,0 +1,185 @@
+"""Compiled blocks and float8 layers set the products for their weights' gradients aside, as eager ones do."""
+
+import copy
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.parallelism.pipeline_run import SEQ, TOLERANCE, Run, shard
+from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.none_schema import NoCheckpointing
+from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.compile.blocks import compile_blocks
+from titanlab.compile.schema import Compile
+from titanlab.model import llama
+from titanlab.model.llama_schema import Llama
+from titanlab.options import implementation, schema_of
+from titanlab.parallelism import pipeline_weights
+from titanlab.parallelism.pipeline_weights import DeferredWeights
+from titanlab.precision.product import product_of
+
+CONFIG = Llama(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=64)
+PRODUCTS = 7
+POLICIES = {"none": NoCheckpointing(), "full": FullCheckpointing(), "selective_op": SelectiveOp()}
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices that run in eager mode or as aot_eager compiles it."""
+
+    # What repeats chance, in checkpointed blocks, is one.
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+        return operator(*args, **(kwargs or {}))
+
+
+def counted(function):
+    with Products() as products:
+        function()
+    return products.count
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_compiled_block_leaves_the_products_of_its_weights_for_later(policy):
+    torch.manual_seed(0)
+    model = llama.build(CONFIG, seq_len=SEQ)
+    whole = copy.deepcopy(model)
+    for each in (model, whole):
+        implementation(POLICIES[policy]).apply(POLICIES[policy], dict(enumerate(each.layers.values())))
+        compile_blocks(each.layers.values(), Compile(blocks=True, backend="aot_eager"))
+    deferred = DeferredWeights(model)
+    tokens = torch.randint(0, CONFIG.vocab_size, (3, 2, SEQ))
+    expected = []
+    for each in tokens:
+        loss = whole(each).square().mean()
+        expected.append(counted(loss.backward))
+    weights = PRODUCTS * CONFIG.layers + 1
+    losses = [model(each).square().mean() for each in tokens]
+    for microbatch, loss in enumerate(losses[:2]):
+        with deferred.collect(microbatch):
+            assert counted(loss.backward) == expected[microbatch] - weights
+    late = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert len(late) == weights
+    assert not [name for name in late if "norm" in name or "embed" in name]
+    for microbatch in (1, 0):
+        assert counted(lambda: deferred.compute(microbatch)) == weights  # noqa: B023
+    # Outside of `collect` a backward is whole.
+    assert counted(losses[2].backward) == expected[2]
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_without_gradients_nothing_is_set_aside():
+    model = llama.build(CONFIG, seq_len=SEQ)
+    compile_blocks(model.layers.values(), Compile(blocks=True, backend="eager"))
+    DeferredWeights(model)
+    with torch.no_grad():
+        assert model(torch.zeros(2, SEQ, dtype=torch.int64)).grad_fn is None
+
+
+class Twice(nn.Module):
+    """A block that calls a layer twice, of whose two products the factors come together."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        return self.layer(self.layer(hidden).tanh())
+
+
+def test_a_layer_that_is_called_twice_computes_at_once():
+    torch.manual_seed(0)
+    block, twin = Twice(), Twice()
+    twin.load_state_dict(block.state_dict())
+    compile_blocks([block], Compile(blocks=True, backend="aot_eager"))
+    deferred = DeferredWeights(nn.Sequential(block))
+    hidden = torch.randn(2, 3, 4)
+    with deferred.collect(0):
+        block(hidden).sum().backward()
+    deferred.compute(0)
+    twin(hidden).sum().backward()
+    for ours, theirs in zip(block.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def pipelined(name, data, backend):
+    """(error of a gradient, products that were computed later, linear layers) of ranks with compiled blocks."""
+    calls = Counter()
+    accumulate = pipeline_weights._accumulate
+
+    def compiled(stage, mesh):
+        compile_blocks(stage.layers.values(), Compile(blocks=True, backend=backend))
+        if data > 1:
+            shard(False)(stage, mesh)
+
+    def watched(waiting):
+        calls["late"] += 1
+        accumulate(waiting)
+
+    torch._dynamo.reset()
+    run = Run(name, 4, wrap=compiled, data=data)
+    with patch.object(pipeline_weights, "_accumulate", watched):
+        run.step()
+    layers = sum(isinstance(layer, nn.Linear) for stage in run.stages.values() for layer in stage.modules())
+    return run.worst(), calls["late"], layers
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("data", "backend"), [(1, "aot_eager"), (2, "aot_eager"), (1, "inductor")])
+def test_a_pipeline_of_compiled_blocks(pool, data, backend):
+    for worst, late, layers in pool.run(
+        2 * data, pipelined, "interleaved_zero_bubble", data, backend, limit_seconds=400
+    ):
+        assert worst < TOLERANCE
+        # Of four microbatches; some backwards of a schedule are whole.
+        assert layers < late <= 4 * layers
+
+
+RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp")
+
+
+def float8_layer(kind, **given):
+    config = schema_of("precision", kind)(skip=[], **given)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    model = implementation(config).convert(config, model, torch.device("cpu")).to_empty(device="cpu")
+    torch.manual_seed(0)
+    nn.init.normal_(model[0].weight)
+    return model
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_float8_computes_both_halves_as_torchao_does(kind, backend):
+    """To the last bit; compiled code is held to compiled code."""
+    given = {"all_gather": False} if kind == "float8_tensorwise" else {}
+    whole, model = float8_layer(kind, **given), float8_layer(kind, **given)
+    if backend:
+        for each in (whole, model):
+            compile_blocks([each], Compile(blocks=True, backend=backend))
+    deferred = DeferredWeights(model)
+    assert product_of(model[0]).of_weight
+    inputs = [torch.randn(2, 16, 32, requires_grad=True) for _ in range(2)]
+    twins = [each.detach().clone().requires_grad_() for each in inputs]
+    slope = torch.randn(2, 16, 48)
+    for microbatch, (each, twin) in enumerate(zip(inputs, twins, strict=True)):
+        output, expected = model(each), whole(twin)
+        assert torch.equal(output, expected)
+        expected.backward(slope)
+        with deferred.collect(microbatch):
+            output.backward(slope)
+        assert torch.equal(each.grad, twin.grad)
+    assert model[0].weight.grad is None
+    for microbatch in range(2):
+        deferred.compute(microbatch)
+    assert torch.equal(model[0].weight.grad, whole[0].weight.grad)
