@@ -69,7 +69,7 @@ def test_killed_at_twenty_random_moments_it_submits_all_and_nothing_twice(site, 
     assert set(tokens) <= known
 
 
-def test_what_no_node_can_run_is_refused_and_leaves_nothing(site, submitted):
+def test_what_no_node_can_run_is_refused_and_leaves_nothing(site):
     """Slurm lists such jobs as failed for some minutes; the next look is not to take them for a submission."""
     command = site.sweep_command("refused", [{"name": "large", "seed": 1}], "launch.memory_gib=900")
     for _ in range(2):
