@@ -65,11 +65,11 @@ def read_position(checkpoint: Path, key: str, *, cure: str) -> SavedPosition:
         raise ConfigError(key, checkpoint, f"cannot be read ({type(error).__name__})", cure) from error
     known = {each.name for each in fields(Position)}
     for name, value in saved.items():
-        rule = _RULES.get(name)
-        if rule is None:
+        checked = _RULES.get(name)
+        if checked is None:
             raise ConfigError(key, checkpoint, f"its {POSITION} has a key that is not known, {name}", cure)
-        if not rule[0](value):
-            raise ConfigError(key, checkpoint, f"its {POSITION} has {name}={json.dumps(value)}: {rule[1]}", cure)
+        if not checked[0](value):
+            raise ConfigError(key, checkpoint, f"its {POSITION} has {name}={json.dumps(value)}: {checked[1]}", cure)
     named = _step_in_name(checkpoint)
     if named not in (None, step):
         rule = f"its {POSITION} is of step {step}, and the folder's name says {named}"
