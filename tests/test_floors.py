@@ -24,7 +24,7 @@ FLOORS: dict[int, list[str]] = {
     # Sums: no torch at all.
     1: [
         """account layout hardware flops meter outcome identity host ranks loopback stop
-        run_folder points_file run_status run_search claim watchdog hang silence quiet_import metrics_file config_file git_state
+        run_folder points_file run_status run_search claim watchdog hang silence disk quiet_import metrics_file config_file git_state
         provenance failure_signs memory_kills traffic_table setting attention_order foreign json_file""",
         "schedule.action schedule.placement schedule.order schedule.timeline schedule.split",
     ],

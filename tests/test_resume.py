@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import shutil
 from dataclasses import dataclass, field, replace
 
@@ -215,6 +216,31 @@ def test_of_an_old_checkpoint_that_was_moved_only_the_link_is_removed(pool, tmp_
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000004"]
     assert (moved / ".metadata").exists()
     assert run.saved_step() == 4
+
+
+def attempt_with_small_files(made, run):
+    """An attempt under a limit of files' sizes that no checkpoint of it keeps."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        return attempt(made, run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["single", "fsdp"])
+def test_a_disk_that_fills_while_a_checkpoint_is_saved_costs_no_earlier_one(pool, straight, tmp_path, layout):
+    made = tiny.recipe(tmp_path, steps=STEPS, data=Planted(), every=2, **layout)
+    short = tiny.changed(made, steps=2)
+    run = tiny.begin(short)
+    pool.run(made.world, attempt, short, run)
+    with pytest.raises(RankFailure, match="OSError: .Errno 27. File too large: .*checkpoints'"):
+        pool.run(made.world, attempt_with_small_files, made, tiny.begin(made, run))
+    # What was begun takes no room, and the run goes on from what is whole.
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000002"]
+    after = pool.run(made.world, attempt, made, tiny.begin(made, run))
+    assert after[0].kind is OutcomeKind.DONE
+    assert after[0].trace.losses == straight(**layout)[0].trace.losses[2:]
 
 
 def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):

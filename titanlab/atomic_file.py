@@ -19,10 +19,15 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
         text: its whole new content, written as UTF-8.
         durable: also wait until the disk has it, so that it survives a power cut.
     """
+    write_bytes(path, text.encode(), durable=durable)
+
+
+def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Replace a file in one step, as `write_text` does. Where that fails the file is what it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.checkpoint.folders import another, check_checkpoint, latest, put_aside, read_checked, step_of
+from titanlab.checkpoint.folders import (
+    another,
+    check_checkpoint,
+    latest,
+    put_aside,
+    read_checked,
+    remove_unfinished,
+    step_of,
+)
 from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
+from titanlab.disk import disk_fault
 from titanlab.errors import ConfigError
 from titanlab.host import Host
 from titanlab.options import account_of
@@ -112,13 +121,23 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     Args:
         exits: exit codes of the ranks that ended badly, by rank; what they noted themselves comes first.
         memory: what shows that the kernel has killed ranks for want of memory; None: nothing does.
+
+    Raises:
+        OSError: it cannot be written.
     """
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
         notes.setdefault(rank, from_exit(code, rank=rank, attempt=attempt, memory=memory))
     found = judged(list(notes.values()), world_of(run, attempt)) if notes else from_exit(0, attempt=attempt)
     outcome = with_progress(run, found)
-    run.write_result(outcome)
+    try:
+        run.write_result(outcome)
+    except OSError as error:
+        if disk_fault(error) is None:
+            raise
+        # No rank lives any more that writes into them.
+        remove_unfinished(run.checkpoints)
+        run.write_result(outcome)
     return outcome
 
 

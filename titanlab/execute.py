@@ -14,6 +14,7 @@ from pathlib import Path
 from titanlab.attempt import begin, conclude, go_back, keep_tokenizer, missed_checkpoint
 from titanlab.console import Console
 from titanlab.data import source
+from titanlab.disk import disk_fault, tells_of_disk
 from titanlab.host import Host, check_host, this_host
 from titanlab.identity import Identity, identify
 from titanlab.launch import local
@@ -160,8 +161,15 @@ def _recorded(
     recorded = run.result(attempt)
     if recorded is not None:
         return recorded
-    outcome = conclude(run, attempt, {failure.rank: failure.exit_code for failure in failures}, memory=memory)
-    if outcome.traceback and outcome.rank not in terminal:
+    try:
+        outcome = conclude(run, attempt, {failure.rank: failure.exit_code for failure in failures}, memory=memory)
+    except OSError as error:
+        fault = disk_fault(error)
+        if fault is None:
+            raise
+        console.error(f"the run has ended, and {_shown(run.path)} cannot take a result.json: {fault}")
+        return Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=fault)
+    if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
         console.note(outcome.traceback.rstrip())
     console.end(
         f"{outcome.kind.value}: {outcome.kind.meaning}",

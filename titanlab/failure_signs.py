@@ -10,6 +10,7 @@ import re
 import resource
 from types import TracebackType
 
+from titanlab.disk import disk_fault
 from titanlab.errors import ConfigError, TitanlabError
 
 _OOM = re.compile(
@@ -57,6 +58,8 @@ def kind_name(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
         return "cancelled"
     message = str(error)
+    if disk_fault(error) is not None:
+        return "crash"
     if _is_oom(error, message):
         return "oom"
     if isinstance(error, FloatingPointError) or _NAN.search(message):

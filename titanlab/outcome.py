@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from titanlab.atomic_file import finite
+from titanlab.disk import disk_fault
 from titanlab.errors import TitanlabError
 from titanlab.failure_signs import kind_name, mere_echo
 
@@ -164,7 +165,7 @@ def from_exception(error: BaseException, *, step: int = 0, rank: int | None = No
         step=step,
         rank=rank,
         attempt=attempt,
-        cause=first_line(error),
+        cause=disk_fault(error) or first_line(error),
         # A person's mistake is told in one line; where the code stood does not matter.
         traceback=None if isinstance(error, TitanlabError) else text[-_TRACEBACK_LIMIT:],
         exit_code=exit_code(error),

@@ -212,10 +212,13 @@ class LoggingRecorder(Recorder):
 
     def abandon(self, error: BaseException) -> None:
         """This rank has raised: close what is open; whoever started it writes the result."""
-        self._metrics.close()
         # Of an echo the word is another rank's, and not known here.
         word = {} if mere_echo(error) else {"outcome": classify(error).value}
-        self._tracker.finish({**self._summary(), **word}, exit_code=exit_code(error))
+        # On a full disk these fail too: what the run failed of is said, and not that.
+        with contextlib.suppress(OSError):
+            self._metrics.close()
+        with contextlib.suppress(OSError):
+            self._tracker.finish({**self._summary(), **word}, exit_code=exit_code(error))
 
     def _summary(self) -> dict[str, object]:
         """Medians after warm-up, totals and last losses."""

@@ -6,6 +6,7 @@ result; every rank may leave a note of its own failure. docs/run-folder.md has t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlab import claim
-from titanlab.atomic_file import write_json, write_text
+from titanlab.atomic_file import write_bytes, write_json, write_text
 from titanlab.config_file import config_text, read_config
+from titanlab.disk import disk_fault
 from titanlab.errors import ConfigError
 from titanlab.identity import Identity
 from titanlab.json_file import RESTORE, check_object, read_object
@@ -37,6 +39,9 @@ FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 _OF_YOURS = "give a folder of yours: try runs=~/runs"
 _SAVED = "saved.json"
+# Room for the record of an end on a disk that has become full: results with a traceback, twice, and some ranks' notes.
+_RESERVE = ".reserve"
+_RESERVE_BYTES = 1 << 17
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
 
 
@@ -231,15 +236,21 @@ class RunFolder:
                 folder.mkdir(parents=True)
             except FileExistsError:
                 continue
-            write_text(folder / "config.yaml", config_text(config))
-            if env is not None:
-                write_json(folder / "env.json", env)
-                write_json(self.path / "env.json", env)
-            if patch is not None:
-                write_text(folder / "code.patch", patch)
+            try:
+                self._reserve_room()
+                write_text(folder / "config.yaml", config_text(config))
+                if env is not None:
+                    write_json(folder / "env.json", env)
+                    write_json(self.path / "env.json", env)
+                if patch is not None:
+                    write_text(folder / "code.patch", patch)
+                self.write_status(Status(state="starting", attempt=attempt))
+            except OSError:
+                # A full disk: an attempt without a config would be taken for the newest.
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
             # The last attempt's end is not this one's; it stays in that attempt's folder.
             (self.path / "result.json").unlink(missing_ok=True)
-            self.write_status(Status(state="starting", attempt=attempt))
             return attempt
         raise AssertionError("a million attempts")
 
@@ -260,9 +271,8 @@ class RunFolder:
         """
         if outcome.attempt:
             folder = self.attempt_folder(outcome.attempt)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "result.json", outcome.to_mapping(), durable=True)
-        write_json(self.path / "result.json", outcome.to_mapping(), durable=True)
+            self._write_end(folder / "result.json", outcome)
+        self._write_end(self.path / "result.json", outcome)
         status = self.known_status() or Status(state="ended")
         self.write_status(
             replace(
@@ -276,6 +286,7 @@ class RunFolder:
                 outcome=outcome.kind.value,
             )
         )
+        self.make_room()
 
     def note_saved(self, attempt: int, step: int) -> None:
         """Note that an attempt has saved a step: its checkpoints may be removed, and must not be missed in silence."""
@@ -284,8 +295,34 @@ class RunFolder:
     def write_failure(self, outcome: Outcome) -> None:
         """Note a rank's own failure, for `outcome.first_cause` to choose among."""
         folder = self.attempt_folder(outcome.attempt) / "failures"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"rank-{outcome.rank or 0}.json", outcome.to_mapping(), durable=True)
+        self._write_end(folder / f"rank-{outcome.rank or 0}.json", outcome)
+
+    def make_room(self) -> None:
+        """Give back the room that was reserved for the record of an end."""
+        with contextlib.suppress(OSError):
+            (self.path / _RESERVE).unlink(missing_ok=True)
+
+    def _reserve_room(self) -> None:
+        """Take the room that the record of an end needs, while there is some.
+
+        Raises:
+            OSError: there is none.
+        """
+        if not (self.path / _RESERVE).exists():
+            # Nothing that a file system could compress.
+            write_bytes(self.path / _RESERVE, os.urandom(_RESERVE_BYTES), durable=True)
+
+    def _write_end(self, path: Path, outcome: Outcome) -> None:
+        """Write how something ended, on a full disk into the room that was reserved."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, outcome.to_mapping(), durable=True)
+        except OSError as error:
+            if disk_fault(error) is None:
+                raise
+            self.make_room()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, outcome.to_mapping(), durable=True)
 
     def ask_to_cancel(self) -> None:
         """Ask whoever works on the run to save and end it as cancelled, also in an attempt that begins just now."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,9 @@ _POLL_SECONDS = 0.2
 # For the stacks of a process that native code holds, to be written into its log.
 _STACKS_SECONDS = 0.5
 _MOST_NAMED = 8
+# Between two looks at what the ranks that others have started have noted.
+_LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0
 _STATES: Mapping[str, str] = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
@@ -97,6 +101,27 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
         )
     )
     return True
+
+
+def end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, since: float) -> None:
+    """Wait for a rank's end; kill it, with a note of why, if others hang and it does not say where it stands.
+
+    Args:
+        since: when it was started, in seconds since the epoch.
+    """
+    end: float | None = None
+    while child.poll() is None:
+        if end is None and hangs_of_others(run, rank, since=since):
+            end = time.monotonic() + ANSWER_SECONDS
+        if end is not None and time.monotonic() > end:
+            note_silence(run, rank, child.pid, since=since)
+            # One that has said where it stands ends by itself, a few seconds after that.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_END_SECONDS)
+            child.kill()
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_LOOK_SECONDS)
 
 
 def await_answers(run: RunFolder, world: int, *, since: float) -> None:

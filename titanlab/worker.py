@@ -23,6 +23,7 @@ from pathlib import Path
 from titanlab.compile import cache as compiler_cache
 from titanlab.data import cache as data_cache
 from titanlab.data import source
+from titanlab.disk import disk_fault
 from titanlab.host import cores
 from titanlab.outcome import Outcome, exit_code, from_exception
 from titanlab.ranks import ALONE, Ranks, joined
@@ -88,11 +89,17 @@ def _show_stacks() -> None:
 def _failed(error: BaseException, run: RunFolder, ranks: Ranks) -> int:
     """Note the failure: whoever started the ranks tells from the notes whose made the others fail."""
     note = from_exception(error, rank=ranks.rank, attempt=max(run.attempts(), default=0))
+    told = note.echo or disk_fault(error) is not None
     if note.attempt:
-        run.write_failure(note)
-    # A mistake or an echo is told in one line, by whoever reads the notes.
-    if note.traceback and not note.echo:
-        traceback.print_exception(error)
+        try:
+            run.write_failure(note)
+        except OSError:
+            # Nothing can be written: the log and the exit code are all that is left to say it.
+            told = False
+    # A mistake, an echo or a full disk is told in one line, by whoever reads the notes.
+    if note.traceback and not told:
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
     return exit_code(error)
 
 
@@ -171,8 +178,10 @@ def _end_with_parent() -> None:
 if __name__ == "__main__":
     _show_stacks()
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A log on a full disk.
+        with contextlib.suppress(OSError):
+            stream.flush()
     # Everything is on disk. What follows in an ordinary exit is the destruction of torch's own threads, which now
     # and then aborts ("terminate called without an active exception", torch 2.13 on gloo) and would turn a run
     # that is done into a failed process. May go when torch joins its threads.

@@ -98,6 +98,12 @@ def remove(checkpoint: Path) -> OSError | None:
     return None
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what processes have left that died while they saved, of whichever step."""
+    for unfinished in folder.glob(f"step-*{PART}"):
+        remove(unfinished)
+
+
 def put_aside(folder: Path, *, after: int) -> list[Path]:
     """Rename the checkpoints after a step, so that none of them is the run's newest. Returns their new names."""
     renamed = []

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from titanlab.atomic_file import write_json
-from titanlab.checkpoint.folders import PART, checkpoints, read_checked, remove, step_folder
+from titanlab.checkpoint.folders import PART, checkpoints, read_checked, remove, remove_unfinished, step_folder
 from titanlab.checkpoint.generators import generator_states, restore_generators, saved_states
 from titanlab.checkpoint.position import POSITION, Position
 from titanlab.checkpoint.reader import CheckpointReader, load_state
+from titanlab.disk import disk_fault, refusal
 from titanlab.world import World
 
 
@@ -50,12 +52,21 @@ def save(
     final = step_folder(folder, position.step)
     part = final.with_name(final.name + PART)
     if world.rank == 0:
-        # Of this step or another: what a process left that died while it saved.
-        for unfinished in folder.glob(f"step-*{PART}"):
-            remove(unfinished)
+        remove_unfinished(folder)
         part.mkdir(parents=True)
     world.share(None)
-    dcp.save(_tensors(model, optimizer, world), checkpoint_id=part)
+    try:
+        dcp.save(_tensors(model, optimizer, world), checkpoint_id=part)
+    except CheckpointException as error:
+        # All ranks are told of it, and none writes any more.
+        refused = refusal(part)
+        world.share(None)
+        if world.rank == 0:
+            # On a full disk what is there takes the room that the record of the end needs.
+            remove(part)
+        if refused is not None and disk_fault(refused) is not None:
+            raise refused from error
+        raise
     # Each stage of a pipeline knows its own.
     shapes = dict(
         itertools.chain.from_iterable(world.gather([(n, list(p.shape)) for n, p in model.named_parameters()]))
@@ -64,14 +75,14 @@ def save(
         files = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
         write_json(part / POSITION, {**asdict(position), "parameters": shapes, "files": files}, durable=True)
         # Left by an attempt that was resumed from before this step.
-        error = remove(final)
-        if error is not None:
-            raise error
+        obstacle = remove(final)
+        if obstacle is not None:
+            raise obstacle
         part.rename(final)
         for old in checkpoints(folder)[:-keep] if keep else []:
-            error = remove(old)
-            if error is not None:
-                warn(f"the old checkpoint {old} cannot be removed: {error.strerror or error}")
+            obstacle = remove(old)
+            if obstacle is not None:
+                warn(f"the old checkpoint {old} cannot be removed: {obstacle.strerror or obstacle}")
     world.share(None)
     return final
 

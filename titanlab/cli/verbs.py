@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from titanlab import __version__
 from titanlab.console import error_line
+from titanlab.disk import disk_fault
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.outcome import OutcomeKind
 
@@ -54,6 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TitanlabError as error:
         error_line(str(error))
         return error.exit_code
+    except OSError as error:
+        fault = disk_fault(error)
+        if fault is None:
+            raise
+        error_line(fault)
+        return OutcomeKind.CRASH.exit_code
     except KeyboardInterrupt:
         # Before any rank was started: from then on Ctrl-C is theirs.
         error_line("interrupted; nothing was started")

@@ -23,14 +23,12 @@ from typing import Any
 
 from titanlab.ranks import Ranks
 from titanlab.run_folder import RunFolder
-from titanlab.silence import ANSWER_SECONDS, hangs_of_others, note_silence, note_silent_ranks
+from titanlab.silence import end_if_silent, note_silent_ranks
 from titanlab.stop import STOP_SIGNALS, handlers_kept
 
 POLL_SECONDS = 0.1
 # For the other ranks, once one has failed.
 GRACE_SECONDS = 5
-# Between two looks at what the other ranks of a world have noted, where somebody else has started them.
-_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,7 @@ def start_one(folder: Path, ranks: Ranks, *, config: Mapping[str, Any] | None = 
         if config:
             _give(child, f"{json.dumps(config)}\n")
         if ranks.world > 1:
-            _end_if_silent(RunFolder(folder), ranks.rank, child, since=begin)
+            end_if_silent(RunFolder(folder), ranks.rank, child, since=begin)
         child.wait()
     return [Failure(rank=ranks.rank, exit_code=child.returncode)] if child.returncode else []
 
@@ -102,23 +100,6 @@ def _give(child: subprocess.Popen[bytes], line: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(line.encode())
         child.stdin.close()
-
-
-def _end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, since: float) -> None:
-    """Wait for a rank's end; kill it, with a note of why, if others hang and it does not say where it stands."""
-    end: float | None = None
-    while child.poll() is None:
-        if end is None and hangs_of_others(run, rank, since=since):
-            end = time.monotonic() + ANSWER_SECONDS
-        if end is not None and time.monotonic() > end:
-            note_silence(run, rank, child.pid, since=since)
-            # One that has said where it stands ends by itself, a few seconds after that.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(GRACE_SECONDS)
-            child.kill()
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_LOOK_SECONDS)
 
 
 def _start_many(folder: Path, places: list[Ranks], logs: Path) -> list[Failure]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from titanlab.claim import claimed
+from titanlab.disk import disk_fault
 from titanlab.errors import ConfigError
 from titanlab.host import cores, this_host
 from titanlab.launch.shape import local_processes
@@ -32,6 +33,8 @@ from titanlab.sweep.sweep_folder import SweepFolder
 
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
+# Between two looks at a full disk.
+_FULL_DISK_SECONDS = 5.0
 # A job that was being started when a supervisor died has left a trace of itself by then.
 _SETTLED_SECONDS = 5.0
 
@@ -95,8 +98,17 @@ class Supervisor:
                 see it, or none.
         """
         while not (self._ending and not self._running):
-            self._collect()
-            self._take_stock()
+            try:
+                self._collect()
+                self._take_stock()
+            except OSError as error:
+                # Nothing can be noted on a full disk: jobs that run go on, and none is started until there is room.
+                fault = disk_fault(error)
+                if fault is None:
+                    raise
+                _say(fault)
+                time.sleep(_FULL_DISK_SECONDS)
+                continue
             if self._waiting and not self._ending and self._has_room(self._waiting[0]):
                 self._start(self._waiting[0])
             elif self._waiting or self._running:
@@ -192,12 +204,21 @@ class Supervisor:
                     self._waiting.remove(job)
                     return
                 record = LocalJob(state="starting", started=time.time(), devices=devices)
+                # Where that cannot be noted nothing is started: it would be started twice.
                 write_local_job(self._folder.path, *job.key, record)
                 process = start(self._folder, job.submission, job.index, devices, variables=_threads(job))
                 record = replace(record, state="running", pid=process.pid, born=born_at(process.pid))
-                write_local_job(self._folder.path, *job.key, record)
+                with contextlib.suppress(OSError):
+                    write_local_job(self._folder.path, *job.key, record)
         except ConfigError:
             return  # Somebody submits just now; the next look is soon.
+        except OSError as error:
+            fault = disk_fault(error)
+            if fault is None:
+                raise
+            _say(f"{job.run} is not started: {fault}")
+            time.sleep(_FULL_DISK_SECONDS)
+            return
         self._waiting.remove(job)
         self._running[job.key] = _Running(job=job, record=record, process=process, devices=devices)
         _say(f"{job.run} is started: {counted(job.processes, 'rank')}, controller {process.pid}")
@@ -239,8 +260,10 @@ def _threads(job: _Job) -> dict[str, str]:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
-    sys.stdout.flush()
+    # A log on a full disk loses lines; jobs must not be lost with them.
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        sys.stdout.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from titanlab.atomic_file import write_json
 from titanlab.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
 from titanlab.checkpoint.folders import latest
 from titanlab.data import source
+from titanlab.disk import disk_fault
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.host import check_host, this_host
 from titanlab.launch.child import Child
@@ -104,6 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except TitanlabError as error:
             _say(f"error: {error}")
             return error.exit_code
+        except OSError as error:
+            fault = disk_fault(error)
+            if fault is None:
+                raise
+            _say(f"error: {fault}")
+            return OutcomeKind.CRASH.exit_code
 
 
 def _lead(job: Job) -> int:
