@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
         "--validation-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)"
     )
     given = parser.parse_args(arguments)
-    write_token_shards(
+    index = write_token_shards(
         given.files,
         given.folder,
         tokenizer=given.tokenizer,
@@ -30,5 +30,6 @@ def main(arguments: Sequence[str]) -> int:
         validation_fraction=given.validation_fraction,
         report=print,
     )
-    print(f"titanlab train data=tokens data.folder={given.folder}")
+    # The small models have fewer words than most tokenizers, and are refused with those.
+    print(f"titanlab train data=tokens data.folder={given.folder} model.vocab_size={index.vocab_size}")
     return 0
