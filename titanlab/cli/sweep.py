@@ -26,7 +26,7 @@ usage: titanlab sweep [+sweeps=NAME] [KEY=VALUE,VALUE …] [KEY=VALUE …] [FLAG
 
   titanlab sweep +sweeps=quickstart_layouts               a sweep's file, on this host
   titanlab sweep +sweeps=quickstart_layouts --dry-run     what it would submit, what it drops, and why
-  titanlab sweep parallelism=fsdp,fsdp_tp seed=0,1        four points: every value with every other
+  titanlab sweep parallelism=ddp,fsdp world=2 seed=0,1    four points: every value with every other
   titanlab sweep +sweeps=… launch=slurm cluster=h100      jobs of Slurm, each with the nodes of its layout
 
   -n, --dry-run   plan and say what would be submitted; nothing is written
