@@ -3,12 +3,14 @@
 Every run here is the command that a person types, on data with planted faults.
 """
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -295,3 +297,37 @@ def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):
     place = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="a", port=1, started_by="torchrun")
     assert local.start_one(tmp_path, place, config=given) == []
     assert json.loads((tmp_path / "given").read_text()) == given
+
+
+def workers(parent):
+    """Processes of ranks below a process, by rank."""
+    found = {}
+    for pid in children(parent):
+        found |= workers(pid)
+        with contextlib.suppress(OSError):
+            if b"titanlab.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                (rank,) = [entry.removeprefix(b"RANK=") for entry in entries if entry.startswith(b"RANK=")]
+                found[int(rank)] = pid
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["local", "torchrun"])
+def test_a_rank_that_is_stopped_is_the_one_that_is_named(command, rank, how):
+    given = ["training.steps=2000", "data.seconds=0.05", "training.step_timeout_seconds=8", "parallelism=ddp"]
+    if how == "local":
+        process = command.start(*given, "world=2")
+    else:
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "titanlab")
+        process = command.start(*given, launcher=launcher)
+    run = command.reached(3)
+    ranks = workers(process.pid)
+    os.kill(ranks[rank], signal.SIGSTOP)
+    process.communicate(timeout=180)
+    result = run.result()
+    assert (result.kind, result.rank, result.echo) == (OutcomeKind.HANG, rank, False)
+    assert f": rank {rank} does not answer: its process is stopped (SIGSTOP); steps before it took" in result.cause
+    assert result.cause.endswith("training.step_timeout_seconds=8")
+    assert [pid for pid in ranks.values() if alive(pid)] == []
