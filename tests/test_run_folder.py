@@ -182,13 +182,19 @@ def test_ranks_note_their_failures(tmp_path):
     assert run.result() is None
 
 
-def test_damaged_files_read_as_missing(tmp_path):
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_file_is_named_and_one_that_nothing_depends_on_reads_as_missing(tmp_path, content):
     run = make(tmp_path)
-    for name in ("status.json", "result.json", "env.json", "identity.json"):
-        for content in ("", "{", "[]"):
-            (run.path / name).write_text(content)
-            assert (run.status(), run.result(), run.env(), run.identity()).count(None) >= 1
-    assert (run.status(), run.result(), run.env(), run.identity()) == (None, None, None, None)
+    for name, read in (("status.json", run.status), ("result.json", run.result), ("identity.json", run.identity)):
+        (run.path / name).write_text(content)
+        with pytest.raises(ConfigError, match=f"^run=.*{name}: "):
+            read()
+    (run.path / "env.json").write_text(content)
+    assert run.env() is None
+    # Whoever ends the run needs no status, and writes one.
+    assert run.known_status() is None
+    run.write_result(Outcome(kind=OutcomeKind.DONE))
+    assert (run.status().state, run.result().kind) == ("ended", OutcomeKind.DONE)
 
 
 def test_a_later_version_may_add_keys_to_the_status(tmp_path):

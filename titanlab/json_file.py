@@ -50,7 +50,7 @@ def check_object(
         ConfigError: another schema, or a value of another type.
     """
     if value.get("schema", schema) != schema:
-        rule = f"{path} is of another schema than {schema}, which this version of titanlab reads"
+        rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
         raise ConfigError("schema", value["schema"], rule, "use the version that made it")
     for key, kind in kinds.items():
         given = value.get(key)
