@@ -223,7 +223,7 @@ def test_ranks_of_others_keep_one_record(tmp_path, starts, console, monkeypatch)
 def saved(run, shapes):
     step = run.checkpoints / "step-00000004"
     step.mkdir()
-    (step / ".metadata").touch()
+    (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
     (step / "position.json").write_text(json.dumps({"step": 4, "parameters": shapes}))
 
 

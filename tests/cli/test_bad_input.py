@@ -225,7 +225,7 @@ def stuff(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         step = folder / run / "checkpoints" / ("step-00000300" if position else "step-00000300.part")
         step.mkdir(parents=True)
-        (step / ".metadata").touch()
+        (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
         if position:
             (step / "position.json").write_text(position)
     return folder
@@ -396,7 +396,7 @@ def run(tmp_path: Path) -> Path:
     run = create_run(made.runs, name="toy", identity=identity, config=to_mapping(made))
     step = run.checkpoints / "step-00000003"
     step.mkdir()
-    (step / ".metadata").touch()
+    (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
     shapes = {name: list(shape) for name, shape in llama_account.account(made.model).parameters.items()}
     (step / "position.json").write_text(json.dumps({"step": 3, "parameters": shapes}))
     return run.path
