@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests import tiny
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
 from titanlab.outcome import Outcome, OutcomeKind
