@@ -104,3 +104,10 @@ def changed(made: Recipe, **given) -> Recipe:
         **given,
     )
     return resolve(made, world=None, accelerator="cpu", device="cpu")
+
+
+# A checkpoint's `.metadata` that has no entries, written by hand: what makes a real one imports torch.
+EMPTY_METADATA = (
+    b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
+    b"\x8c\x13state_dict_metadata}\x8c\x0cstorage_data}ub."
+)

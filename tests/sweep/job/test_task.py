@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests import tiny
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
 from titanlab.outcome import Outcome, OutcomeKind
@@ -150,7 +151,7 @@ def test_what_is_refused_at_the_start_is_a_result_too(jobs):
     run = jobs.run(2, steps=3)
     saved = run.checkpoints / "step-00000001"
     saved.mkdir()
-    (saved / ".metadata").touch()
+    (saved / ".metadata").write_bytes(tiny.EMPTY_METADATA)
     (saved / "position.json").write_text('{"step": 1, "parameters": {}}')
     codes, said = ended(jobs.start(run, 2))
     result = run.result()
