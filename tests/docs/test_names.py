@@ -104,7 +104,7 @@ def wrong_name(text):
 
 @functools.cache
 def known_flag(flag, verb):
-    return verb != "completion" and re.search(rf"(?<![\w-]){flag}(?![\w-])", help_of(verb)) is not None
+    return re.search(rf"(?<![\w-]){flag}(?![\w-])", help_of(verb)) is not None
 
 
 @pytest.mark.parametrize("page", PAGES)
