@@ -41,7 +41,7 @@ def conf(tmp_path: Path) -> Path:
         ("+hydra.job.env_set.A=b", "hydra.job.env_set.A", "launch.environment"),
         ("hydra.verbose=true", "hydra.verbose", "logs in its own folder"),
         ("hydra/job_logging=default", "hydra/job_logging", "logs in its own folder"),
-        ("+hydra.callbacks.x._target_=os.system", "hydra.callbacks.x._target_", "nothing calls them"),
+        ("+hydra.callbacks.x.of=mine", "hydra.callbacks.x.of", "nothing calls them"),
         ("hydra.runtime.cwd=/x", "hydra.runtime.cwd", "leave it out"),
         ("'hydra={run:{dir:x}}'", "hydra", "--help has the keys"),
     ],

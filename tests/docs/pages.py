@@ -6,13 +6,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlab.cli import verbs
+
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 DECISIONS = sorted(f"docs/decisions/{path.name}" for path in (ROOT / "docs" / "decisions").glob("*.md"))
 CONFIGS = sorted(
     str(path.relative_to(ROOT)) for folder in ("conf", "sweeps", "launch") for path in (ROOT / folder).rglob("*.yaml")
 )
-VERBS = "train sweep status cancel retry collect resume generate schedule tokenize download-tokenizer import export completion"
+VERBS = " ".join(verbs.VERBS)
 TITANLAB = rf"titanlab (?:{VERBS.replace(' ', '|')})\b"
 # A line of a block that begins with one of these is a command.
 PROGRAM = re.compile(

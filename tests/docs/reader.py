@@ -110,9 +110,13 @@ class Reader:
         for module in ("titanlab.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
             patch(f"{module}.this_host", lambda: self._host)
         patch("titanlab.cli.train.execute", began)
-        patch("titanlab.cli.resume.continue_run", lambda *given: Outcome(kind=OutcomeKind.DONE))
+        patch(
+            "titanlab.cli.resume.find_run_or_checkpoint",
+            lambda text, runs: (find_run(text.partition("/checkpoints/")[0], runs), None),
+        )
+        patch("titanlab.cli.resume.continue_run", lambda *given, **more: Outcome(kind=OutcomeKind.DONE))
         # Whether Slurm is here is no matter of what is written.
-        patch("titanlab.cli.sweep.check_study", lambda study: check_study(study, submits=False))
+        patch("titanlab.cli.sweep.check_study", lambda study: check_study(study, submits=False, answered=False))
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
         patch("titanlab.cli.sweep._tell", lambda *given: None)
         patch("titanlab.cli.sweep.follow", lambda folder: [])
@@ -123,6 +127,8 @@ class Reader:
         patch("titanlab.cli.generate.find", lambda folder, key: None)
         said = SimpleNamespace(generate=lambda *given, **more: iter(["…"]))
         patch("titanlab.cli.generate.importlib", SimpleNamespace(import_module=lambda name: said))
+        made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
+        patch("titanlab.cli.sync.rebuild", lambda run: made)
         patch("titanlab.cli.export.from_run", lambda text, runs, *, step: find_run(text, runs))
         patch("titanlab.cli.export.write_hf", lambda origin, into, **given: self._exported(into))
         patch("titanlab.cli.import_weights.fetch_model", lambda name, **given: Path("given/small-hf"))

@@ -15,6 +15,7 @@ from typing import Any
 from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString, Sweep
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
@@ -61,7 +62,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise _starts_by_itself(key, typed)
         try:
             (override,) = OverridesParser.create().parse_overrides([text])
-            values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+            values = list(_given_values(override.value()))
         except (HydraException, ValueError, TypeError, AttributeError):
             continue
         for value in values:
@@ -70,6 +71,15 @@ def check_overrides(overrides: Sequence[str]) -> None:
             # A mapping's keys may be texts with quotes.
             for path, found in _code(value, key, within_hydra=key.startswith("hydra")):
                 raise ConfigError(path, found, _RULE, _CURE)
+
+
+def _given_values(value: Any) -> Iterator[Any]:
+    """What is given for a key: one value, or those of `choice(…)`. A range has numbers only, perhaps billions."""
+    if isinstance(value, ChoiceSweep):
+        for each in value.list:
+            yield from _given_values(each)
+    elif not isinstance(value, Sweep):
+        yield value
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
@@ -99,7 +109,7 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
 
 def _check_search_path(entries: Any) -> None:
     for entry in entries if isinstance(entries, list) else [entries]:
-        text = str(entry)
+        text = entry.text if isinstance(entry, QuotedString) else str(entry)
         if text.startswith("pkg://") and text.removeprefix("pkg://") not in conf_packages():
             cure = "give a folder, or install a package with options: docs/models-of-your-own.md"
             raise ConfigError("hydra.searchpath", text, "would import a module, and a config never runs code", cure)
@@ -107,6 +117,8 @@ def _check_search_path(entries: Any) -> None:
 
 def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, Any]]:
     """Keys, with their values, by which a config would have code run."""
+    if isinstance(node, QuotedString):
+        node = node.text
     last = path.rpartition(".")[2].strip("'\"")
     if last in (_TARGET, "()") or (within_hydra and last == "class" and node not in _CLASSES):
         yield path, node
