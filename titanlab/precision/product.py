@@ -39,7 +39,7 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 PLAIN = Product(
-    forward=F.linear,
+    forward=lambda inputs, weight, bias: F.linear(inputs, weight, bias),
     of_inputs=lambda gradient, weight: gradient @ weight,
     of_weight=lambda gradient, inputs: rows(gradient).t() @ rows(inputs),
 )
