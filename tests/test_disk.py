@@ -1,5 +1,6 @@
 """A disk that takes nothing more: how it is told, and that every end has a record all the same."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -27,12 +28,18 @@ def run(tmp_path):
     return tiny.begin(tiny.recipe(tmp_path))
 
 
-@pytest.fixture
-def tiny_files():
-    """A limit under which no file of this process may grow: every write of a byte fails, as on a full disk."""
+@contextlib.contextmanager
+def tiny_files(size=0):
+    """No file of this process may be longer: with 0 every write of a byte fails, as on a full disk.
+
+    Left before the test ends: pytest itself may be writing into a file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size=0: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
@@ -83,22 +90,21 @@ def test_a_full_cache_of_data_is_no_fault_of_the_data(monkeypatch):
     assert classify(raised.value) is OutcomeKind.CRASH
 
 
-def test_a_file_that_cannot_be_replaced_is_what_it_was(tmp_path, tiny_files):
+def test_a_file_that_cannot_be_replaced_is_what_it_was(tmp_path):
     write_text(tmp_path / "a.json", "before")
-    tiny_files()
-    with pytest.raises(OSError, match="File too large"):
+    with tiny_files(), pytest.raises(OSError, match="File too large"):
         write_text(tmp_path / "a.json", "after")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text() == "before"
 
 
-def test_what_refuses_a_checkpoint_is_found_by_lengthening_its_files(tmp_path, tiny_files):
+def test_what_refuses_a_checkpoint_is_found_by_lengthening_its_files(tmp_path):
     part = tmp_path / "checkpoints" / "step-00000002.part"
     part.mkdir(parents=True)
     (part / "__0_0.distcp").write_bytes(bytes(5000))
     assert refusal(part) is None
-    tiny_files(5000)
-    error = refusal(part)
+    with tiny_files(5000):
+        error = refusal(part)
     assert (error.errno, error.filename) == (errno.EFBIG, str(tmp_path / "checkpoints"))
 
 
@@ -172,14 +178,12 @@ def test_a_verb_says_it_in_a_line(monkeypatch, capsys):
     assert capsys.readouterr().err == f"error: {disk_fault(full('/runs/x'))}\n"
 
 
-def test_metrics_that_cannot_be_written_are_whole_rows_again_in_the_next_attempt(run, tiny_files):
+def test_metrics_that_cannot_be_written_are_whole_rows_again_in_the_next_attempt(run):
     with run.open_metrics(1) as writer:
         writer.write("train", 1, {"loss": 1.0})
         size = (run.path / "metrics.jsonl").stat().st_size
-        tiny_files(size + 10)
-        with pytest.raises(OSError, match="File too large"):
+        with tiny_files(size + 10), pytest.raises(OSError, match="File too large"):
             writer.write("train", 2, {"loss": 1.0})
-    tiny_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     with RunFolder(run.path).open_metrics(2, resumed_step=1) as writer:
         writer.write("train", 2, {"loss": 2.0})
     assert [(row["step"], row["loss"]) for row in run.metrics("train")] == [(1, 1.0), (2, 2.0)]
