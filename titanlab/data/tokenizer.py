@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlab.data.tiktoken_file import is_tiktoken, read_tiktoken
+from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
 from titanlab.data.watched_encoding import WatchedEncoding, unknown_patterns
 from titanlab.errors import ConfigError
 from titanlab.host import cores
@@ -201,6 +201,9 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
             raise ConfigError(
                 key, path, f"is in tiktoken's format, and damaged: {error}", f"fetch it again, or the model's {_JSON}"
             ) from error
+        except OtherModelError as error:
+            rule = f"is in tiktoken's format and {error}; only Llama 3's can be read"
+            raise ConfigError(key, path, rule, f"give the {_JSON} of that model") from error
         self._set_up(path, content, key)
 
     def save_json(self, path: Path) -> None:
