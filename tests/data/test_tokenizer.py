@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.data.conftest import text
-from titanlab.data.tokenizer import Tokenizer, load
+from titanlab.data.tokenizer import Tokenizer, keep, load
 from titanlab.data.tokenizer_training import train
 from titanlab.errors import ConfigError
 
@@ -153,3 +153,24 @@ def test_a_tokenizer_of_two_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="has 2 tokens, which write no text"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mine.json", "mine", "tokenizer.model", "tokenizer.json"])
+def test_a_tokenizer_is_kept_where_it_is_found(tmp_path: Path, json_file: Path, name: str) -> None:
+    for folder in ("mine", "kept"):
+        (tmp_path / folder).mkdir()
+    mine = tmp_path / "mine" / name
+    mine.write_bytes(json_file.read_bytes())
+    mine.with_name("tokenizer_config.json").write_bytes(json_file.with_name("tokenizer_config.json").read_bytes())
+    assert keep(mine, tmp_path / "kept") == "tokenizer.json"
+    assert sorted(each.name for each in (tmp_path / "kept").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert load(tmp_path / "kept").fingerprint == load(mine).fingerprint == load(json_file).fingerprint
+
+
+def test_a_model_of_another_name_is_kept_where_it_is_found(tmp_path: Path, model_file: Path) -> None:
+    (tmp_path / "mine.json").write_bytes(model_file.read_bytes())
+    (tmp_path / "kept").mkdir()
+    assert keep(tmp_path / "mine.json", tmp_path / "kept") == "tokenizer.model"
+    assert load(tmp_path / "kept").fingerprint == load(model_file).fingerprint
+    # It is there already.
+    assert keep(tmp_path / "kept" / "tokenizer.model", tmp_path / "kept") == "tokenizer.model"

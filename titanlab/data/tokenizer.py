@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from titanlab.data.watched_encoding import WatchedEncoding, unknown_patterns
 from titanlab.errors import ConfigError
 from titanlab.host import cores
 
-_MODEL, _JSON = "tokenizer.model", "tokenizer.json"
+_MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Of a model as Meta released it, in a folder of the hub.
 ORIGINAL = "original/tokenizer.model"
 # Names under which tokenizers without a `tokenizer_config.json` keep their special tokens.
@@ -89,6 +90,19 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
     if is_tiktoken(content):
         return TiktokenTokenizer(path, content, key)
     return SentencePieceTokenizer(path, content, key)
+
+
+def keep(file: Path, folder: Path) -> str:
+    """Copy a tokenizer's file, and the tokenizer_config.json beside it, to where `find` finds them.
+
+    Returns the file's name there, which follows from its content: whoever made it may have called it anything.
+    """
+    name = _JSON if file.read_bytes().lstrip()[:1] == b"{" else _MODEL
+    for source, target in ((file, folder / name), (file.with_name(_CONFIG), folder / _CONFIG)):
+        if source.is_file() and source != target:
+            # Content only: the files of the hub's cache may be such that nobody may write.
+            shutil.copyfile(source, target)
+    return name
 
 
 class SentencePieceTokenizer:
@@ -169,7 +183,7 @@ class HuggingFaceTokenizer:
         if len(vocabulary) < _FEWEST_TOKENS:
             raise _too_few(path, len(vocabulary), key)
         self.vocab_size = max(vocabulary.values()) + 1
-        declared = _declared(path.with_name("tokenizer_config.json"))
+        declared = _declared(path.with_name(_CONFIG))
         self.bos_id = _special(vocabulary, declared, "bos_token", _BOS_NAMES)
         self.eos_id = _special(vocabulary, declared, "eos_token", _EOS_NAMES)
         self.fingerprint = _fingerprint(content + f"{self.bos_id} {self.eos_id}".encode())
