@@ -174,3 +174,37 @@ def test_a_model_of_another_name_is_kept_where_it_is_found(tmp_path: Path, model
     assert load(tmp_path / "kept").fingerprint == load(model_file).fingerprint
     # It is there already.
     assert keep(tmp_path / "kept" / "tokenizer.model", tmp_path / "kept") == "tokenizer.model"
+
+
+def added(name: str, number: int) -> dict[str, object]:
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    return {"id": number, "content": name, "special": True, **dict.fromkeys(flags, False)}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens", "rule"),
+    [
+        ({"a": 0, "b": 1, "c": 1}, [], "gives the id 1 to two tokens"),
+        ({"a": 0, "b": 1, "c": 9_000_000}, [], "has ids up to 9000000 and only 3 tokens"),
+        ({"a": 0, "b": 1, "c": 2**32 - 1}, [], "has ids up to 4294967295 and only 3 tokens"),
+        ({"a": 0, "b": 1, "c": 2**40}, [], r"is no tokenizer\.json .*expected u32"),
+        ({"a": 0, "b": 1, "c": -1}, [], r"is no tokenizer\.json .*expected u32"),
+        ({"a": 0, "b": 1, "c": 2}, [added("a", 500)], "'a' the id 500, and the tokenizers library gives it 0"),
+        ({"a": 0, "b": 1, "c": 2}, [added("d", 500)], "'d' the id 500, and the tokenizers library gives it 3"),
+    ],
+    ids=["one id for two", "a gap", "32 bits", "64 bits", "negative", "moved", "beyond"],
+)
+def test_a_vocabulary_that_no_model_can_use_is_refused(
+    tmp_path: Path, vocabulary: dict[str, int], tokens: list[dict[str, object]], rule: str
+) -> None:
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": tokens, "model": model}))
+    with pytest.raises(ConfigError, match=rule) as refused:
+        load(tmp_path)
+    assert refused.value.key == "data.tokenizer"
+
+
+def test_a_description_that_nests_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": ' + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"is no tokenizer\.json"):
+        load(tmp_path)
