@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from titanlab.checkpoint.folders import (
 )
 from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
+from titanlab.data.tokenizer import keep
 from titanlab.disk import disk_fault
 from titanlab.errors import ConfigError
 from titanlab.host import Host
@@ -109,10 +109,7 @@ def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
     if tokenizer is None:
         return
     run.tokenizer.mkdir(exist_ok=True)
-    for name in (tokenizer.file.name, "tokenizer_config.json"):
-        kept = tokenizer.file.with_name(name)
-        if kept.is_file():
-            shutil.copy(kept, run.tokenizer)
+    keep(tokenizer.file, run.tokenizer)
 
 
 def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: str | None = None) -> Outcome:

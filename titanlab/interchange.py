@@ -99,8 +99,9 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
         if copy_tokenizer(origin.tokenizer, part):
             found = tokenizers.load(part, "tokenizer")
             if isinstance(found, tokenizers.TiktokenTokenizer):
-                # transformers takes a tokenizer.model for SentencePiece's.
+                # Everybody else takes a tokenizer.model for SentencePiece's.
                 found.save_json(part / "tokenizer.json")
+                found.file.unlink()
             write_tokenizer_config(part, bos_id=found.bos_id, eos_id=found.eos_id, context=origin.context)
         config = {
             **family.to_hf(source.model, context=origin.context),

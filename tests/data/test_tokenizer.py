@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.data.conftest import text
-from titanlab.data.tokenizer import Tokenizer, load
+from titanlab.data.tokenizer import Tokenizer, keep, load
 from titanlab.data.tokenizer_training import train
 from titanlab.errors import ConfigError
 
@@ -152,4 +152,59 @@ def test_a_tokenizer_of_two_tokens_is_refused(tmp_path: Path) -> None:
     content = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="has 2 tokens, which write no text"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mine.json", "mine", "tokenizer.model", "tokenizer.json"])
+def test_a_tokenizer_is_kept_where_it_is_found(tmp_path: Path, json_file: Path, name: str) -> None:
+    for folder in ("mine", "kept"):
+        (tmp_path / folder).mkdir()
+    mine = tmp_path / "mine" / name
+    mine.write_bytes(json_file.read_bytes())
+    mine.with_name("tokenizer_config.json").write_bytes(json_file.with_name("tokenizer_config.json").read_bytes())
+    assert keep(mine, tmp_path / "kept") == "tokenizer.json"
+    assert sorted(each.name for each in (tmp_path / "kept").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert load(tmp_path / "kept").fingerprint == load(mine).fingerprint == load(json_file).fingerprint
+
+
+def test_a_model_of_another_name_is_kept_where_it_is_found(tmp_path: Path, model_file: Path) -> None:
+    (tmp_path / "mine.json").write_bytes(model_file.read_bytes())
+    (tmp_path / "kept").mkdir()
+    assert keep(tmp_path / "mine.json", tmp_path / "kept") == "tokenizer.model"
+    assert load(tmp_path / "kept").fingerprint == load(model_file).fingerprint
+    # It is there already.
+    assert keep(tmp_path / "kept" / "tokenizer.model", tmp_path / "kept") == "tokenizer.model"
+
+
+def added(name: str, number: int) -> dict[str, object]:
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    return {"id": number, "content": name, "special": True, **dict.fromkeys(flags, False)}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens", "rule"),
+    [
+        ({"a": 0, "b": 1, "c": 1}, [], "gives the id 1 to two tokens"),
+        ({"a": 0, "b": 1, "c": 9_000_000}, [], "has ids up to 9000000 and only 3 tokens"),
+        ({"a": 0, "b": 1, "c": 2**32 - 1}, [], "has ids up to 4294967295 and only 3 tokens"),
+        ({"a": 0, "b": 1, "c": 2**40}, [], r"is no tokenizer\.json .*expected u32"),
+        ({"a": 0, "b": 1, "c": -1}, [], r"is no tokenizer\.json .*expected u32"),
+        ({"a": 0, "b": 1, "c": 2}, [added("a", 500)], "'a' the id 500, and the tokenizers library gives it 0"),
+        ({"a": 0, "b": 1, "c": 2}, [added("d", 500)], "'d' the id 500, and the tokenizers library gives it 3"),
+    ],
+    ids=["one id for two", "a gap", "32 bits", "64 bits", "negative", "moved", "beyond"],
+)
+def test_a_vocabulary_that_no_model_can_use_is_refused(
+    tmp_path: Path, vocabulary: dict[str, int], tokens: list[dict[str, object]], rule: str
+) -> None:
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": tokens, "model": model}))
+    with pytest.raises(ConfigError, match=rule) as refused:
+        load(tmp_path)
+    assert refused.value.key == "data.tokenizer"
+
+
+def test_a_description_that_nests_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": ' + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"is no tokenizer\.json"):
         load(tmp_path)

@@ -1,34 +1,88 @@
 """The process that encodes for `watched_encoding.py`, which may end it at any time.
 
-    python -m titanlab.data.encoding_worker FILE
+    python -m titanlab.data.encoding_worker
 
-A line of JSON in: [what, values]; one out: [whether it was given up, the result].
+A line of JSON in: [what, values, seconds].
+One out: ["done", the result], ["refused", [rule, cure]] or ["given up", ""].
 """
 
 from __future__ import annotations
 
 import json
+import signal
+import string
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlab.data.tokenizer import HuggingFaceTokenizer
+from titanlab.errors import ConfigError
+
+# Seconds after which the kernel ends this process, beside those that it is given: whoever asked may be gone.
+_GRACE = 5.0
+_RUN = 1000
+_PLAIN = "The 1st line, it's naïve: 'x' == \"y\"\n\n  def f(x):\r\n\treturn {x: 中文}\n"
+
+
+class _Worker:
+    """One tokenizer and the questions to it."""
+
+    _tokenizer: HuggingFaceTokenizer
+
+    def load(self, path: str) -> list[int | None]:
+        """Read it. Returns what is to be known of it: tokens, beginning and end of text."""
+        file = Path(path)
+        self._tokenizer = HuggingFaceTokenizer(file, file.read_bytes(), "", watched=False)
+        return [self._tokenizer.vocab_size, self._tokenizer.bos_id, self._tokenizer.eos_id]
+
+    def probe(self, values: tuple[Sequence[str], float]) -> None:
+        """Have every part of it see text on which regular expressions are slow: long runs of one character.
+
+        Args:
+            values: its regular expressions, and after how many seconds of computing the kernel ends this process.
+        """
+        patterns, seconds = values
+        # Of computing, on all cores together: a busy machine shortens nothing.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        characters = dict.fromkeys("a0 \n'=é中" + "".join(filter(str.isprintable, "".join(patterns))))
+        runs = [character * _RUN for character in list(characters)[:40]]
+        text = _PLAIN + "!".join([*runs, string.ascii_letters * 10, string.punctuation * 10])
+        try:
+            ids = self._tokenizer.encode(text)
+        except ConfigError as error:
+            if _is_given_up(error):
+                raise
+            # It may know no such text: that is for the corpus to tell.
+            ids = list(range(min(self._tokenizer.vocab_size, _RUN)))
+        self._tokenizer.decode(ids)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return self._tokenizer.encode_many(texts)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+def _is_given_up(error: ConfigError) -> bool:
+    """Whether Oniguruma has come to its limit on backtracking, which the library turns into a panic."""
+    return "retry-limit" in str(error.__cause__)
 
 
 def main() -> None:
     """Answer until the input ends."""
-    path = Path(sys.argv[1])
-    tokenizer = HuggingFaceTokenizer(path, path.read_bytes(), "tokenizer", watched=False)
+    worker = _Worker()
     for line in sys.stdin.buffer:
-        what, values = json.loads(line)
-        result: Any = None
+        what, values, seconds = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE)
+        answer: list[Any]
         try:
-            result = tokenizer.decode(values) if what == "decode" else tokenizer.encode_many(values)
-        # Oniguruma's limit on backtracking comes out of the library as a panic, which is no Exception.
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":
-                raise
-        sys.stdout.write(json.dumps([result is None, result]) + "\n")
+            answer = ["done", getattr(worker, what)(values)]
+        except ConfigError as error:
+            answer = ["given up", ""] if _is_given_up(error) else ["refused", [error.rule, error.cure]]
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 

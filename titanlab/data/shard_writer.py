@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -12,7 +11,7 @@ import numpy.typing as npt
 
 from titanlab.data.index import BYTES, Index, Shard, dtype_for, write_index
 from titanlab.data.stream import Report
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.tokenizer import Tokenizer, keep
 
 SHARD_TOKENS = 1 << 30
 """A file ends with the document that reaches this many tokens."""
@@ -57,14 +56,12 @@ def write_documents(
     found = {name: split.shards for name, split in splits.items()}
     if tail_fraction > 0 and any(found.values()) and not all(found.values()):
         found = _cut_tail(folder, found["train"] or found["validation"], tail_fraction, BYTES[dtype])
-    suffix = ".json" if tokenizer_file.suffix == ".json" else ".model"
-    _copy_tokenizer(tokenizer_file, folder / f"tokenizer{suffix}")
     index = Index(
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
-        tokenizer=f"tokenizer{suffix}",
+        tokenizer=keep(tokenizer_file, folder),
         fingerprint=fingerprint,
         train=tuple(found["train"]),
         validation=tuple(found["validation"]),
@@ -132,14 +129,6 @@ def _cut_tail(folder: Path, shards: list[Shard], fraction: float, token_bytes: i
 def _renamed(folder: Path, shard: Shard, name: str) -> Shard:
     (folder / shard.file).rename(folder / name)
     return Shard(file=name, tokens=shard.tokens, documents=shard.documents)
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    if source != target:
-        shutil.copyfile(source, target)
-    beside = source.with_name("tokenizer_config.json")
-    if target.suffix == ".json" and beside.is_file() and beside.parent != target.parent:
-        shutil.copyfile(beside, target.with_name(beside.name))
 
 
 class _SplitWriter:

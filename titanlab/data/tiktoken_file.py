@@ -23,7 +23,23 @@ SPECIAL = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
     *(f"<|reserved_special_token_{number}|>" for number in range(5, 251)),
 )
+# Ranks in files of others, whose text is split in another way: with Llama 3's pattern they would give wrong tokens.
+_OTHERS = {
+    50256: "GPT-2 (r50k_base)",
+    50280: "Codex (p50k_base)",
+    100256: "GPT-4 (cl100k_base)",
+    151643: "Qwen",
+    163584: "Kimi K2",
+    199998: "GPT-4o (o200k_base)",
+    200000: "Llama 4",
+}
 _BYTES = 256
+# Bytes. A token is cut at each of them, which takes time and memory by the square of its length.
+_LONGEST = 512
+
+
+class OtherModelError(Exception):
+    """The file is that of another model than Llama 3."""
 
 
 def is_tiktoken(content: bytes) -> bool:
@@ -36,9 +52,12 @@ def read_tiktoken(content: bytes) -> Any:
 
     Raises:
         ValueError: the file is damaged.
+        OtherModelError: it has as many ranks as that of a model whose text is split in another way.
     """
     tokenizers: Any = importlib.import_module("tokenizers")
     ranks = _ranks(content)
+    if len(ranks) in _OTHERS:
+        raise OtherModelError(f"has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}")
     # The library's tokens are texts: every byte has a character of its own, GPT-2's.
     characters = _characters()
     texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
@@ -70,6 +89,8 @@ def _ranks(content: bytes) -> dict[bytes, int]:
             place = int(rank)
         except (ValueError, binascii.Error) as error:
             raise ValueError(f"line {number} is no token and rank") from error
+        if len(token) > _LONGEST:
+            raise ValueError(f"line {number} has a token of {len(token)} bytes")
         if place != len(ranks) or not token or token in ranks:
             raise ValueError(f"line {number} has not the next rank, or a token twice")
         ranks[token] = place

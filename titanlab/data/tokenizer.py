@@ -6,24 +6,24 @@ import contextlib
 import hashlib
 import importlib
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlab.data.tiktoken_file import is_tiktoken, read_tiktoken
+from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
+from titanlab.data.tokenizer_rules import check_size, check_vocabulary
 from titanlab.data.watched_encoding import WatchedEncoding, unknown_patterns
 from titanlab.errors import ConfigError
 from titanlab.host import cores
 
-_MODEL, _JSON = "tokenizer.model", "tokenizer.json"
+_MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Of a model as Meta released it, in a folder of the hub.
 ORIGINAL = "original/tokenizer.model"
 # Names under which tokenizers without a `tokenizer_config.json` keep their special tokens.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _SPACE = "\u2581"
-# A letter, another one and what stands between words. A file of fewer is a damaged one.
-_FEWEST_TOKENS = 3
 
 
 class Tokenizer(Protocol):
@@ -91,6 +91,19 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
     return SentencePieceTokenizer(path, content, key)
 
 
+def keep(file: Path, folder: Path) -> str:
+    """Copy a tokenizer's file, and the tokenizer_config.json beside it, to where `find` finds them.
+
+    Returns the file's name there, which follows from its content: whoever made it may have called it anything.
+    """
+    name = _JSON if file.read_bytes().lstrip()[:1] == b"{" else _MODEL
+    for source, target in ((file, folder / name), (file.with_name(_CONFIG), folder / _CONFIG)):
+        if source.is_file() and source != target:
+            # Content only: the files of the hub's cache may be such that nobody may write.
+            shutil.copyfile(source, target)
+    return name
+
+
 class SentencePieceTokenizer:
     """A SentencePiece model."""
 
@@ -103,8 +116,7 @@ class SentencePieceTokenizer:
             raise ConfigError(key, path, "is no SentencePiece model", f"give a .model or {_JSON}") from error
         if self.vocab_size < 1:
             raise ConfigError(key, path, "is no SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
-        if self.vocab_size < _FEWEST_TOKENS:
-            raise _too_few(path, self.vocab_size, key)
+        check_size(self.vocab_size, path, key)
         self.bos_id = _known(self._model.bos_id())
         self.eos_id = _known(self._model.eos_id())
         self.fingerprint = _fingerprint(content)
@@ -145,77 +157,97 @@ class HuggingFaceTokenizer:
     _watched: WatchedEncoding | None = None
 
     def __init__(self, path: Path, content: bytes, key: str, *, watched: bool = True) -> None:
-        tokenizers: Any = importlib.import_module("tokenizers")
+        cure = f"give the {_JSON} of a model, or a .model"
         try:
-            self._model = tokenizers.Tokenizer.from_str(content.decode())
-        # The library raises plain Exception.
-        except Exception as error:
-            raise ConfigError(
-                key, path, f"is no {_JSON} ({str(error)[:80]})", f"give the {_JSON} of a model, or a .model"
-            ) from error
-        self._set_up(path, content, key)
-        patterns = unknown_patterns(json.loads(content)) if watched else []
+            text = content.decode()
+            description = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(key, path, f"is no {_JSON} ({str(error)[:80]})", cure) from error
+        self.file, self._key = path, key
+        patterns = unknown_patterns(description) if watched else []
         if patterns:
             self._watched = WatchedEncoding(path, key, patterns)
+            self.vocab_size, self.bos_id, self.eos_id = self._watched.load()
+            self._set_fingerprint(content)
+            return
+        tokenizers: Any = importlib.import_module("tokenizers")
+        with _refusing(path, key, f"is no {_JSON}", cure):
+            self._model = tokenizers.Tokenizer.from_str(text)
+        self._set_up(content, description)
 
-    def _set_up(self, path: Path, content: bytes, key: str) -> None:
+    def _set_up(self, content: bytes, description: Any) -> None:
         self._model.no_truncation()
         self._model.no_padding()
         # Text that only looks like a special token is text.
         self._model.encode_special_tokens = True
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise ConfigError(key, path, "has an empty vocabulary", f"give the {_JSON} of a model, or a .model")
-        if len(vocabulary) < _FEWEST_TOKENS:
-            raise _too_few(path, len(vocabulary), key)
+        check_vocabulary(vocabulary, description, self.file, self._key)
         self.vocab_size = max(vocabulary.values()) + 1
-        declared = _declared(path.with_name("tokenizer_config.json"))
+        declared = _declared(self.file.with_name(_CONFIG))
         self.bos_id = _special(vocabulary, declared, "bos_token", _BOS_NAMES)
         self.eos_id = _special(vocabulary, declared, "eos_token", _EOS_NAMES)
+        self._set_fingerprint(content)
+
+    def _set_fingerprint(self, content: bytes) -> None:
         self.fingerprint = _fingerprint(content + f"{self.bos_id} {self.eos_id}".encode())
-        self.file = path
+
+    def _refusing(self, rule: str) -> contextlib.AbstractContextManager[None]:
+        return _refusing(self.file, self._key, rule, "give the tokenizer of another model")
 
     def encode(self, text: str) -> list[int]:
         if self._watched is not None:
             return self._watched.encode([text])[0]
-        return list(self._model.encode(text, add_special_tokens=False).ids)
+        with self._refusing("cannot encode the text"):
+            return list(self._model.encode(text, add_special_tokens=False).ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         if self._watched is not None:
             return self._watched.encode(texts)
-        return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with self._refusing("cannot encode the text"):
+            return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._watched is not None:
             return self._watched.decode(ids)
-        return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
+        with self._refusing("cannot decode its tokens"):
+            return str(self._model.decode([int(token) for token in ids], skip_special_tokens=True))
 
 
 class TiktokenTokenizer(HuggingFaceTokenizer):
     """A `tokenizer.model` in tiktoken's format: Llama 3's own."""
 
     def __init__(self, path: Path, content: bytes, key: str) -> None:
+        self.file, self._key = path, key
         try:
             self._model = read_tiktoken(content)
         except ValueError as error:
             raise ConfigError(
                 key, path, f"is in tiktoken's format, and damaged: {error}", f"fetch it again, or the model's {_JSON}"
             ) from error
-        self._set_up(path, content, key)
+        except OtherModelError as error:
+            rule = f"is in tiktoken's format and {error}; only Llama 3's can be read"
+            raise ConfigError(key, path, rule, f"give the {_JSON} of that model") from error
+        self._set_up(content, None)
 
     def save_json(self, path: Path) -> None:
         """Write it as a `tokenizer.json`, which other libraries read."""
         self._model.save(str(path))
 
 
-def _too_few(path: Path, tokens: int, key: str) -> ConfigError:
-    return ConfigError(
-        key, path, f"has {tokens} tokens, which write no text", f"give the {_JSON} of a model, or a .model"
-    )
+@contextlib.contextmanager
+def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
+    """Turn an error of the tokenizers library into one for people."""
+    try:
+        yield
+    # The library raises plain Exception; a panic in its Rust is not even that.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(key, path, f"{rule} ({' '.join(str(error).split())[:80]})", cure) from error
 
 
 def _declared(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
             return found

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,6 +25,11 @@ from titanlab.errors import ConfigError
 
 # Seconds that one call may take: so many, and one more for so many characters or tokens.
 SECONDS = 10.0
+# Seconds for the start of the process, and one more for so many bytes of the tokenizer's file.
+LOAD_SECONDS = 30.0
+BYTES_PER_SECOND = 1 << 20
+# Seconds of computing for a trial; usual expressions take a tenth of one.
+TRIAL_SECONDS = 2.0
 UNITS_PER_SECOND = 20_000
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 KNOWN = frozenset(
@@ -57,7 +64,7 @@ def _patterns(node: Any) -> Iterator[str]:
 
 
 class WatchedEncoding:
-    """A tokenizer's encode and decode in another process, started with the first call.
+    """A tokenizer in another process.
 
     Args:
         path: the `tokenizer.json`.
@@ -68,15 +75,28 @@ class WatchedEncoding:
     def __init__(self, path: Path, key: str, patterns: Sequence[str]) -> None:
         self._path, self._key, self._patterns = path, key, patterns
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
+        self._owner = os.getpid()
+        # A thread reads ahead while another samples.
+        self._lock = threading.Lock()
+
+    def load(self) -> tuple[int, int | None, int | None]:
+        """Tokens, beginning and end of text of the tokenizer, after each part of it has seen some text.
+
+        Raises:
+            ConfigError: it cannot be read, its vocabulary breaks a rule, or an expression takes too long.
+        """
+        tokens, bos_id, eos_id = self._ask("load", str(self._path.absolute()), 0, "while it is read")
+        self._ask("probe", [self._patterns, TRIAL_SECONDS], 0, "in a trial")
+        return tokens, bos_id, eos_id
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text.
 
         Raises:
-            ConfigError: it takes too long.
+            ConfigError: it takes too long, or the tokenizer cannot encode it.
         """
-        found: list[list[int]] = self._ask("encode", list(texts), units=sum(map(len, texts)))
+        units = sum(map(len, texts))
+        found: list[list[int]] = self._ask("encode", list(texts), units, f"in {units} characters")
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -85,49 +105,67 @@ class WatchedEncoding:
         Raises:
             ConfigError: it takes too long.
         """
-        return str(self._ask("decode", [int(token) for token in ids], units=len(ids)))
+        return str(self._ask("decode", [int(token) for token in ids], len(ids), f"in {len(ids)} tokens"))
 
-    def _ask(self, what: str, values: list[Any], *, units: int) -> Any:
-        process = self._running()
+    def _ask(self, what: str, values: Any, units: int, where: str) -> Any:
+        if self._owner != os.getpid():
+            # A reader that was forked off has a process of its own, and a lock that no other thread held then.
+            self._process, self._owner, self._lock = None, os.getpid(), threading.Lock()
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._start()
+                    if what != "load":
+                        self._put("load", str(self._path.absolute()), 0, "while it is read")
+                return self._put(what, values, units, where)
+            except BaseException:
+                # Also after Ctrl-C: an answer that nobody waits for must not be taken for that to the next question.
+                if self._process is not None:
+                    self._end()
+                    self._process = None
+                raise
+
+    def _put(self, what: str, values: Any, units: int, where: str) -> Any:
+        """The answer to one question."""
+        assert self._process is not None
         seconds = SECONDS + units / UNITS_PER_SECOND
+        if what == "load":
+            seconds = LOAD_SECONDS + self._path.stat().st_size / BYTES_PER_SECOND
         try:
-            answer = _answer(process, json.dumps([what, values]).encode() + b"\n", seconds)
-        except (TimeoutError, BrokenPipeError) as error:
-            self._end()
-            self._process = None
-            raise (self._too_long(seconds, units) if isinstance(error, TimeoutError) else self._ended()) from error
-        given_up, result = json.loads(answer)
-        if given_up:
-            raise self._too_long(None, units)
+            answer = _answer(self._process, json.dumps([what, values, max(seconds, 0.0)]).encode() + b"\n", seconds)
+        except TimeoutError as error:
+            raise self._too_long(f"for more than {seconds:.0f} s {where}") from error
+        except BrokenPipeError as error:
+            # The kernel ends it so when the trial has taken its time.
+            if self._process.wait() == -signal.SIGPROF:
+                raise self._too_long(f"for more than {TRIAL_SECONDS:g} s of computing {where}") from error
+            rule = "the process that encodes with it has ended, perhaps for lack of memory"
+            raise ConfigError(self._key, self._path, rule, "give another tokenizer, or more memory") from error
+        kind, result = json.loads(answer)
+        if kind == "given up":
+            # Oniguruma gives some matches up by itself.
+            raise self._too_long(f"without end {where}")
+        if kind == "refused":
+            rule, cure = result
+            raise ConfigError(self._key, self._path, rule, cure)
         return result
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        """The process; a reader that was forked off has one of its own."""
-        if self._process is None or self._owner != os.getpid():
-            command = [sys.executable, "-m", "titanlab.data.encoding_worker", str(self._path)]
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "titanlab.data.encoding_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # The library writes a page about each match that it gives up; making it takes longer than the match.
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "RUST_BACKTRACE": "0"},
             # Ctrl-C is for whoever asked; without input it ends.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # The library writes a page about each match that it gives up.
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            self._owner = os.getpid()
-            self._end = weakref.finalize(self, _end, self._process, self._owner)
-        return self._process
+            start_new_session=True,
+        )
+        self._end = weakref.finalize(self, _end, self._process, self._owner)
 
-    def _too_long(self, seconds: float | None, units: int) -> ConfigError:
-        patterns = " or ".join(self._patterns)
-        # Oniguruma gives some matches up by itself.
-        time_taken = "without end" if seconds is None else f"for more than {seconds:.0f} s"
-        rule = f"its regular expression {patterns[:200]} backtracks {time_taken} in {units} characters"
+    def _too_long(self, how_long: str) -> ConfigError:
+        rule = f"its regular expression {' or '.join(self._patterns)[:200]} backtracks {how_long}"
         return ConfigError(self._key, self._path, rule, "give a tokenizer with another pattern")
-
-    def _ended(self) -> ConfigError:
-        rule = "the process that encodes with it has ended, perhaps for lack of memory"
-        return ConfigError(self._key, self._path, rule, "give another tokenizer, or more memory")
 
 
 def _answer(process: subprocess.Popen[bytes], question: bytes, seconds: float) -> bytes:

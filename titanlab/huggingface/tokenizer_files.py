@@ -17,18 +17,16 @@ _ORIGINAL = "original/tokenizer.model"
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy what a folder has of a tokenizer's files. Returns their names."""
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    if names:
-        target.mkdir(exist_ok=True)
-    for name in names:
-        # Content only: the files of the hub's cache are links to others that nobody may write.
-        shutil.copyfile(source / name, target / name)
-    if not names and (source / _ORIGINAL).is_file():
+    found = {name: source / name for name in TOKENIZER_FILES if (source / name).is_file()}
+    if not found.keys() & {"tokenizer.json", "tokenizer.model"} and (source / _ORIGINAL).is_file():
         # Of a model as Meta released it.
+        found["tokenizer.model"] = source / _ORIGINAL
+    if found:
         target.mkdir(exist_ok=True)
-        shutil.copyfile(source / _ORIGINAL, target / "tokenizer.model")
-        return ["tokenizer.model"]
-    return names
+    for name, file in found.items():
+        # Content only: the files of the hub's cache are links to others that nobody may write.
+        shutil.copyfile(file, target / name)
+    return list(found)
 
 
 def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | None, context: int) -> None:

@@ -1,0 +1,29 @@
+"""What is done before an attempt's ranks start."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from tests import tiny
+from titanlab.attempt import keep_tokenizer
+from titanlab.data import source
+from titanlab.data.files_schema import Files
+from titanlab.data.tokenizer import load
+
+
+@pytest.mark.parametrize("name", ["mine.json", "mine"])
+def test_a_run_keeps_a_tokenizer_where_generate_and_export_look(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({each: place for place, each in enumerate(alphabet)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.save(str(tmp_path / name))
+    corpus = tiny.corpus(tmp_path)
+    data = Files(files=str(corpus / "*.jsonl"), tokenizer=str(tmp_path / name), validation_fraction=0.0)
+    recipe = tiny.recipe(tmp_path, data=data, vocab_size=256)
+    source.prepare(data, report=lambda line: None)
+    run = tiny.begin(recipe)
+    keep_tokenizer(run, recipe)
+    assert load(run.tokenizer).fingerprint == load(Path(tmp_path / name)).fingerprint
+    assert [each.name for each in run.tokenizer.iterdir()] == ["tokenizer.json"]
