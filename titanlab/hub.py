@@ -49,22 +49,16 @@ def explained(error: Exception, repo: str, key: str = "repo") -> ConfigError:
     return ConfigError(key, repo, f"cannot be fetched ({message})", "check the network, or copy the files by hand")
 
 
-def is_reachable() -> bool:
-    """Whether something answers at the hub's address, or at that of the proxy before it.
+def silence() -> float | None:
+    """Seconds within which nothing answered at the hub's address, or at that of the proxy before it.
 
-    huggingface_hub and datasets try again for half a minute before they say that there is no network, and for minutes
-    where something accepts a connection and says nothing.
+    None: something answers, whatever it says. huggingface_hub and datasets try again for half a minute before they say
+    that there is no network, and for minutes where something accepts a connection and says nothing.
     """
-    return _silence() is None
-
-
-def _silence() -> float | None:
-    """Seconds within which nothing answered; None: something does, whatever it says."""
     # HF_HUB_ETAG_TIMEOUT is how long the library itself waits.
     for does_answer, usual in ((_connects, CONNECT_SECONDS), (_speaks, ANSWER_SECONDS)):
         seconds = _seconds(usual)
         answers: list[bool] = []
-
         # In a thread: looking up a name takes what time the system's resolver takes.
         probe = threading.Thread(target=_keep_answer, args=(does_answer, seconds, answers), daemon=True)
         probe.start()
@@ -116,7 +110,7 @@ def unreachable(name: str, key: str = "repo") -> ConfigError | None:
         return ConfigError(key, name, rule, "unset it, or copy the files by hand")
     if not _is_address(_endpoint()):
         return ConfigError("HF_ENDPOINT", _endpoint(), "is no address of a hub", f"leave it out, or try {_USUAL}")
-    seconds = _silence()
+    seconds = silence()
     if seconds is None:
         return None
     host, port = _address()
