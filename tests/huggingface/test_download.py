@@ -50,7 +50,7 @@ def hub(monkeypatch, tmp_path):
 
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setattr("titanlab.hub.is_reachable", lambda: True)
+        monkeypatch.setattr("titanlab.hub.silence", lambda: None)
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", one)
         monkeypatch.setattr(huggingface_hub, "snapshot_download", many)
         return asked

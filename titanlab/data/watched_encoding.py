@@ -1,4 +1,4 @@
-"""Encoding in a process of its own, which is ended when it takes too long: for regular expressions of strangers.
+"""Reading and encoding in a process that is ended when it takes too long: for regular expressions of strangers.
 
 The tokenizers library matches with Oniguruma, which backtracks: a pattern such as `(a+)+$` takes longer than anybody
 waits, inside native code that nothing interrupts. Patterns that are known to be harmless need no such process;
