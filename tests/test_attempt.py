@@ -6,10 +6,11 @@ import pytest
 import tokenizers
 
 from tests import tiny
-from titanlab.attempt import keep_tokenizer
+from titanlab.attempt import conclude, keep_tokenizer
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenizer import load
+from titanlab.outcome import Outcome, OutcomeKind
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine"])
@@ -27,3 +28,11 @@ def test_a_run_keeps_a_tokenizer_where_generate_and_export_look(name, tmp_path, 
     keep_tokenizer(run, recipe)
     assert load(run.tokenizer).fingerprint == load(Path(tmp_path / name)).fingerprint
     assert [each.name for each in run.tokenizer.iterdir()] == ["tokenizer.json"]
+
+
+def test_the_step_of_an_end_is_the_last_that_anybody_knows_of(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path))
+    with run.open_metrics(1) as writer:
+        writer.write("train", 1, {"loss": 1.0})
+    run.write_failure(Outcome(kind=OutcomeKind.HANG, step=12, rank=1, attempt=1, cause="step 13 did not end"))
+    assert conclude(run, 1, {1: 71}).step == 12

@@ -155,10 +155,12 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
     opened = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
     saved = latest(run.checkpoints)
+    known = [outcome.step, mine.step if mine else 0, step_of(saved) if saved else 0, *opened]
+    known += [row["step"] for row in rows]
     last = {key: value for key, value in rows[-1].items() if key not in _ROW} if rows else outcome.metrics
     return replace(
         outcome,
-        step=max([mine.step if mine else 0, step_of(saved) if saved else 0, *opened, *(row["step"] for row in rows)]),
+        step=max(known),
         steps=mine.steps if mine else None,
         metrics=outcome.metrics or last,
     )
