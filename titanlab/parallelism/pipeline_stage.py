@@ -152,6 +152,7 @@ class Stage(PipelineStage):
         """The gradients of weights that the backward for the inputs has left."""
         assert self._deferred is not None
         self._deferred.compute(bwd_chunk_id)
+        _sum_in_reduce_dtype(self.submod)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Send the hidden state on its way. Nothing is left to do for the runtime."""
@@ -217,3 +218,16 @@ class Stage(PipelineStage):
                 f"{tensor.dtype}, but stages exchange plain tensors {list(self._shape)} of {self._dtype}"
             )
         return tensor.contiguous()
+
+
+def _sum_in_reduce_dtype(model: nn.Module) -> None:
+    """Have FSDP take gradients that were written outside of a backward, as it does after each backward.
+
+    It sums microbatches in the dtype of its reduction. What stays in `grad` would be summed there, in the parameters'
+    own. torch (2.11 to 2.13) does so in a hook of the backward only, and has no public way to ask for it.
+    """
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
