@@ -10,7 +10,10 @@ from titanlab.attempt import conclude, keep_tokenizer
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenizer import load
+from titanlab.identity import identify
 from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.recipe import to_mapping
+from titanlab.run_folder import create_run
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine"])
@@ -36,3 +39,11 @@ def test_the_step_of_an_end_is_the_last_that_anybody_knows_of(tmp_path):
         writer.write("train", 1, {"loss": 1.0})
     run.write_failure(Outcome(kind=OutcomeKind.HANG, step=12, rank=1, attempt=1, cause="step 13 did not end"))
     assert conclude(run, 1, {1: 71}).step == 12
+
+
+def test_what_is_saved_is_noted_where_no_attempt_was_begun(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    identity = identify(recipe, data="tiny", hardware="cpu")
+    run = create_run(recipe.runs, name="mine", identity=identity, config=to_mapping(recipe))
+    run.note_saved(1, 3)
+    assert run.saved_step() == 3

@@ -290,7 +290,10 @@ class RunFolder:
 
     def note_saved(self, attempt: int, step: int) -> None:
         """Note that an attempt has saved a step: its checkpoints may be removed, and must not be missed in silence."""
-        write_json(self.attempt_folder(attempt) / _SAVED, {"schema": SCHEMA, "step": step, "time": time.time()})
+        folder = self.attempt_folder(attempt)
+        # Whoever calls `train` from a program of their own has begun no attempt.
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / _SAVED, {"schema": SCHEMA, "step": step, "time": time.time()})
 
     def write_failure(self, outcome: Outcome) -> None:
         """Note a rank's own failure, for `outcome.first_cause` to choose among."""
