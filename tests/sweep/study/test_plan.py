@@ -77,11 +77,16 @@ def test_a_mistake_that_all_points_share_is_told_after_a_few(monkeypatch):
     ],
 )
 def test_what_may_be_some_points_mistake_is_not_taken_for_one_that_all_share(key, words, fits):
+    asked = []
+
     def stage(point):
+        asked.append(point)
         if point not in fits:
             raise Unfit("rule", ConfigError(key, 3, words(point), "try 4"))
 
     studies.Sieve([{"seed": number} for number in range(30)], whole=False).hold_shared(stage)
+    # It has looked, and has ended nothing.
+    assert {"seed": 0} in asked
 
 
 def test_hydras_own_sweeps_are_a_product():
