@@ -33,9 +33,9 @@ from titanlab.ac.memory_budget_schema import MemoryBudget
 from titanlab.ac.none_schema import NoCheckpointing
 from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.account import Share
 from titanlab.compile.blocks import compile_blocks
 from titanlab.compile.schema import Compile
+from titanlab.costs.account import Share
 from titanlab.model import llama
 from titanlab.model.llama_account import block_operations
 from titanlab.model.llama_schema import Llama

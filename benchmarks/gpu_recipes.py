@@ -1,7 +1,7 @@
 """One GPU, the shapes of Llama 3 8B: eager bf16, compiled, float8 with one scale a tensor, and one a row.
 
 The first table of a 1D study, cut down to one device: as many of the 32 layers as fit, sequences of 8,192 tokens, the
-recipe's own steps (`titanlab.assemble`: gradients, clipping, optimizer) on random tokens. FLOPs are
+recipe's own steps (`titanlab.training.assemble`: gradients, clipping, optimizer) on random tokens. FLOPs are
 6·(N − N_emb) + 12·L·H·Q·T of the layers that run; the MFU divides by the dense bf16 peak, also for float8, which can
 pass it. A step has several sequences, one after another, so that the optimizer, which no other device shares here,
 does not weigh more than it would elsewhere.
@@ -224,20 +224,20 @@ def child(args: argparse.Namespace) -> None:
 def train(
     args: argparse.Namespace, variant: str, layers: int, *, steps: int, report: Any, profiled: bool = False
 ) -> int:
-    """Some steps of a variant, as `titanlab.train` makes them. Returns the peak of the memory in bytes."""
+    """Some steps of a variant, as `titanlab.training.train` makes them. Returns the peak of the memory in bytes."""
     import torch
 
-    from titanlab import flops, hardware
-    from titanlab.assemble import StepBatch, assemble
     from titanlab.cli.compose import compose
-    from titanlab.mesh import build_mesh
+    from titanlab.costs import flops, hardware
+    from titanlab.distributed.mesh import build_mesh
+    from titanlab.distributed.ranks import ALONE
+    from titanlab.distributed.world import open_world
     from titanlab.options import account_of, implementation
     from titanlab.parallelism.gradients import Gradients
-    from titanlab.ranks import ALONE
-    from titanlab.recipe import resolve
-    from titanlab.recipe_rules import check
-    from titanlab.totals import Reduction
-    from titanlab.world import open_world
+    from titanlab.recipe.recipe import resolve
+    from titanlab.recipe.recipe_rules import check
+    from titanlab.training.assemble import StepBatch, assemble
+    from titanlab.training.totals import Reduction
 
     cuda = args.device == "cuda"
     device_name = torch.cuda.get_device_name() if cuda else "cpu"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.pool import Pool
 from titanlab.compile.cache import repair
-from titanlab.host import this_host
+from titanlab.distributed.host import this_host
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"

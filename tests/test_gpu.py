@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from tests import tiny
-from titanlab.attention_order import order
 from titanlab.cluster.schema import Cluster
+from titanlab.costs.attention_order import order
 from titanlab.model.attention import InnerAttention
-from titanlab.outcome import OutcomeKind
 from titanlab.parallelism import attention_kernels, head_tail
-from titanlab.parity import _Tracer
+from titanlab.parity.parity import _Tracer
+from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.gpu
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titanlab import train as story
 from titanlab.ac.none_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.data.synthetic_schema import Synthetic
-from titanlab.identity import identify
+from titanlab.distributed.ranks import ALONE, joined
 from titanlab.launch.local_schema import Local
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW
@@ -23,13 +22,14 @@ from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.fp32_schema import Fp32
-from titanlab.ranks import ALONE, joined
-from titanlab.recipe import Recipe, resolve, to_mapping
-from titanlab.recipe_rules import check
-from titanlab.run_folder import RunFolder, create_run
+from titanlab.recipe.recipe import Recipe, resolve, to_mapping
+from titanlab.recipe.recipe_rules import check
+from titanlab.recipe.training_schema import Training
+from titanlab.records.identity import identify
+from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.training_schema import Training
+from titanlab.training import train as story
 
 VOCABULARY = 256
 EMPTY_METADATA = pickle.dumps(Metadata({}, storage_data={}))

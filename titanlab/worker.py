@@ -23,15 +23,15 @@ from pathlib import Path
 from titanlab.compile import cache as compiler_cache
 from titanlab.data import cache as data_cache
 from titanlab.data import source
-from titanlab.disk import disk_fault
-from titanlab.host import cores
-from titanlab.outcome import Outcome, exit_code, from_exception
-from titanlab.ranks import ALONE, Ranks, joined
-from titanlab.recipe import Recipe, from_mapping
-from titanlab.run_folder import RunFolder, open_run
-from titanlab.silence import hangs_of_others
-from titanlab.stop import stop_request, told_request
-from titanlab.watchdog import Watchdog
+from titanlab.distributed.host import cores
+from titanlab.distributed.ranks import ALONE, Ranks, joined
+from titanlab.distributed.silence import hangs_of_others
+from titanlab.distributed.stop import stop_request, told_request
+from titanlab.distributed.watchdog import Watchdog
+from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.outcome import Outcome, exit_code, from_exception
+from titanlab.records.run_folder import RunFolder, open_run
+from titanlab.system.disk import disk_fault
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # At once where this host's cache has the data; several ranks of a host may call it together.
             source.prepare(recipe.data, report=lambda line: None)
             # Not at the top: importing torch reads the variables that were set just now.
-            outcome = importlib.import_module("titanlab.train").train(recipe, run, ranks, stop=stop, watchdog=watchdog)
+            outcome = importlib.import_module("titanlab.training.train").train(
+                recipe, run, ranks, stop=stop, watchdog=watchdog
+            )
         except BaseException as error:
             return _failed(error, run, ranks)
     return int(outcome.kind.exit_code)

@@ -18,7 +18,7 @@ from titanlab.ac.memory_budget_schema import MemoryBudget
 from titanlab.ac.none_schema import NoCheckpointing
 from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.account import Share
+from titanlab.costs.account import Share
 from titanlab.model.llama_account import account
 from titanlab.model.llama_schema import Llama
 

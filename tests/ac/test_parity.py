@@ -12,14 +12,14 @@ import os
 import pytest
 
 from tests import tiny
-from tests.parity_rows import SCHEDULES
-from titanlab import parity
+from tests.parity.parity_rows import SCHEDULES
 from titanlab.ac.full_schema import FullCheckpointing
 from titanlab.ac.memory_budget_schema import MemoryBudget
 from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.parity import compare
-from titanlab.ranks import ALONE, joined
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.parity import parity
+from titanlab.parity.parity import compare
 
 BAR = 1e-6
 POLICIES = {

@@ -18,8 +18,8 @@ from titanlab.ac.none_schema import NoCheckpointing
 from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import PAPER, SelectiveOp
 from titanlab.errors import ConfigError
-from titanlab.identity import canonical
 from titanlab.options import account_of, discover, implementation
+from titanlab.records.identity import canonical
 
 CONF = Path(__file__).parents[2] / "conf" / "ac"
 COMPILED = {"blocks": True, "backend": "aot_eager"}

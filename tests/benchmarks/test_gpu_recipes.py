@@ -117,8 +117,8 @@ def test_sums(study):
 
 def test_recipes_are_those_of_the_study(study):
     from titanlab.cli.compose import compose
-    from titanlab.recipe import resolve
-    from titanlab.recipe_rules import check
+    from titanlab.recipe.recipe import resolve
+    from titanlab.recipe.recipe_rules import check
 
     args = Namespace(device="cuda", tiny=False, seq=8192, sequences=4, key=[])
     for variant in study.VARIANTS:

@@ -21,9 +21,9 @@ from titanlab.checkpoint.inert_pickle import UnreadablePickle, read_inert
 from titanlab.checkpoint.metadata import METADATA, read_saved
 from titanlab.checkpoint.numpy_state import read_numpy_state
 from titanlab.cli import main
+from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
-from titanlab.parity import trace
-from titanlab.ranks import ALONE, joined
+from titanlab.parity.parity import trace
 
 
 def trained(made, run):

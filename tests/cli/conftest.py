@@ -19,9 +19,9 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 from titanlab.cli import main
-from titanlab.host import Host
-from titanlab.outcome import Outcome, OutcomeKind
-from titanlab.recipe import Recipe
+from titanlab.distributed.host import Host
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.outcome import Outcome, OutcomeKind
 
 LINE = re.compile(r"error: (?P<key>[^=\s]+)=(?P<value>.*?): (?P<rule>.+?); (?P<cure>.+)\n")
 
@@ -114,7 +114,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
     monkeypatch.setattr("titanlab.cli.train.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
-    for module in ("titanlab.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
+    for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
         monkeypatch.setattr(f"{module}.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
 
     def call(line: str | list[str], **environ: str) -> Said:

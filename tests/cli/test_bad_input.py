@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from titanlab.host import Host
-from titanlab.identity import identify
+from titanlab.distributed.host import Host
 from titanlab.model import llama_account
-from titanlab.recipe import to_mapping
-from titanlab.run_folder import create_run
+from titanlab.recipe.recipe import to_mapping
+from titanlab.records.identity import identify
+from titanlab.records.run_folder import create_run
 
 # Every case: what is typed after `titanlab train`, how the line begins, and what its cure has in it. A cure
 # that says `try …` or `did you mean …?` is followed further down, and then the recipe is accepted.
@@ -354,7 +354,9 @@ def test_an_environment_that_cannot_be(command, stuff, environ, arguments, begin
 
 
 def test_a_host_with_fewer_gpus_than_the_recipe_wants(command, monkeypatch):
-    monkeypatch.setattr("titanlab.execute.this_host", lambda: Host(accelerator="cuda", device="NVIDIA H200", count=2))
+    monkeypatch.setattr(
+        "titanlab.launch.execute.this_host", lambda: Host(accelerator="cuda", device="NVIDIA H200", count=2)
+    )
     said = command("train data=synthetic parallelism=fsdp world=4")
     assert said.err == "error: world=4: this host has 2 GPUs; try world=2\n"
     assert command("train data=synthetic parallelism=fsdp world=2").started[0].cluster.device == "NVIDIA H200"
@@ -365,7 +367,7 @@ def test_a_host_with_fewer_gpus_than_the_recipe_wants(command, monkeypatch):
 
 def test_a_host_with_too_little_memory(command, monkeypatch):
     small = Host(accelerator="cpu", device="cpu", count=2, memory_bytes=2**30)
-    for module in ("titanlab.execute", "titanlab.sweep.study.plan"):
+    for module in ("titanlab.launch.execute", "titanlab.sweep.study.plan"):
         monkeypatch.setattr(f"{module}.this_host", lambda: small)
     for line in ("train model=llama3_8b", "train -m model=llama3_8b seed=0,1"):
         said = command(f"{line} data=synthetic data.vocab_size=2048")

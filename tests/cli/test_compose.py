@@ -18,18 +18,18 @@ from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cli import main
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
-from titanlab.composition.flags import read_flags
-from titanlab.composition.recipes import conf_folder
 from titanlab.data.stdlib_schema import Stdlib
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.options import discover
-from titanlab.outcome import OutcomeKind
 from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.fp32_schema import Fp32
-from titanlab.recipe import from_mapping, to_mapping
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.records.outcome import OutcomeKind
 from titanlab.tracker.jsonl_schema import Jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -245,10 +245,10 @@ def test_an_installed_package_brings_an_option(site):
     code = """
 import sys
 from titanlab.cli.compose import compose
-from titanlab.composition.keys import advice
-from titanlab.identity import identify
+from titanlab.recipe.composition.keys import advice
+from titanlab.records.identity import identify
 from titanlab.options import implementation
-from titanlab.recipe import from_mapping, to_mapping
+from titanlab.recipe.recipe import from_mapping, to_mapping
 (recipe,) = compose(["optimizer=cautious", "optimizer.caution=0.25"])
 assert from_mapping(to_mapping(recipe)) == recipe
 assert advice("optimizer.caution").endswith("try optimizer=cautious")

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from tests import tiny
 from titanlab.cli import resume
-from titanlab.identity import identify
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.outcome import OutcomeKind
-from titanlab.recipe import to_mapping
-from titanlab.run_folder import create_run
+from titanlab.recipe.recipe import to_mapping
+from titanlab.records.identity import identify
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import create_run
 
 
 def test_a_run_of_a_queue_goes_on_here(tmp_path):

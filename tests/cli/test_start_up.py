@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from tests.test_floors import HEAVY
+from tests.test_layers import HEAVY
 
 # What is typed and its exit code, in an order in which each adds little to what was imported before it.
 CALLS = [

@@ -14,10 +14,10 @@ from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.files import sweep_text, write_sweep
 from tests.sweep.study.test_sweep_files import EXPECTED
 from titanlab.cli import main
-from titanlab.composition.recipes import conf_folder
-from titanlab.identity import identify
 from titanlab.launch.shape import Shape, shape_of
-from titanlab.outcome import OutcomeKind
+from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.records.identity import identify
+from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.study.plan import Dropped, plan_study
 from titanlab.sweep.study.plan_table import plan_lines
 from titanlab.sweep.submit import Decision, Submitted

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.sweep.made import Made, end
-from tests.test_rebuild import tracked
+from tests.training.test_rebuild import tracked
 from titanlab.cli import main
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.record import FILE, FINISHED, Record, read_record, write_record

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from titanlab.cli import train, verbs
-from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind
 
 
 @pytest.mark.parametrize(

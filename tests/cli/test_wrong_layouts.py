@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.host import Host
+from titanlab.distributed.host import Host
 
 # What is typed, how the line begins, what its cure has in it, and an override that mends it: None where the cure names
 # none. Words in <angle brackets> are files of the fixture `files`.
@@ -167,7 +167,9 @@ def test_a_world_that_does_not_fit(command, files, environ, arguments, begins, c
 
 
 def test_what_async_tensor_needs_on_gpus(command, files, monkeypatch):
-    monkeypatch.setattr("titanlab.execute.this_host", lambda: Host(accelerator="cuda", device="NVIDIA H200", count=2))
+    monkeypatch.setattr(
+        "titanlab.launch.execute.this_host", lambda: Host(accelerator="cuda", device="NVIDIA H200", count=2)
+    )
     words = "parallelism.tensor=2 parallelism.async_tensor=true"
     refusal = command(["train", *typed(words, files)]).refusal
     assert (refusal["key"], refusal["cure"]) == (

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from titanlab.cluster.schema import Cluster
-from titanlab.hardware import find
+from titanlab.costs.hardware import find
 
 FOLDER = Path(__file__).parents[2] / "conf" / "cluster"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "local")

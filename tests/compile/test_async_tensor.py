@@ -21,14 +21,14 @@ from tests.pool import Pool
 from titanlab.compile import async_tensor
 from titanlab.compile.blocks import compile_blocks
 from titanlab.compile.schema import Compile
+from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
-from titanlab.initialise import initialise
 from titanlab.model import llama, llama_account
 from titanlab.model.llama_schema import Llama
 from titanlab.options import implementation, schema_of
 from titanlab.parallelism.tensor import Cut, parallelise
 from titanlab.precision import float8
-from titanlab.world import World
+from titanlab.weights.initialise import initialise
 
 GATHER, SCATTER = "symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"
 SCALED_SCATTER = "symm_mem.fused_scaled_matmul_reduce_scatter.default"
@@ -175,4 +175,4 @@ class Ranks(World):
 def test_one_rank_without_is_named_on_all():
     world = Ranks(rank=0, size=3, local_rank=0, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"{NOTHING} on ranks 0, 1; try false"):
-        async_tensor.FusionCheck().check_fused(world)
+        async_tensor.FusionCheck().check_fused(world.gather)

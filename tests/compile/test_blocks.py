@@ -1,6 +1,6 @@
 """Compiled runs train as eager ones, and compile each function once: 5 steps, gradients and parameters compared.
 
-The bar is 1e-6 in fp32, relative, as `tests/test_parity_matrix.py` measures it. Traced code (aot_eager) holds the same
+The bar is 1e-6 in fp32, relative, as `tests/parity/test_parity_matrix.py` measures it. Traced code (aot_eager) holds the same
 operations in the same order. Inductor fuses: it takes other exponentials and sums rows in another order, which is a few
 units of the last place (6e-8) in losses and gradients. Parameters show five times as much, because Adam divides by the
 gradient's own size: they have a bar of their own there.
@@ -15,14 +15,14 @@ import torch
 from torch._dynamo import utils
 
 from tests import tiny
-from titanlab import parity
 from titanlab.ac.full_schema import FullCheckpointing
 from titanlab.ac.memory_budget_schema import MemoryBudget
 from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.parity import compare
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.parity import parity
+from titanlab.parity.parity import compare
 from titanlab.precision.float8_rowwise_schema import Float8Rowwise
-from titanlab.ranks import ALONE, joined
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
 from titanlab.schedule.zbv_schema import ZBV

@@ -9,9 +9,9 @@ import torch
 from tests import tiny
 from titanlab.compile import schema
 from titanlab.compile.schema import BACKENDS, ENTRY_POINTS, MODES, Compile
+from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.layout import Layout
-from titanlab.recipe_rules import setting
+from titanlab.recipe.recipe_rules import setting
 
 
 def setting_of(tmp_path, *, accelerator="cpu", world=1, **given):

@@ -9,11 +9,11 @@ from torch._dynamo import utils
 from torch.nn.attention import SDPBackend
 
 from tests import tiny
-from titanlab import meter
-from titanlab import train as story
 from titanlab.compile import watch
 from titanlab.compile.watch import RECOMPILATIONS, SECONDS, Watch
-from titanlab.ranks import ALONE, joined
+from titanlab.costs import meter
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.training import train as story
 
 
 def compiled(function):

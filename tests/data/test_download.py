@@ -44,7 +44,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(**how: Any) -> Hub:
         made = Hub(**how)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setattr("titanlab.hub.silence", lambda: None)
+        monkeypatch.setattr("titanlab.system.hub.silence", lambda: None)
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", made)
         return made
 

@@ -14,7 +14,7 @@ from hydra._internal.config_repository import ConfigRepository
 from tests.cli.conftest import _composed_once, _logging_as_before, _quick_collection  # noqa: F401
 from tests.docs.given import write_all
 from tests.docs.reader import Reader
-from titanlab.composition.recipes import register
+from titanlab.recipe.composition.recipes import register
 
 
 @pytest.fixture(scope="package", autouse=True)

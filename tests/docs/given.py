@@ -14,12 +14,12 @@ import tokenizers
 from tokenizers.models import WordLevel
 
 from tests.docs.pages import ROOT, blocks
-from tests.huggingface import made as hf
 from tests.sweep.made import Made, begin, end, train
-from titanlab.config_file import config_text
+from tests.weights.huggingface import made as hf
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.outcome import OutcomeKind
-from titanlab.run_folder import RunFolder
+from titanlab.records.config_file import config_text
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
 
 WORDS = "the def return self class import value tokens of a stream and its order in every rank".split()
 # The model that is trained where a command names none (conf/model/debug.yaml), as Hugging Face writes it.

@@ -15,12 +15,12 @@ import pytest
 from tests.docs.given import write_tokenizer
 from titanlab.cli import main
 from titanlab.data import source
-from titanlab.execute import Ready
-from titanlab.host import Host
-from titanlab.outcome import Outcome, OutcomeKind
-from titanlab.recipe import to_mapping
-from titanlab.run_folder import create_run
-from titanlab.run_search import find_run
+from titanlab.distributed.host import Host
+from titanlab.launch.execute import Ready
+from titanlab.recipe.recipe import to_mapping
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import create_run
+from titanlab.records.run_search import find_run
 from titanlab.sweep.study import plan
 from titanlab.sweep.study.request import Request
 from titanlab.sweep.submit import check_study
@@ -107,7 +107,7 @@ class Reader:
     def _stand_in(self) -> None:
         """In place of what trains, submits, reads checkpoints, or asks a network."""
         patch = self._patch.setattr
-        for module in ("titanlab.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
+        for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
             patch(f"{module}.this_host", lambda: self._host)
         patch("titanlab.cli.train.execute", began)
         patch(

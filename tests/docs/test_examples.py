@@ -10,7 +10,7 @@ import torch  # noqa: F401 (CONTRIBUTING.md's example takes it as imported)
 from tests.docs.pages import blocks
 from titanlab.ac.full_account import saved_bytes
 from titanlab.ac.full_schema import FullCheckpointing
-from titanlab.account import Share
+from titanlab.costs.account import Share
 from titanlab.model.llama_account import block_operations
 from titanlab.model.llama_schema import Llama
 

@@ -14,10 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tests.docs.pages import PAGES, PROGRAM, ROOT, VERBS, read, spans
 from tests.docs.test_commands import help_of
-from titanlab.composition.keys import known_keys
-from titanlab.composition.recipes import conf_folder, register
 from titanlab.options import discover
-from titanlab.recipe import Recipe
+from titanlab.recipe.composition.keys import known_keys
+from titanlab.recipe.composition.recipes import conf_folder, register
+from titanlab.recipe.recipe import Recipe
 
 GROUPS = {path.name for path in conf_folder().iterdir() if path.is_dir()}
 OVERRIDE = re.compile(r"'?[+~]?[a-z][\w.]*=\S.*")

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from tests.docs.pages import CONFIGS, read
 from tests.docs.test_names import options, tables
-from titanlab.composition.recipes import conf_folder
-from titanlab.flops import per_token
+from titanlab.costs.flops import per_token
 from titanlab.model.llama_schema import Llama
 from titanlab.options import account_of
+from titanlab.recipe.composition.recipes import conf_folder
 
 
 @pytest.fixture(scope="module")

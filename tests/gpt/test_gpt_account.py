@@ -12,8 +12,8 @@ from tiny_gpt import gpt, gpt_account
 from tiny_gpt.gpt_schema import Gpt
 
 from tests.model.published import load
-from titanlab.conformance import faults
 from titanlab.errors import ConfigError
+from titanlab.training.conformance import faults
 
 SIZES = {"width": 24, "depth": 3, "heads": 4, "places": 20, "vocab_size": 50}
 

@@ -1,6 +1,6 @@
 """A model that titanlab does not know trains in every layout as in one process.
 
-Bars as in tests/test_parity_matrix.py: 1e-5, relative, in fp32.
+Bars as in tests/parity/test_parity_matrix.py: 1e-5, relative, in fp32.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tiny_gpt.fp64_schema import Fp64
 from tiny_gpt.gpt_schema import Gpt
 
 from tests import tiny
-from tests.parity_rows import COMMON, SCHEDULES
-from titanlab import parity
+from tests.parity.parity_rows import COMMON, SCHEDULES
 from titanlab.ac.full_schema import FullCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.parity import compare
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.parity import parity
+from titanlab.parity.parity import compare
 from titanlab.precision.bf16_schema import Bf16
-from titanlab.ranks import ALONE, joined
 
 BAR = 1e-5
 LAYERS = 4

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.command import alive, children
 from tests.until import until
-from titanlab.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.full
 

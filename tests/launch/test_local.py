@@ -18,7 +18,7 @@ from tests.launch.command import alive, children, finished
 from tests.until import until
 from titanlab.launch import local
 from titanlab.launch.local import Failure
-from titanlab.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind
 
 TWO = ["parallelism=fsdp", "world=2"]
 # Which takes a second less to import.
@@ -289,7 +289,7 @@ def test_a_signal_that_comes_before_the_ranks_are_there_waits():
 
 def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):
     """To a rank that somebody else started, and that may be earlier than rank 0."""
-    from titanlab.ranks import Ranks
+    from titanlab.distributed.ranks import Ranks
 
     given = {"name": "x", "training": {"steps": 3}, "none": None}
     script = f'test "$2" = - && cat > {tmp_path}/given'

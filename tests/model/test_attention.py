@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from titanlab.attention_order import order
+from titanlab.costs.attention_order import order
 from titanlab.model import attention
 from titanlab.model.attention import InnerAttention
 

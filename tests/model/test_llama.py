@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.model.published import load
-from titanlab.initialise import initialise
 from titanlab.model import llama
 from titanlab.model.llama_account import initial_values
+from titanlab.weights.initialise import initialise
 
 SEQ = 24
 

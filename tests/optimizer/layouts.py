@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titanlab import parity
+from titanlab.distributed.ranks import ALONE, joined
 from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.options import implementation
-from titanlab.parity import compare
-from titanlab.ranks import ALONE, joined
+from titanlab.parity import parity
+from titanlab.parity.parity import compare
 
 SHAPES = {
     "tok_embeddings.weight": (96, 256),
@@ -91,7 +91,7 @@ def traced(made, run):
 
 
 def gentle(schema, **given):
-    """A config whose eps leaves gradients that are nothing but rounding alone (see tests/parity_rows.py)."""
+    """A config whose eps leaves gradients that are nothing but rounding alone (see tests/parity/parity_rows.py)."""
     return schema(lr=1e-3, eps=1e-6, schedule=Schedule(warmup_steps=2), **given)
 
 

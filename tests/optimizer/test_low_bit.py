@@ -10,7 +10,7 @@ from torch import nn
 
 from tests import tiny
 from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
-from tests.test_resume import STEPS, STOP, attempt, same_bits, stopped
+from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_4bit_schema import AdamW4bit
 from titanlab.optimizer.adamw_8bit_schema import AdamW8bit
@@ -18,8 +18,8 @@ from titanlab.optimizer.adamw_fp8_schema import AdamWFp8
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.low_bit import quiet
 from titanlab.options import implementation
-from titanlab.recipe_rules import check, setting
-from titanlab.train import _set_rate
+from titanlab.recipe.recipe_rules import check, setting
+from titanlab.training.train import _set_rate
 
 SCHEMAS = (AdamW8bit, AdamW4bit, AdamWFp8)
 # Gradients of another layout differ in their last bit, which now and then gives an average another code: a step of a

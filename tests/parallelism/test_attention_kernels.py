@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanlab.attention_order import order
+from titanlab.costs.attention_order import order
 from titanlab.parallelism import attention_kernels
 from titanlab.parallelism.attention_kernels import Cpu, Cudnn, Efficient, Flash, choose, repeated, summed
 

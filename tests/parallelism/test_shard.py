@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests import tiny
-from titanlab.assemble import StepBatch, assemble
-from titanlab.mesh import build_mesh
-from titanlab.ranks import joined
-from titanlab.world import open_world
+from titanlab.distributed.mesh import build_mesh
+from titanlab.distributed.ranks import joined
+from titanlab.distributed.world import open_world
+from titanlab.training.assemble import StepBatch, assemble
 
 
 def collectives(made):

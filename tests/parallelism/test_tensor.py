@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import tiny
-from titanlab.assemble import assemble
 from titanlab.data.source import Batch
-from titanlab.mesh import build_mesh
+from titanlab.distributed.mesh import build_mesh
+from titanlab.distributed.ranks import joined
+from titanlab.distributed.world import open_world
 from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
-from titanlab.ranks import joined
-from titanlab.world import open_world
+from titanlab.training.assemble import assemble
 
 
 def placements_of(made):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests import tiny
-from titanlab import parity
 from titanlab.data import source
 from titanlab.data.stdlib_schema import Stdlib
-from titanlab.ranks import ALONE, joined
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.parity import parity
 
 STEPS = 100
 # The last steps, whose mean says where a curve has arrived: single batches differ by more than precisions do.

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.assemble import StepBatch, assemble
-from titanlab.mesh import build_mesh
+from titanlab.distributed.mesh import build_mesh
+from titanlab.distributed.ranks import joined
+from titanlab.distributed.world import open_world
 from titanlab.options import account_of, implementation
 from titanlab.parallelism import shard
 from titanlab.precision.bf16_full_schema import Bf16Full
@@ -16,8 +17,7 @@ from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
-from titanlab.ranks import joined
-from titanlab.world import open_world
+from titanlab.training.assemble import StepBatch, assemble
 
 # Who is looked at: the embedding, a product in a block, a norm in a block, the last norm, the head.
 WATCHED = ("tok_embeddings", "layers.0.attention.wq", "layers.1.ffn_norm", "layers.1.feed_forward.w2", "norm", "output")

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from tests import tiny
-from titanlab import assemble, generate, parity
 from titanlab.checkpoint.folders import checkpoints, latest
-from titanlab.facts import work
-from titanlab.mesh import build_mesh
+from titanlab.distributed.mesh import build_mesh
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed.world import open_world
 from titanlab.model import llama_account
 from titanlab.options import implementation
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.parallelism.tensor import Cut
+from titanlab.parity import parity
 from titanlab.precision import float8
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_rowwise_schema import Float8Rowwise
@@ -25,8 +26,8 @@ from titanlab.precision.float8_rowwise_with_gw_hp_schema import Float8RowwiseWit
 from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.precision.product import PLAIN, product_of
-from titanlab.ranks import ALONE, joined
-from titanlab.world import open_world
+from titanlab.training import assemble, generate
+from titanlab.training.facts import work
 
 RECIPES = [Float8Tensorwise, Float8Rowwise, Float8RowwiseWithGwHp, Mxfp8]
 # Names of layers in a block, which are all that changes by default.

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.parity_rows import SCHEDULES
+from tests.parity.parity_rows import SCHEDULES
+from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.layout import Layout
 from titanlab.precision.float8_rowwise_schema import Float8Rowwise
 from titanlab.precision.float8_rowwise_with_gw_hp_schema import Float8RowwiseWithGwHp
 from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
-from titanlab.recipe_rules import setting
+from titanlab.recipe.recipe_rules import setting
 
 A100, H100, B200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA B200"
 MIG = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"

@@ -11,13 +11,15 @@ import torch
 
 from tests import tiny
 from tests.planted_schema import Planted
-from titanlab import assemble, meter, parity
 from titanlab.checkpoint.folders import checkpoints
-from titanlab.outcome import OutcomeKind
+from titanlab.costs import meter
 from titanlab.parallelism.loss import SplitLoss
+from titanlab.parity import parity
 from titanlab.precision import fp32, fp32_schema
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.loss_scale import DynamicLossScale
+from titanlab.records.outcome import OutcomeKind
+from titanlab.training import assemble
 
 STEPS = 6
 BAD = 3

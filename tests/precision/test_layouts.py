@@ -11,13 +11,13 @@ import os
 import pytest
 
 from tests import tiny
-from titanlab import parity
-from titanlab.parity import compare
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.parity import parity
+from titanlab.parity.parity import compare
 from titanlab.precision.bf16_full_schema import Bf16Full
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
-from titanlab.ranks import ALONE, joined
 
 ROUNDINGS = 2.0
 COMMON = {"layers": 4, "steps": 3, "global_batch": 8, "seq_len": 32, "eps": 1e-6}

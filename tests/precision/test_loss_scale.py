@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from titanlab.distributed.world import World
 from titanlab.precision import fp16
 from titanlab.precision.fp16_schema import LARGEST, Fp16
 from titanlab.precision.loss_scale import LossScale
-from titanlab.totals import Reduction
-from titanlab.world import World
+from titanlab.training.totals import Reduction
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, local_rank=0, device=CPU)

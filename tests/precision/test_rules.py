@@ -11,7 +11,7 @@ from titanlab.precision.bf16_full_schema import Bf16Full
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
-from titanlab.recipe_rules import setting
+from titanlab.recipe.recipe_rules import setting
 
 FIELDS = [
     (Fp32, {"reduce": "bf16"}, "precision.reduce=bf16: fp32 is what", {"reduce": "fp32"}),

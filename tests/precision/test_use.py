@@ -8,19 +8,20 @@ import torch
 
 from tests import tiny
 from tests.planted_schema import Planted
-from titanlab import generate as sampling
-from titanlab import meter, parity
 from titanlab.checkpoint.folders import latest
+from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.files_schema import Files
-from titanlab.generate import generate
-from titanlab.outcome import OutcomeKind
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed.world import open_world
+from titanlab.parity import parity
 from titanlab.precision.bf16_full_schema import Bf16Full
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
-from titanlab.ranks import ALONE, joined
-from titanlab.world import open_world
+from titanlab.records.outcome import OutcomeKind
+from titanlab.training import generate as sampling
+from titanlab.training.generate import generate
 
 
 @pytest.fixture(scope="module")

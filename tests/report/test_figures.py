@@ -6,7 +6,7 @@ import matplotlib as mpl
 import pytest
 
 from tests.sweep.made import SUMMARY, begin, end, train
-from titanlab import meter
+from titanlab.costs import meter
 from titanlab.report import figures
 from titanlab.report.frames import metrics_frame, sweep_frame
 

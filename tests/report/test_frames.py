@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from tests.sweep.made import Made, begin, end, train
-from titanlab import meter
+from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.report.frames import metrics_frame, sweep_frame
 from titanlab.sweep.table.collect import write_table

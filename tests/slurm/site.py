@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from tests.planted_package import install_planted
 from tests.until import until
-from titanlab.run_folder import RunFolder
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 
 ROOT = Path(__file__).parent.parent.parent

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 

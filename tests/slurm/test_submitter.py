@@ -10,7 +10,7 @@ import pytest
 
 from tests.slurm.site import ROOT, Site
 from titanlab.launch.slurm_array import token_of
-from titanlab.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 

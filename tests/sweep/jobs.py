@@ -9,10 +9,10 @@ from pathlib import Path
 from tests import tiny
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
-from titanlab.identity import identify
 from titanlab.launch.shape import Shape
-from titanlab.recipe import to_mapping
-from titanlab.run_folder import RunFolder, create_run
+from titanlab.recipe.recipe import to_mapping
+from titanlab.records.identity import identify
+from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep.submission import Submission, write_submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 

@@ -17,7 +17,7 @@ from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.launch.local_schema import Local
-from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
 from titanlab.sweep.submit import folder_of, submit
 

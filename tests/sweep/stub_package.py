@@ -8,7 +8,7 @@ import titanlab
 _JOB = """
 import os, signal, sys, time
 from pathlib import Path
-from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.sweep_folder import SweepFolder
 
 # It waits until it is looked for, so that none comes between two lines.

@@ -4,10 +4,10 @@ import dataclasses
 
 from tests import tiny
 from titanlab.cluster.schema import Cluster
-from titanlab.identity import identify
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.recipe import Recipe
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.identity import identify
 from titanlab.sweep.study.plan import Dropped, Planned, Study
 from titanlab.sweep.study.point import Point
 

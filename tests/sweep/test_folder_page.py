@@ -2,10 +2,10 @@
 
 import json
 
+from tests.records.test_run_folder_page import keys
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
-from tests.test_run_folder_page import keys
-from titanlab.git_state import RECORD
+from titanlab.records.git_state import RECORD
 from titanlab.sweep.submission import LocalJob, write_local_job
 from titanlab.sweep.submit import submit
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from titanlab.atomic_file import write_json
 from titanlab.launch import slurm_command
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_command import Reply
-from titanlab.run_folder import RunFolder
-from titanlab.run_status import Status
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_status import Status
 from titanlab.sweep import queue
 from titanlab.sweep.queue import JobState, job_states
 from titanlab.sweep.submission import LocalJob, Submission, born_at, write_local_job
+from titanlab.system.atomic_file import write_json
 
 LONG_AGO = 1_700_000_000.0
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from tests.sweep.jobs import Jobs
-from titanlab.atomic_file import write_json
-from titanlab.outcome import Outcome, OutcomeKind, from_exception, from_exit
-from titanlab.run_status import Status
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exception, from_exit
+from titanlab.records.run_status import Status
 from titanlab.sweep import reconcile as reconciling
 from titanlab.sweep.job.wish import Wish, write_wish
 from titanlab.sweep.queue import JobState
 from titanlab.sweep.reconcile import reconcile
+from titanlab.system.atomic_file import write_json
 
 FAILED = JobState(state="ended", raw="FAILED", exit_code=1, job_id="12_0")
 

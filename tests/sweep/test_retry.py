@@ -8,7 +8,7 @@ from titanlab.cli import cancel as cancel_verb
 from titanlab.cli import retry as retry_verb
 from titanlab.cli import status as status_verb
 from titanlab.errors import ConfigError
-from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
 from titanlab.sweep.cancel import cancel
 from titanlab.sweep.reconcile import reconcile

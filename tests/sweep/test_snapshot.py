@@ -8,8 +8,8 @@ from pathlib import Path
 import titanlab
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.git_state import git_state
-from titanlab.provenance import code_fingerprint, collect
+from titanlab.records.git_state import git_state
+from titanlab.records.provenance import code_fingerprint, collect
 from titanlab.sweep import snapshot
 from titanlab.sweep.submit import submit
 
@@ -31,7 +31,7 @@ def git(folder, *words):
 def test_the_copy_has_the_code_and_the_yamls(tmp_path):
     package = copy_of_the_clone(tmp_path / "clone")
     taken = snapshot.take(tmp_path / "code", package=package)
-    assert (taken / "titanlab" / "train.py").is_file()
+    assert (taken / "titanlab" / "training" / "train.py").is_file()
     assert (taken / "conf" / "config.yaml").is_file()
     assert (taken / "conf" / "launch" / "local.yaml").is_file()
     assert (taken / "launch" / "slurm.yaml").is_file()
@@ -67,7 +67,7 @@ def test_its_git_state_is_what_was_recorded(tmp_path):
     git(clone, "init")
     git(clone, "add", "-A")
     git(clone, "commit", "-m", "all of it")
-    (package / "world.py").write_text("# edited\n")
+    (package / "distributed" / "world.py").write_text("# edited\n")
     before = git_state(package)
     taken = snapshot.take(tmp_path / "code", package=package)
     git(clone, "checkout", ".")
@@ -85,7 +85,7 @@ def test_a_snapshot_of_an_installed_package_has_no_git(tmp_path):
 def test_what_is_edited_after_submission_reaches_no_job(slurm, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     package = copy_of_the_clone(clone)
-    (package / "sweep" / "job" / "task.py").write_text("import titanlab.stop\nprint(titanlab.__file__)\n")
+    (package / "sweep" / "job" / "task.py").write_text("import titanlab.distributed.stop\nprint(titanlab.__file__)\n")
     taken = snapshot.take
     monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
     folder = submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet).folder
@@ -93,7 +93,7 @@ def test_what_is_edited_after_submission_reaches_no_job(slurm, tmp_path, monkeyp
     script = slurm.jobs()[101]["script"]
 
     (package / "sweep" / "job" / "task.py").write_text("raise SystemExit('edited')\n")
-    (package / "stop.py").write_text("raise SystemExit('edited')\n")
+    (package / "distributed" / "stop.py").write_text("raise SystemExit('edited')\n")
     # As Slurm runs it, in the clone itself, in which a plain `python -m` would find the edited code first. srun runs
     # what stands behind its own words.
     srun = slurm.folder / "bin" / "srun"
@@ -107,7 +107,7 @@ def test_its_code_is_what_env_json_tells(tmp_path):
     """In a job the package is that of the snapshot: the record of a run is made from there."""
     package = copy_of_the_clone(tmp_path / "clone")
     taken = snapshot.take(tmp_path / "code", package=package)
-    code = "import json; from titanlab.provenance import collect; "
+    code = "import json; from titanlab.records.provenance import collect; "
     code += "print(json.dumps(dict(collect(devices={}, launcher='slurm').record['code'])))"
     environment = {**os.environ, **snapshot.environment(taken)}
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)

@@ -12,7 +12,7 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
 from titanlab.launch import slurm as slurm_launcher
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import settle
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.submit import check_study, decide, folder_of, silence_of, submit
@@ -218,7 +218,7 @@ def test_force_that_sbatch_refuses_leaves_runs_to_submit(slurm, tmp_path):
 def test_a_job_is_no_older_than_its_runs_whatever_the_clock_says(slurm, tmp_path, monkeypatch):
     wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
     ahead = time.time() + 30
-    monkeypatch.setattr("titanlab.run_folder.time.time", lambda: ahead)
+    monkeypatch.setattr("titanlab.records.run_folder.time.time", lambda: ahead)
     folder = submit(wanted, quiet).folder
     monkeypatch.undo()
     for name, value in slurm.environment.items():

@@ -10,12 +10,12 @@ from tests.sweep.conftest import quiet
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
-from titanlab.claim import is_claimed
-from titanlab.host import Host, cores
+from titanlab.distributed.host import Host, cores
 from titanlab.launch.local_schema import Local
 from titanlab.launch.shape import Shape
-from titanlab.outcome import OutcomeKind
-from titanlab.run_folder import RunFolder
+from titanlab.records.claim import is_claimed
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep import snapshot
 from titanlab.sweep.cancel import cancel
 from titanlab.sweep.local_submit import LOCK, has_work, wake

@@ -6,10 +6,10 @@ import pytest
 
 from tests import tiny
 from tests.tracker.test_wandb import inspect
-from titanlab import meter
-from titanlab.identity import identify
-from titanlab.recipe import to_mapping
-from titanlab.run_folder import create_run
+from titanlab.costs import meter
+from titanlab.recipe.recipe import to_mapping
+from titanlab.records.identity import identify
+from titanlab.records.run_folder import create_run
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.tracker.wandb_schema import Wandb
 

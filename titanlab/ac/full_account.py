@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.ac.full_schema import FullCheckpointing
-from titanlab.account import Operation, Share, block_input
+from titanlab.costs.account import Operation, Share, block_input
 
 
 def saved_bytes(config: FullCheckpointing, block: Sequence[Operation], share: Share, *, number: int) -> int:

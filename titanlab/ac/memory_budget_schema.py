@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
-from titanlab.setting import Setting
 
 # These split a block's graph into forward and backward where it costs least, which is where a budget counts.
 BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition")

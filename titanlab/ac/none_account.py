@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.ac.none_schema import NoCheckpointing
-from titanlab.account import Operation, Share, kept
+from titanlab.costs.account import Operation, Share, kept
 
 
 def saved_bytes(config: NoCheckpointing, block: Sequence[Operation], share: Share, *, number: int) -> int:

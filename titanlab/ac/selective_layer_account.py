@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.ac.selective_layer_schema import SelectiveLayer
-from titanlab.account import Operation, Share, block_input, kept
+from titanlab.costs.account import Operation, Share, block_input, kept
 
 
 def saved_bytes(config: SelectiveLayer, block: Sequence[Operation], share: Share, *, number: int) -> int:

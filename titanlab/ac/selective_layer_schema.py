@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
-from titanlab.setting import Setting
 
 
 @option("ac", "selective_layer")

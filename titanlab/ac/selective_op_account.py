@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.ac.selective_op_schema import MATMULS, SelectiveOp
-from titanlab.account import Activation, Operation, Share, block_input
+from titanlab.costs.account import Activation, Operation, Share, block_input
 
 
 def saved_bytes(config: SelectiveOp, block: Sequence[Operation], share: Share, *, number: int) -> int:

@@ -6,9 +6,9 @@ import difflib
 import re
 from dataclasses import dataclass, field
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import implementation, option
-from titanlab.setting import Setting
 
 # torch prints operators so: namespace, name, overload.
 NAME = re.compile(r"\w+\.\w+\.\w+")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from titanlab.checkpoint.metadata import SavedState
+from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
-from titanlab.world import World
 
 _MOST_BYTES = 1 << 16
 """Of one generator's state: the largest, as JSON, takes 8 KiB."""

@@ -26,7 +26,7 @@ from titanlab.checkpoint.folders import another
 from titanlab.checkpoint.metadata import SavedTensor, read_saved
 from titanlab.checkpoint.numpy_state import is_numpy_state, read_numpy_state
 from titanlab.errors import ConfigError
-from titanlab.outcome import OutcomeKind, classify, first_line
+from titanlab.records.outcome import OutcomeKind, classify, first_line
 
 
 class CheckpointReader(dcp.FileSystemReader):

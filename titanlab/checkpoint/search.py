@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from titanlab.checkpoint.folders import of_step
-from titanlab.run_folder import RunFolder
-from titanlab.run_search import find_run
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import find_run
 
 _STEP = re.compile(r"step-([0-9]+)")
 

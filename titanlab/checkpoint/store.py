@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from titanlab.atomic_file import write_json
 from titanlab.checkpoint.folders import PART, checkpoints, read_checked, remove, remove_unfinished, step_folder
 from titanlab.checkpoint.generators import generator_states, restore_generators, saved_states
 from titanlab.checkpoint.position import POSITION, Position
 from titanlab.checkpoint.reader import CheckpointReader, load_state
-from titanlab.disk import disk_fault, refusal
-from titanlab.world import World
+from titanlab.distributed.world import World
+from titanlab.system.atomic_file import write_json
+from titanlab.system.disk import disk_fault, refusal
 
 
 def save(

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
-from titanlab.console import Console
 from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.sweep.table.collect import write_table
 from titanlab.sweep.table.comparison import comparison
 from titanlab.sweep.table.listing import counted, dropped, failures, gaps, runs
 from titanlab.sweep.table.look import look_at
+from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:

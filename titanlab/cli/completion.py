@@ -16,9 +16,9 @@ from titanlab.cli.arguments import Arguments, parser_of
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
 from titanlab.errors import ConfigError
-from titanlab.outcome import OutcomeKind
-from titanlab.run_folder import RunFolder
-from titanlab.run_search import list_runs
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import list_runs
 from titanlab.sweep.sweep_folder import open_sweep
 
 # The program is asked as it was typed, so that it need not be on PATH. An equals sign must not begin a

@@ -15,12 +15,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from titanlab.composition.errors import ARGUMENTS, composition_errors
-from titanlab.composition.flags import read_flags
-from titanlab.composition.recipes import conf_folder, register, to_recipe
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages
-from titanlab.recipe import Recipe
+from titanlab.recipe.composition.errors import ARGUMENTS, composition_errors
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.recipes import conf_folder, register, to_recipe
+from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.hydra_loader import Loader
 
 # What conf/config.yaml says of Hydra, for configs of other names: it makes no folder and no log.

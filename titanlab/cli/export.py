@@ -9,9 +9,9 @@ from titanlab.cli.arguments import Arguments
 from titanlab.cli.import_weights import option_name
 from titanlab.cli.sizes import bytes_of
 from titanlab.errors import ConfigError
-from titanlab.interchange import is_weights, write_hf, write_ours
-from titanlab.origin import from_folder, from_run
 from titanlab.weights.folder_writer import hold_apart, hold_place
+from titanlab.weights.interchange import is_weights, write_hf, write_ours
+from titanlab.weights.origin import from_folder, from_run
 from titanlab.weights.source import DTYPES
 
 _FORMATS = ("hf", "titanlab")

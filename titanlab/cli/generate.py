@@ -8,10 +8,10 @@ from pathlib import Path
 
 from titanlab.checkpoint.folders import find
 from titanlab.cli.arguments import Arguments
+from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
-from titanlab.host import this_host
-from titanlab.interchange import is_weights
-from titanlab.run_search import find_run
+from titanlab.records.run_search import find_run
+from titanlab.weights.interchange import is_weights
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = find_run(given.run, given.runs).path
         find(str(folder), "run")
     # Not at the top: a mistake in the arguments is told without waiting for torch.
-    pieces = importlib.import_module("titanlab.generate").generate(
+    pieces = importlib.import_module("titanlab.training.generate").generate(
         folder,
         given.prompt,
         tokens=given.tokens,

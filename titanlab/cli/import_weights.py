@@ -8,12 +8,12 @@ from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.cli.sizes import bytes_of
-from titanlab.composition.recipes import conf_folder
 from titanlab.errors import ConfigError
-from titanlab.huggingface.download import fetch_model
-from titanlab.interchange import is_weights, write_ours
-from titanlab.origin import from_folder
+from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.weights.folder_writer import hold_apart, hold_place
+from titanlab.weights.huggingface.download import fetch_model
+from titanlab.weights.interchange import is_weights, write_ours
+from titanlab.weights.origin import from_folder
 
 _KEY = "source"
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
-from titanlab.composition.frozen import hold_changeable, overridden
-from titanlab.console import Console
-from titanlab.execute import continue_run, prepare
+from titanlab.launch.execute import continue_run, prepare
 from titanlab.launch.local_schema import Local
 from titanlab.options import implementation
-from titanlab.recipe import Recipe
-from titanlab.run_folder import RunFolder
+from titanlab.recipe.composition.frozen import hold_changeable, overridden
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.run_folder import RunFolder
+from titanlab.terminal.console import Console
 
 # What may change between attempts: how a run is run and watched. What it computes may not.
 CHANGEABLE = (

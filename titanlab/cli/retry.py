@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
-from titanlab.console import Console
 from titanlab.sweep.retry import FAILED, Retried, retry
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:

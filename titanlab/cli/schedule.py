@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.cli.arguments import Arguments
-from titanlab.console import Console
 from titanlab.errors import ConfigError
 from titanlab.options import discover, implementation
 from titanlab.schedule.action import Action, Kind
@@ -23,6 +22,7 @@ from titanlab.schedule.action_file import read_actions, write_actions
 from titanlab.schedule.grid import rows
 from titanlab.schedule.plot import draw
 from titanlab.schedule.timeline import Timeline, simulate
+from titanlab.terminal.console import Console
 
 ALL = "all"
 # Stages times microbatches: more takes minutes.

@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from titanlab.atomic_file import finite
 from titanlab.cli.arguments import Arguments
-from titanlab.console import Console
 from titanlab.errors import ConfigError
-from titanlab.run_folder import RunFolder
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.sweep.table.look import look_at
 from titanlab.sweep.table.one_run import details, own_words
 from titanlab.sweep.table.overview import overview
 from titanlab.sweep.table.watch import Screen
+from titanlab.system.atomic_file import finite
+from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,17 +7,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlab.atomic_file import finite
 from titanlab.cli.compose import compose
-from titanlab.composition.flags import read_flags
-from titanlab.composition.recipes import conf_folder
-from titanlab.console import Console
+from titanlab.distributed.ranks import joined
 from titanlab.errors import ConfigError
-from titanlab.ranks import joined
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.study.plan import Study, plan_study, with_data
 from titanlab.sweep.study.plan_table import plan_lines, plan_values
 from titanlab.sweep.submit import Submitted, check_study, decide, silence_of, submit
 from titanlab.sweep.wait import exit_code, follow
+from titanlab.system.atomic_file import finite
+from titanlab.terminal.console import Console
 
 _HELP = """\
 titanlab sweep: plan many runs, submit what is missing of them, and return

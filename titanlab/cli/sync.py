@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
-from titanlab.console import Console
 from titanlab.errors import ConfigError
-from titanlab.numerals import counted
-from titanlab.rebuild import rebuild
-from titanlab.run_folder import RunFolder
-from titanlab.run_search import find_run
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import find_run
 from titanlab.sweep.sweep_folder import open_sweep
+from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted
 from titanlab.tracker import wandb_upload
-from titanlab.tracker_gaps import tracker_gap, waiting_files
+from titanlab.training.rebuild import rebuild
+from titanlab.training.tracker_gaps import tracker_gap, waiting_files
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from titanlab.cli.compose import compose
 from titanlab.cli.sweep import Given, run_study
-from titanlab.composition.flags import Flags, read_flags
-from titanlab.console import Console
-from titanlab.execute import execute, prepare
-from titanlab.ranks import joined
+from titanlab.distributed.ranks import joined
+from titanlab.launch.execute import execute, prepare
+from titanlab.recipe.composition.flags import Flags, read_flags
+from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:

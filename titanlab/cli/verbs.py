@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from titanlab import __version__
-from titanlab.console import error_line
-from titanlab.disk import disk_fault
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind
+from titanlab.system.disk import disk_fault
+from titanlab.terminal.console import error_line
 
 # verb → (module, what it does). Modules are imported when called: some need torch, most do not.
 VERBS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from titanlab.errors import ConfigError
-from titanlab.world import World
 
 KEY = "parallelism.async_tensor"
 # A private switch of inductor, in torch 2.11 to 2.13 the only one.
@@ -46,16 +46,20 @@ class FusionCheck:
         files = [module.__file__ for module in _generated() if id(module) not in self._before]
         return sum(len(_CALL.findall(Path(file).read_text())) for file in files if file)
 
-    def check_fused(self, world: World) -> None:
+    def check_fused(self, gather: Callable[[int], list[int]]) -> None:
         """Hold a run that asks for AsyncTP to have it. All ranks call this together, when the first step is over.
+
+        Args:
+            gather: takes this rank's count and returns those of all ranks.
 
         Raises:
             ConfigError: a rank has fused nothing; the same on every rank.
         """
-        without = [rank for rank, count in enumerate(world.gather(self.count())) if count == 0]
+        counts = gather(self.count())
+        without = [rank for rank, count in enumerate(counts) if count == 0]
         if without:
             named = ", ".join(map(str, without[:4])) + (", …" if len(without) > 4 else "")
-            where = "every rank" if len(without) == world.size else f"rank{'s' if len(without) > 1 else ''} {named}"
+            where = "every rank" if len(without) == len(counts) else f"rank{'s' if len(without) > 1 else ''} {named}"
             rule = f"inductor has fused no product with its collective on {where}"
             raise ConfigError(KEY, True, rule, "try false, or an empty folder as TORCHINDUCTOR_CACHE_DIR")
 

@@ -7,9 +7,9 @@ import os
 import shutil
 from dataclasses import dataclass, field
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
-from titanlab.setting import Setting
 
 # Of those that torch has, the ones with which a model can train.
 BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager", "cudagraphs")

@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlab.data import tokenizer as tokenizers
 from titanlab.errors import ConfigError
-from titanlab.hub import check_reachable, explained, is_absent
+from titanlab.system.hub import check_reachable, explained, is_absent
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _NEEDED = ("tokenizer.json", "tokenizer.model")

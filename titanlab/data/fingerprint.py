@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.atomic_file import write_text
 from titanlab.data import cache
+from titanlab.system.atomic_file import write_text
 
 WHOLE_BYTES = 256 << 20
 """Up to this many bytes in all, every byte of the files counts; above it, samples of each file."""

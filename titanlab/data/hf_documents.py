@@ -19,7 +19,7 @@ from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.packing import Position
 from titanlab.data.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
-from titanlab.hub import check_reachable, is_offline
+from titanlab.system.hub import check_reachable, is_offline
 
 
 class StreamDocuments:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
 from titanlab.data.tokenizer_rules import check_size, check_vocabulary
 from titanlab.data.watched_encoding import WatchedEncoding, unknown_patterns
+from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
-from titanlab.host import cores
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Of a model as Meta released it, in a folder of the hub.

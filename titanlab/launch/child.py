@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlab.distributed.ranks import Ranks
+from titanlab.distributed.stop import STOP_SIGNALS, stop_line
 from titanlab.launch.local import worker_command, worker_environment
-from titanlab.outcome import OutcomeKind
-from titanlab.ranks import Ranks
-from titanlab.stop import STOP_SIGNALS, stop_line
+from titanlab.records.outcome import OutcomeKind
 
 
 class Child:

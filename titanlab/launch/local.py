@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlab.ranks import Ranks
-from titanlab.run_folder import RunFolder
-from titanlab.silence import end_if_silent, note_silent_ranks
-from titanlab.stop import STOP_SIGNALS, handlers_kept
+from titanlab.distributed.ranks import Ranks
+from titanlab.distributed.silence import end_if_silent, note_silent_ranks
+from titanlab.distributed.stop import STOP_SIGNALS, handlers_kept
+from titanlab.records.run_folder import RunFolder
 
 POLL_SECONDS = 0.1
 # For the other ranks, once one has failed.

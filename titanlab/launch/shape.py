@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from titanlab.cluster.schema import Cluster
+from titanlab.costs.layout import Layout
+from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
-from titanlab.host import cores
-from titanlab.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

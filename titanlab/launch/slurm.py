@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlab.distributed.ranks import MEETING
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_array import expression_of, token_of
 from titanlab.launch.slurm_command import accounted_since, ask_slurm
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.ranks import MEETING
 
 # At most, whatever a site allows; a longer row of jobs becomes several arrays.
 MAX_ARRAY = 1000

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titanlab.command import ask
+from titanlab.system.command import ask
 
 # Slurm's commands give up by themselves after some 10 s (MessageTimeout), and say why; those that do not are ended.
 ANSWER_SECONDS = 15.0

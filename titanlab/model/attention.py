@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlab.attention_order import order
+from titanlab.costs.attention_order import order
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -20,7 +20,7 @@ from titanlab.model.contract import LanguageModel
 def build(config: llama_schema.Llama, *, seq_len: int) -> Llama:
     """A model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`.
 
-    After `to_empty`, call `init_buffers` and fill the parameters with `titanlab.initialise`.
+    After `to_empty`, call `init_buffers` and fill the parameters with `titanlab.weights.initialise`.
     """
     return Llama(config, seq_len=seq_len)
 

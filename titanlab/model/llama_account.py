@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from titanlab.account import HIDDEN, Activation, Init, ModelAccount, Operation
+from titanlab.costs.account import HIDDEN, Activation, Init, ModelAccount, Operation
 from titanlab.model.llama_block_account import block_operations, matmul, norm
 from titanlab.model.llama_schema import Llama
 

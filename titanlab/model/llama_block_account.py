@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titanlab.account import HIDDEN, Activation, Cut, Operation, Operator
+from titanlab.costs.account import HIDDEN, Activation, Cut, Operation, Operator
 from titanlab.model.llama_schema import Llama
 
 # Which of them runs is chosen by device and precision; all return the output and the softmax's denominators.

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.foreign import Foreign
 from titanlab.model.llama_account import EMBEDDING, HEAD, account
 from titanlab.model.llama_schema import Llama
+from titanlab.system.foreign import Foreign
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 # Tensors that follow from config.json, in files of 2023.

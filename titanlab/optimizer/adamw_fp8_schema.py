@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlab import hardware
+from titanlab.costs import hardware
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.optimizer.low_bit_schema import LowBit
 from titanlab.options import option
-from titanlab.setting import Setting
 
 # Of GPUs whose compilers can convert to float8.
 _NEEDED = (8, 9)

@@ -6,10 +6,10 @@ import importlib.util
 import math
 from dataclasses import dataclass, field
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import Scheduled
 from titanlab.options import option
-from titanlab.setting import Setting
 
 ROUNDINGS = ("auto", "nearest", "stochastic")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Rounded, needs_torchao
-from titanlab.setting import Setting
 
 
 @dataclass(kw_only=True)

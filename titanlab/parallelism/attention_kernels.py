@@ -20,7 +20,7 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 
-from titanlab.attention_order import order
+from titanlab.costs.attention_order import order
 
 aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.costs.layout import AXES
 from titanlab.errors import ConfigError
-from titanlab.layout import AXES
 from titanlab.options import option
 
 CHOICES = {

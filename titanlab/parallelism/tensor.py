@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from titanlab.account import style_of
+from titanlab.costs.account import style_of
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
 from titanlab.parallelism.pipeline_weights import linear as linear_product
 from titanlab.precision.product import ATTRIBUTE

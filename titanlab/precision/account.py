@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlab.account import ModelAccount
+from titanlab.costs.account import ModelAccount
 
 # Bytes of an element, by torch's name of its dtype.
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}

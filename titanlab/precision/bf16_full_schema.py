@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlab.costs.setting import Setting
 from titanlab.options import option
 from titanlab.precision.parts_schema import check_bf16, check_reduce
-from titanlab.setting import Setting
 
 
 @option("precision", "bf16_full")

@@ -20,7 +20,7 @@ from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.float8_account import matches
 from titanlab.precision.float8_schema import Float8
 from titanlab.precision.product import ATTRIBUTE, Product, rows
-from titanlab.quiet_import import import_quietly
+from titanlab.system.quiet_import import import_quietly
 
 # The scale of a weight that is zero: torchao's own bound.
 _SMALLEST = 1e-12

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlab.account import ModelAccount, style_of
+from titanlab.costs.account import ModelAccount, style_of
 
 # Styles of a tensor plan that are products, by the dim of the weight that they cut.
 _CUTS = {"colwise": 0, "rowwise": 1, "head": 0}

@@ -6,13 +6,13 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from titanlab import hardware
-from titanlab.account import ModelAccount
+from titanlab.costs import hardware
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.precision.account import matched
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_account import Conversion, conversion, describe, linear_layers, matches, part_shape
-from titanlab.setting import Setting
 
 HEAD = "output"
 EMULATE = ("auto", "true", "false")

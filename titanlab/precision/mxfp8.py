@@ -14,7 +14,7 @@ from titanlab.precision import bf16
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.float8 import PRODUCTS, chooser, emulates
 from titanlab.precision.mxfp8_schema import Mxfp8
-from titanlab.quiet_import import import_quietly
+from titanlab.system.quiet_import import import_quietly
 
 _BLOCK = 32
 _PROTOTYPE = "torchao.prototype.moe_training.mxfp8_linear"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.precision.float8_schema import Float8
-from titanlab.setting import Setting
 
 
 @option("precision", "mxfp8")

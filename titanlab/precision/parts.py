@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlab.account import ModelAccount
+from titanlab.costs.account import ModelAccount
 from titanlab.precision.account import matched
 from titanlab.precision.dtypes import Dtypes
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from titanlab.costs.hardware import compute_capability
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
-from titanlab.hardware import compute_capability
 from titanlab.precision.account import EMBEDDING, HEAD, matched
-from titanlab.setting import Setting
 
 KEY = "precision.fp32_parts"
 

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlab import meter
-from titanlab.numerals import grouped, short, significant
-from titanlab.outcome import OutcomeKind
+from titanlab.costs import meter
+from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.table.comparison import Group, groups
 from titanlab.sweep.table.listing import tone, word
+from titanlab.terminal.numerals import grouped, short, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

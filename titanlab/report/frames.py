@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab import meter
+from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.metrics_file import TRAIN
-from titanlab.run_folder import RunFolder
+from titanlab.records.metrics_file import TRAIN
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.collect import parquet_schema
 from titanlab.sweep.table.columns import point_keys

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from titanlab.atomic_file import write_text
 from titanlab.errors import ConfigError
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.order import OrderError, placement_of, validate
+from titanlab.system.atomic_file import write_text
 
 KEY = "schedule.file"
 

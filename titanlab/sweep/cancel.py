@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from titanlab.errors import ConfigError
-from titanlab.outcome import Outcome, OutcomeKind
-from titanlab.run_folder import RunFolder
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.enqueue import launcher_of, settle
 from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from titanlab.claim import claimed
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
-from titanlab.numerals import counted
 from titanlab.options import implementation, schema_of
+from titanlab.records.claim import claimed
 from titanlab.sweep import snapshot
 from titanlab.sweep.submission import Submission, drop_submission, write_submission
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.terminal.numerals import counted
 
 # Held by every call of sbatch, which may outlive the process that made it.
 _LOCK = ".sbatch"

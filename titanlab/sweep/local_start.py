@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from titanlab.ranks import MEETING
+from titanlab.distributed.ranks import MEETING
 from titanlab.sweep.enqueue import job_command
 from titanlab.sweep.local_submit import python_environment
 from titanlab.sweep.submission import Submission

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-from titanlab.claim import is_claimed
-from titanlab.ranks import MEETING
+from titanlab.distributed.ranks import MEETING
+from titanlab.records.claim import is_claimed
 from titanlab.sweep import snapshot
 from titanlab.sweep.submission import local_job
 from titanlab.sweep.sweep_folder import SweepFolder

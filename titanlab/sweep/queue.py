@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titanlab.claim import is_claimed
+from titanlab.distributed.ranks import hosts
 from titanlab.launch.slurm_array import elements_of, token_of
 from titanlab.launch.slurm_command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm
-from titanlab.ranks import hosts
-from titanlab.run_folder import RunFolder
+from titanlab.records.claim import is_claimed
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.local_submit import LOCK
 from titanlab.sweep.submission import Submission, local_job
 

@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from titanlab.attempt import with_progress, world_of
-from titanlab.claim import CannotWriteError
+from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
+from titanlab.launch.attempt import with_progress, world_of
 from titanlab.launch.slurm import REFUSED
-from titanlab.numerals import counted
-from titanlab.outcome import Outcome, OutcomeKind, from_exit
-from titanlab.run_folder import RunFolder
-from titanlab.silence import judged
+from titanlab.records.claim import CannotWriteError
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.job.wish import read_wish
 from titanlab.sweep.queue import JobState, job_states
 from titanlab.sweep.slurm_words import MemoryWord, memory_word
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.terminal.numerals import counted
 
 _OVER = ("ended", "gone")
 # Slurm's words that say why by themselves.

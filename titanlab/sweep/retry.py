@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.composition.frozen import frozen_recipe, hold_changeable
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape, shape_of
-from titanlab.outcome import OutcomeKind
-from titanlab.run_folder import RunFolder, create_run
+from titanlab.recipe.composition.frozen import frozen_recipe, hold_changeable
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import local_submit, snapshot
 from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle
 from titanlab.sweep.queue import silence

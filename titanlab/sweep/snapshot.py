@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import titanlab
-from titanlab.atomic_file import write_json
-from titanlab.git_state import RECORD, git_state
-from titanlab.provenance import code_fingerprint, redact
+from titanlab.records.git_state import RECORD, git_state
+from titanlab.records.provenance import code_fingerprint, redact
+from titanlab.system.atomic_file import write_json
 
 SCHEMA = 1
 _FOLDERS = ("conf", "launch", "sweeps")

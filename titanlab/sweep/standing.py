@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from titanlab.outcome import OutcomeKind
-from titanlab.run_folder import RunFolder
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.queue import States
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder

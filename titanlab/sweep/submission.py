@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from titanlab.atomic_file import write_json
 from titanlab.launch.shape import Shape, shape_from
 from titanlab.launch.slurm_array import job_name
-from titanlab.run_folder import RunFolder
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.atomic_file import write_json
 
 SCHEMA = 1
 # As long, a job of another host is taken to live after the last word of it.

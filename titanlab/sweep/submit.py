@@ -14,8 +14,8 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape, shape_of
-from titanlab.recipe import to_mapping
-from titanlab.run_folder import RunFolder, check_runs, create_run
+from titanlab.recipe.recipe import to_mapping
+from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.sweep import local_submit
 from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, silent_launcher
 from titanlab.sweep.queue import States, job_states

@@ -17,19 +17,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from titanlab.claim import claimed
-from titanlab.disk import disk_fault
+from titanlab.distributed.host import cores, this_host
+from titanlab.distributed.stop import handled
 from titanlab.errors import ConfigError
-from titanlab.host import cores, this_host
 from titanlab.launch.shape import local_processes
-from titanlab.numerals import counted
-from titanlab.outcome import OutcomeKind
-from titanlab.run_folder import RunFolder
-from titanlab.stop import handled
+from titanlab.records.claim import claimed
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.local_start import controller_of, start
 from titanlab.sweep.local_submit import LOCK
 from titanlab.sweep.submission import LocalJob, Submission, born_at, local_job, write_local_job
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.disk import disk_fault
+from titanlab.terminal.numerals import counted
 
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0

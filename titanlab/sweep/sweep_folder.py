@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlab.atomic_file import finite, write_json, write_text
-from titanlab.claim import claimed
 from titanlab.errors import ConfigError
-from titanlab.points_file import read_points
-from titanlab.run_folder import RunFolder
+from titanlab.records.claim import claimed
+from titanlab.records.points_file import read_points
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep import submission
 from titanlab.sweep.submission import Submission
+from titanlab.system.atomic_file import finite, write_json, write_text
 
 SCHEMA = 1
 # A submission of many runs takes some seconds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlab.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.local_submit import wake
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.look import look_at

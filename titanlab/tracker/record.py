@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from titanlab.atomic_file import write_json
+from titanlab.system.atomic_file import write_json
 
 SCHEMA = 1
 FILE = "tracker.json"

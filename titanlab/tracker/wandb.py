@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from titanlab.atomic_file import finite
 from titanlab.errors import ConfigError
+from titanlab.system.atomic_file import finite
 from titanlab.tracker.protocol import TrackedRun, Warn
 from titanlab.tracker.record import Record, write_record
 from titanlab.tracker.wandb_files import discard, kept_files, online_folders, put_aside

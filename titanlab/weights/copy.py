@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titanlab.errors import ConfigError
-from titanlab.foreign import Foreign
+from titanlab.system.foreign import Foreign
 from titanlab.weights.safetensors_writer import SafetensorsWriter, index_of, split_in_files, torch_dtype
 from titanlab.weights.source import DTYPES, Entry, Source, chunks, in_halves
 

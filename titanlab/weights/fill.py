@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from titanlab.initialise import local_part, plain_name
+from titanlab.weights.initialise import local_part, plain_name
 from titanlab.weights.source import CHUNK_BYTES, Source
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.foreign import Foreign
 from titanlab.options import account_of, schema_of
+from titanlab.system.foreign import Foreign
 from titanlab.weights.source import SafetensorsSource, hold_entries, read_entries
 
 MANIFEST = "weights.json"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from safetensors import SafetensorError, safe_open
 
 from titanlab.errors import ConfigError
-from titanlab.foreign import Foreign
+from titanlab.system.foreign import Foreign
 
 if TYPE_CHECKING:
     from torch import Tensor

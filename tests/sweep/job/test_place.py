@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
+from titanlab.distributed.ranks import hosts
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.ranks import hosts
-from titanlab.run_folder import RunFolder
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.job import place as places
 from titanlab.sweep.job import rendezvous
 from titanlab.sweep.job.place import address_of, free_port, place_in

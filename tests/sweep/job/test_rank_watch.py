@@ -6,11 +6,11 @@ import time
 import pytest
 
 from tests.sweep.jobs import Jobs
-from titanlab import memory_kills
-from titanlab.memory_kills import MemoryKills
-from titanlab.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.ranks import ALONE
-from titanlab.run_status import Status
+from titanlab.distributed.ranks import ALONE
+from titanlab.launch import memory_kills
+from titanlab.launch.memory_kills import MemoryKills
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
+from titanlab.records.run_status import Status
 from titanlab.sweep.job import rank_watch
 from titanlab.sweep.job import task as jobs_process
 from titanlab.sweep.job.place import Place

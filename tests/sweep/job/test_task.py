@@ -9,8 +9,8 @@ import pytest
 from tests import tiny
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
-from titanlab.outcome import Outcome, OutcomeKind
-from titanlab.ranks import ALONE
+from titanlab.distributed.ranks import ALONE
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.job import rendezvous, task
 from titanlab.sweep.job.place import Place
 from titanlab.sweep.job.task import Job

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from titanlab.outcome import OutcomeKind
-from titanlab.ranks import ALONE
+from titanlab.distributed.ranks import ALONE
+from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.job import wish
 from titanlab.sweep.job.place import Place
 from titanlab.sweep.job.wish import Wish, meaning, put_back, read_wish, write_wish

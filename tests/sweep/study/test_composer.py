@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
-from titanlab.composition.errors import composition_errors
-from titanlab.composition.flags import read_flags
-from titanlab.composition.recipes import to_recipe
 from titanlab.errors import ConfigError
-from titanlab.recipe import Recipe
+from titanlab.recipe.composition.errors import composition_errors
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.recipes import to_recipe
+from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.composer import Composer
 from titanlab.sweep.study.hydra_loader import Loader, override_text
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.sweep.files import dropped, labels, plan, sweep_text, write_sweep
 from titanlab.data import source
+from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
-from titanlab.host import Host
 from titanlab.sweep.study import plan as studies
 from titanlab.sweep.study.point import Point
 from titanlab.sweep.study.prune import Unfit

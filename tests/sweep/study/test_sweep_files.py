@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from tests.sweep.files import dropped, plan
-from titanlab.composition.recipes import conf_folder
-from titanlab.host import Host
+from titanlab.distributed.host import Host
+from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.study import plan as studies
 from titanlab.sweep.submit import decide
 

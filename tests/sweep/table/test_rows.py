@@ -8,8 +8,8 @@ import pytest
 
 from tests import tiny
 from tests.sweep.made import begin, end, train, word
-from titanlab.layout import AXES
-from titanlab.recipe import to_mapping
+from titanlab.costs.layout import AXES
+from titanlab.recipe.recipe import to_mapping
 from titanlab.sweep.table.columns import COLUMNS, NAMES, point_keys
 from titanlab.sweep.table.rows import Table
 from titanlab.sweep.table.run_columns import recipe_columns

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.run_folder import RunFolder
+from titanlab.records.run_folder import RunFolder
 
 _LOOK_SECONDS = 1.0
 

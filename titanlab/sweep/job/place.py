@@ -8,9 +8,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titanlab.command import ask, output_of
+from titanlab.distributed.ranks import Ranks, hosts, slurm_ranks, submitit_ranks
 from titanlab.errors import ConfigError
-from titanlab.ranks import Ranks, hosts, slurm_ranks, submitit_ranks
+from titanlab.system.command import ask, output_of
 
 _LOOPBACK = "127.0.0.1"
 _TIMEOUT_SECONDS = 30.0

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from titanlab.failure_signs import says_oom
+from titanlab.distributed.silence import ANSWER_SECONDS, note_silence
+from titanlab.distributed.watchdog import NATIVE_SIGN
 from titanlab.launch.child import Child
-from titanlab.memory_kills import memory_kills
-from titanlab.outcome import Outcome, OutcomeKind, from_exit
-from titanlab.run_folder import RunFolder
-from titanlab.silence import ANSWER_SECONDS, note_silence
+from titanlab.launch.memory_kills import memory_kills
+from titanlab.records.failure_signs import says_oom
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.job.wish import Wish, read_wish
-from titanlab.watchdog import NATIVE_SIGN
 
 # For a worker whose peers have failed to say so itself; those that hang show where they stand first.
 GRACE_SECONDS = 5.0

@@ -10,9 +10,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titanlab.atomic_file import write_json
 from titanlab.errors import TitanlabError
-from titanlab.run_folder import RunFolder
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.atomic_file import write_json
 
 FILE = "rendezvous.json"
 # From the first task's start to rank 0's word: nodes of one job start together, give or take a slow prologue.

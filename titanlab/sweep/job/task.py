@@ -20,18 +20,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlab.atomic_file import write_json
-from titanlab.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
 from titanlab.checkpoint.folders import latest
 from titanlab.data import source
-from titanlab.disk import disk_fault
+from titanlab.distributed.host import check_host, this_host
+from titanlab.distributed.stop import ONE_WISH_SECONDS, STOP_SIGNALS, handled
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.host import check_host, this_host
+from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
 from titanlab.launch.child import Child
-from titanlab.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.recipe import Recipe, from_mapping
-from titanlab.run_folder import RunFolder, open_run
-from titanlab.stop import ONE_WISH_SECONDS, STOP_SIGNALS, handled
+from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
+from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.sweep.job import rendezvous
 from titanlab.sweep.job.hold import hold_code, hold_run
 from titanlab.sweep.job.place import Place, address_of, free_port, give_name, place_in
@@ -39,6 +37,8 @@ from titanlab.sweep.job.rank_watch import RankWatch, await_result, settle
 from titanlab.sweep.job.rendezvous import Rendezvous
 from titanlab.sweep.job.wish import meaning, put_back, read_wish, write_wish
 from titanlab.sweep.submission import Submission, submissions
+from titanlab.system.atomic_file import write_json
+from titanlab.system.disk import disk_fault
 
 CLAIM_SECONDS = 3.0
 # Of one that was put back into the queue: the processes of its last start may take a moment to go.

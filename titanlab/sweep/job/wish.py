@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlab.command import ask, output_of
-from titanlab.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.job.place import Place
+from titanlab.system.command import ask, output_of
 
 FILE = "stop.json"
 EARLY_SECONDS = 75.0

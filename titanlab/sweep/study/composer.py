@@ -16,11 +16,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from titanlab.composition.errors import composition_errors
-from titanlab.composition.keys import find_key
-from titanlab.composition.recipes import to_recipe
 from titanlab.errors import ConfigError
-from titanlab.recipe import Recipe
+from titanlab.recipe.composition.errors import composition_errors
+from titanlab.recipe.composition.keys import find_key
+from titanlab.recipe.composition.recipes import to_recipe
+from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.hydra_loader import Composed, Loader
 from titanlab.sweep.study.space import Values, same
 

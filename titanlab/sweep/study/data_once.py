@@ -8,12 +8,12 @@ from typing import Any
 
 from titanlab.data import source
 from titanlab.errors import ConfigError
-from titanlab.identity import Identity, identify
-from titanlab.recipe import Recipe
-from titanlab.recipe_rules import check_data
-from titanlab.starting_weights import start_fingerprint
+from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe_rules import check_data
+from titanlab.records.identity import Identity, identify
 from titanlab.sweep.study.prune import Unfit
 from titanlab.sweep.study.space import same
+from titanlab.weights.starting_weights import start_fingerprint
 
 
 class DataOnce:

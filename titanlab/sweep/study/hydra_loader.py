@@ -20,11 +20,11 @@ from hydra.core.utils import JobRuntime, setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from titanlab.composition.errors import composition_errors
-from titanlab.composition.flags import Flags
-from titanlab.composition.hydra_settings import check_files
-from titanlab.composition.recipes import conf_folder, register
 from titanlab.errors import ConfigError
+from titanlab.recipe.composition.errors import composition_errors
+from titanlab.recipe.composition.flags import Flags
+from titanlab.recipe.composition.hydra_settings import check_files
+from titanlab.recipe.composition.recipes import conf_folder, register
 from titanlab.sweep.study.space import Values
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")

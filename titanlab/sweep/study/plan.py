@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.errors import ConfigError
-from titanlab.host import Host, check_host, this_host
-from titanlab.identity import Identity
 from titanlab.launch.shape import check_cluster, shape_of
-from titanlab.memory_rules import check_host_memory
-from titanlab.recipe import Recipe, resolve, shortened_warmup
-from titanlab.recipe_rules import check_all_but_data
-from titanlab.run_folder import check_runs
-from titanlab.starting_weights import check_beginning
+from titanlab.recipe.memory_rules import check_host_memory
+from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup
+from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.records.identity import Identity
+from titanlab.records.run_folder import check_runs
 from titanlab.sweep.study.composer import Composer
 from titanlab.sweep.study.data_once import DataOnce
 from titanlab.sweep.study.point import Point
 from titanlab.sweep.study.prune import Unfit, prune
 from titanlab.sweep.study.request import Request, read_request
 from titanlab.sweep.study.space import Values, keys_of, same
+from titanlab.weights.starting_weights import check_beginning
 
 SINGLE = "single"
 COMMAND_LINE = "command line"

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from titanlab.numerals import counted
 from titanlab.sweep.enqueue import Item, arrays
 from titanlab.sweep.table.listing import aligned, dropped
+from titanlab.terminal.numerals import counted
 
 if TYPE_CHECKING:
     from titanlab.sweep.study.plan import Study

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.layout import SHORT
+from titanlab.costs.layout import SHORT
 
 LENGTH = 60  # of a label, in characters
 BASE = "base"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from titanlab.composition.keys import find_key
+from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.errors import ConfigError
-from titanlab.layout import AXES, Layout, resolve_layout
 from titanlab.optimizer.schedule_schema import Schedule
+from titanlab.recipe.composition.keys import find_key
 from titanlab.sweep.study.composer import Composer
 from titanlab.sweep.study.expression import WHERE, Expression
 from titanlab.sweep.study.point import Point

@@ -15,12 +15,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titanlab.composition.errors import composition_errors, unknown_key, value_error
-from titanlab.composition.flags import Flags, read_flags
-from titanlab.composition.keys import Key, advice, known_keys
-from titanlab.composition.sweeper import Space
 from titanlab.errors import ConfigError
-from titanlab.recipe import Recipe
+from titanlab.recipe.composition.errors import composition_errors, unknown_key, value_error
+from titanlab.recipe.composition.flags import Flags, read_flags
+from titanlab.recipe.composition.keys import Key, advice, known_keys
+from titanlab.recipe.composition.sweeper import Space
+from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.expression import WHERE, Expression, read_expression
 from titanlab.sweep.study.hydra_loader import Loader, override_text
 from titanlab.sweep.study.space import LIMIT, Values, expand, keys_of, same

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.layout import AXES
+from titanlab.costs.layout import AXES
 
 # Rises when the meaning of a column changes, or one goes; new ones may come without that.
 SCHEMA = 1

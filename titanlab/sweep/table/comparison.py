@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.numerals import grouped
 from titanlab.sweep.table.columns import POINT, point_keys
 from titanlab.sweep.table.listing import OVERSUBSCRIBED, Row, aligned, runs, word
+from titanlab.terminal.numerals import grouped
 
 # What makes two rows two recipes, beside the layout; a column is shown where it differs within the sweep.
 _RECIPE = (

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from titanlab.numerals import counted, duration, grouped
-from titanlab.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.queue import SILENT
+from titanlab.terminal.numerals import counted, duration, grouped
 
 Row = Mapping[str, Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import titanlab
-from titanlab.provenance import code_fingerprint
+from titanlab.records.provenance import code_fingerprint
 from titanlab.sweep.queue import States
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.sweep_folder import SweepFolder

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from titanlab.numerals import counted, duration, grouped
-from titanlab.run_folder import RunFolder
+from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.table.listing import Row, word
+from titanlab.terminal.numerals import counted, duration, grouped
 
 # Of a log, where a failing rank left no traceback.
 _LOG_LINES = 30

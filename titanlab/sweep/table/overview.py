@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.numerals import duration
-from titanlab.outcome import OutcomeKind
-from titanlab.run_folder import RunFolder
-from titanlab.run_search import list_runs
-from titanlab.run_status import STATES
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import list_runs
+from titanlab.records.run_status import STATES
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.listing import aligned
+from titanlab.terminal.numerals import duration
 
 
 @dataclass(frozen=True)

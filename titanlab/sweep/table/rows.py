@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import TitanlabError
-from titanlab.outcome import Outcome, OutcomeKind
-from titanlab.run_folder import RunFolder
-from titanlab.run_status import Status
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_status import Status
 from titanlab.sweep.queue import JobState, States
 from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
 from titanlab.sweep.table.run_columns import figure_columns, machine_columns, recipe_columns
-from titanlab.tracker_gaps import tracker_gap
+from titanlab.training.tracker_gaps import tracker_gap
 
 # Points that were left out on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")

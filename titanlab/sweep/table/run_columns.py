@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from titanlab import meter
-from titanlab.layout import AXES, Layout
+from titanlab.costs import meter
+from titanlab.costs.layout import AXES, Layout
 
 
 def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiny_gpt.first_blocks_schema import FirstBlocks
-from titanlab.account import Operation, Share, block_input, kept
+from titanlab.costs.account import Operation, Share, block_input, kept
 
 
 def saved_bytes(config: FirstBlocks, block: Sequence[Operation], share: Share, *, number: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tiny_gpt.gpt_schema import Gpt
-from titanlab.account import Init, ModelAccount, Operation
+from titanlab.costs.account import Init, ModelAccount, Operation
 
 TENSOR_PLAN = {
     "embedding.tokens": "embedding",

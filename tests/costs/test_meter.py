@@ -1,0 +1,256 @@
+"""The arithmetic of measuring, with a clock that goes as told."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titanlab.costs import meter as names
+from titanlab.costs.meter import Meter, Work
+
+
+class Clock:
+    """Seconds that pass when told; whole numbers of 1/1024, so that sums are exact."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def run(self, seconds):
+        self.now += seconds
+
+
+def metered(clock, **given):
+    work = Work(devices=2, flops_per_token=3e9, convention="6N", peak_flops=1e12, peak_source="datasheet")
+    meter = Meter(given.pop("work", work), clock=clock, **given)
+    meter.begin()
+    return meter
+
+
+def test_a_window_has_exact_figures():
+    clock = Clock()
+    meter = metered(clock)
+    for seconds in (1.0, 2.0, 5.0):
+        with meter.loading_data():
+            clock.run(0.25)
+        clock.run(seconds - 0.25)
+        assert meter.end_step(tokens=400) == seconds
+    speed = meter.window()
+    assert speed.steps == 3
+    assert speed.step_seconds == 8 / 3
+    assert speed.step_seconds_median == 2.0
+    assert speed.data_seconds == 0.25
+    assert speed.tokens_per_second == 1200 / 8 / 2
+    assert speed.tflops == 75 * 3e9 / 1e12
+    assert speed.mfu_percent == pytest.approx(100 * 75 * 3e9 / 1e12)
+    assert not speed.warming_up
+    assert meter.tokens_seen == 1200
+
+
+def test_figures_go_by_their_known_names():
+    clock = Clock()
+    meter = metered(clock)
+    clock.run(1.0)
+    meter.end_step(tokens=100)
+    row = meter.window().metrics()
+    assert row["throughput(tps)"] == 50
+    assert row["tflops"] == 0.15
+    assert row["mfu(%)"] == 15.0
+    assert row["time_metrics/end_to_end(s)"] == 1.0
+    assert row["time_metrics/data_loading(s)"] == 0.0
+    assert row["time_metrics/data_loading(%)"] == 0.0
+
+
+def test_a_window_begins_where_the_last_one_ended():
+    clock = Clock()
+    meter = metered(clock)
+    for seconds in (1.0, 1.0):
+        clock.run(seconds)
+        meter.end_step(tokens=10)
+    meter.window()
+    clock.run(4.0)
+    meter.end_step(tokens=10)
+    assert meter.window().step_seconds == 4.0
+    with pytest.raises(RuntimeError, match="no step since"):
+        meter.window()
+
+
+def test_pauses_belong_to_no_step_wherever_they_fall():
+    clock = Clock()
+    meter = metered(clock)
+    clock.run(1.0)
+    with meter.paused():
+        clock.run(50.0)
+        with meter.loading_data():  # A validation's own batches.
+            clock.run(50.0)
+        with meter.paused():
+            clock.run(25.0)
+    clock.run(1.0)
+    assert meter.end_step(tokens=10) == 2.0
+    with meter.paused():
+        clock.run(100.0)
+    clock.run(3.0)
+    assert meter.end_step(tokens=10) == 3.0
+    speed = meter.window()
+    assert (speed.step_seconds, speed.data_seconds) == (2.5, 0.0)
+    assert meter.summary()[names.PAUSED_SECONDS] == 225.0
+    assert meter.summary()[names.TRAIN_SECONDS] == 5.0
+
+
+def test_what_happens_once_is_no_pause_to_come():
+    clock = Clock()
+    meter = metered(clock)
+    clock.run(32.0)
+    # Found when it has been spent: thirty seconds of compilation.
+    meter.leave_out(30.0)
+    assert meter.end_step(tokens=100) == 2.0
+    assert meter.seconds_left(10) == 20.0
+    with meter.paused():
+        clock.run(1.0)
+    clock.run(2.0)
+    assert meter.end_step(tokens=100) == 2.0
+    assert meter.seconds_left(10) == 10 * (2.0 + 1.0 / 2)
+    assert meter.summary()[names.PAUSED_SECONDS] == 31.0
+
+
+def test_a_pause_ends_with_an_exception_too():
+    clock = Clock()
+    meter = metered(clock)
+    with pytest.raises(ZeroDivisionError), meter.paused():
+        clock.run(7.0)
+        raise ZeroDivisionError
+    clock.run(1.0)
+    assert meter.end_step(tokens=1) == 1.0
+
+
+def test_without_a_peak_there_is_no_mfu():
+    clock = Clock()
+    meter = metered(clock, work=Work(devices=1, flops_per_token=1e9))
+    clock.run(1.0)
+    meter.end_step(tokens=1000)
+    assert meter.window().mfu_percent is None
+    assert meter.summary()[names.MFU] is None
+    assert meter.summary()[names.TFLOPS] == 1.0
+    assert meter.summary()["peak_tflops"] is None
+
+
+def test_a_share_of_more_than_the_peak_is_no_mfu():
+    clock = Clock()
+    meter = metered(clock, work=Work(devices=1, flops_per_token=1e9, peak_flops=0.9e12))
+    clock.run(1.0)
+    meter.end_step(tokens=1000)
+    assert meter.window().mfu_percent is None
+    assert meter.summary()[names.TFLOPS] == 1.0
+
+
+def test_warm_up_is_marked_and_left_out_of_the_summary():
+    clock = Clock()
+    meter = metered(clock, warmup_steps=2)
+    marks = []
+    for seconds in (60.0, 30.0, 1.0, 3.0, 2.0):
+        clock.run(seconds)
+        meter.end_step(tokens=120)
+        marks.append(meter.window().warming_up)
+    assert marks == [True, True, False, False, False]
+    summary = meter.summary()
+    assert summary[names.STEP_SECONDS] == 2.0
+    assert summary[names.TOKENS_PER_SECOND] == 120 / 2.0 / 2
+    assert summary[names.MEASURED_STEPS] == 3
+    assert summary[names.TRAIN_SECONDS] == 96.0
+    assert summary["flops_convention"] == "6N"
+    assert summary["peak_source"] == "datasheet"
+
+
+def test_a_window_with_one_warm_up_step_is_marked():
+    clock = Clock()
+    meter = metered(clock, warmup_steps=1)
+    for _ in range(3):
+        clock.run(1.0)
+        meter.end_step(tokens=1)
+    assert meter.window().warming_up
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_run_that_ended_in_warm_up_has_no_throughput(steps):
+    clock = Clock()
+    meter = metered(clock, warmup_steps=2)
+    for _ in range(steps):
+        clock.run(1.0)
+        meter.end_step(tokens=5)
+    summary = meter.summary()
+    assert meter.measured() is None
+    assert summary[names.TOKENS_PER_SECOND] is None
+    assert summary[names.STEP_SECONDS] is None
+    assert summary[names.MEASURED_STEPS] == 0
+    assert summary[names.TOKENS_SEEN] == 5 * steps
+
+
+def test_an_attempt_counts_on():
+    clock = Clock()
+    meter = metered(clock, tokens_seen=1000)
+    clock.run(1.0)
+    meter.end_step(tokens=24)
+    assert meter.tokens_seen == 1024
+
+
+def test_time_left():
+    clock = Clock()
+    meter = metered(clock, warmup_steps=1)
+    assert meter.seconds_left(9) is None
+    clock.run(60.0)
+    meter.end_step(tokens=1)
+    assert meter.seconds_left(9) is None
+    for _ in range(3):
+        clock.run(2.0)
+        meter.end_step(tokens=1)
+    assert meter.seconds_left(6) == 12.0
+    with meter.paused():
+        clock.run(4.0)
+    # One second of pause a step so far.
+    assert meter.seconds_left(6) == 18.0
+    assert meter.seconds_left(0) == 0.0
+
+
+def test_time_left_follows_the_last_steps():
+    clock = Clock()
+    meter = metered(clock)
+    for seconds in [8.0] * 100 + [2.0] * 100:
+        clock.run(seconds)
+        meter.end_step(tokens=1)
+    assert meter.seconds_left(10) == 20.0
+
+
+def test_steps_before_the_beginning_are_a_mistake():
+    with pytest.raises(RuntimeError, match=r"before Meter\.begin"):
+        Meter(Work(devices=1, flops_per_token=1.0)).end_step(tokens=1)
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["work", "data", "pause", "step"]), st.integers(0, 4096)), max_size=60)
+
+
+@given(EVENTS, st.integers(0, 3))
+def test_every_second_is_counted_once(events, warmup_steps):
+    clock = Clock()
+    meter = metered(clock, warmup_steps=warmup_steps)
+    start, data, tokens = clock.now, 0.0, 0
+    for event, ticks in [*events, ("step", 1)]:
+        seconds = ticks / 1024
+        if event == "data":
+            with meter.loading_data():
+                clock.run(seconds)
+            data += seconds
+        elif event == "pause":
+            with meter.paused():
+                clock.run(seconds)
+        else:
+            clock.run(seconds)
+        if event == "step":
+            meter.end_step(tokens=ticks)
+            tokens += ticks
+    summary = meter.summary()
+    assert summary[names.TRAIN_SECONDS] + summary[names.PAUSED_SECONDS] == pytest.approx(clock.now - start)
+    assert meter.tokens_seen == tokens
+    speed = meter.window()
+    assert speed.data_seconds * speed.steps == pytest.approx(data)
+    assert speed.step_seconds * speed.steps == pytest.approx(summary[names.TRAIN_SECONDS])

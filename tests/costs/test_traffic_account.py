@@ -1,0 +1,303 @@
+"""What the formulas say is what is sent, operation by operation and to the byte."""
+
+import contextlib
+import os
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import tiny
+from titanlab.costs.layout import Layout
+from titanlab.costs.traffic_account import Place, Step, step_traffic
+from titanlab.costs.traffic_table import flat
+from titanlab.data import source
+from titanlab.distributed.mesh import build_mesh
+from titanlab.distributed.ranks import joined
+from titanlab.distributed.traffic import axis_groups, traced
+from titanlab.distributed.world import open_world
+from titanlab.model import llama_account
+from titanlab.options import account_of, implementation
+from titanlab.parallelism.gradients import Gradients
+from titanlab.precision.account import matched
+from titanlab.precision.bf16_full_schema import Bf16Full
+from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.float8_rowwise_schema import Float8Rowwise
+from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
+from titanlab.precision.fp16_schema import Fp16
+from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.schedule.gpipe_schema import GPipe
+from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
+from titanlab.schedule.looped_bfs_schema import LoopedBFS
+from titanlab.schedule.zbv_schema import ZBV
+from titanlab.training import assemble, stage
+from titanlab.training.totals import Reduction
+
+
+def traffic_of(made: Recipe, steps: int):
+    """Rows of each of the first steps of a run, and this rank's place."""
+    with open_world(joined(os.environ), accelerator="cpu", seed=made.seed, deterministic=False) as world:
+        mesh = build_mesh(made.layout, "cpu")
+        assembled = assemble.assemble(made, world, mesh)
+        assembled.after_update()
+        parameters = list(assembled.model.parameters())
+        gradients = Gradients(parameters, world.size // made.layout.pipeline)
+        stream = source.open_train(
+            made.data,
+            seed=made.seed,
+            seq_len=made.training.seq_len,
+            global_batch=made.training.global_batch,
+            rank=mesh.data_rank,
+            ranks=made.layout.data,
+            state=None,
+        )
+        tables = []
+        for _ in range(steps):
+            batch = assembled.place(stream.next_batch())
+            with traced(axis_groups(mesh)) as traffic:
+                sums = assembled.forward_backward(batch)
+                Reduction(
+                    world,
+                    squared_norm=gradients.squared_norm(),
+                    loss_sum=sums.loss_sum,
+                    tokens=sums.tokens,
+                    stop=0,
+                    nominal_tokens=made.tokens_per_step,
+                )
+            tables.append(traffic.rows())
+            for parameter in parameters:
+                parameter.grad = None
+        stream.close()
+        place = Place(**{axis: mesh.place(axis) for axis in ("pipeline", "context", "tensor")})
+    return place, tables
+
+
+def step_of(made: Recipe) -> Step:
+    """What the formulas need to know of a recipe."""
+    config, dtypes = made.parallelism, implementation(made.precision).dtypes(made.precision)
+    account = account_of(made.model).account(made.model)
+    piped = {}
+    if made.layout.pipeline > 1:
+        schedule, ranks = implementation(made.schedule), made.layout.pipeline
+        placement = schedule.placement(made.schedule, ranks=ranks)
+        actions = schedule.actions(made.schedule, ranks=ranks, microbatches=made.microbatches)
+        piped = {
+            "stages": pieces_by_stage(made),
+            "placement": placement,
+            "orders": [
+                [each.kind.value for each in actions[rank] if each.stage == stage]
+                for stage, rank in enumerate(placement)
+            ],
+        }
+    return Step(
+        account=account,
+        layout=made.layout,
+        seq_len=made.training.seq_len,
+        microbatch=made.microbatch,
+        microbatches=made.microbatches,
+        compute_bytes=dtypes.compute.itemsize,
+        reduce_bytes=dtypes.reduce.itemsize,
+        master_bytes=dtypes.master.itemsize,
+        fp32_parts=matched(account, dtypes.fp32_parts),
+        float8_gathered=made.precision.float8_gathered(account) if hasattr(made.precision, "float8_gathered") else (),
+        mixed=dtypes.mixed,
+        reshards=stage._reshards(made),
+        sequence_parallel=config.sequence_parallel,
+        loss_parallel=config.loss_parallel,
+        context_method=config.context_method,
+        accelerator=made.cluster.accelerator,
+        **piped,
+    )
+
+
+# Axes and choices that send differently, most of them with only one other that could interfere.
+LAYOUTS = [
+    {"shard": 2},
+    {"shard": 4, "microbatch": 1, "vocab_size": 257},
+    {"shard": 2, "microbatch": 2, "reshard_after_forward": "never"},
+    {"replicate": 2},
+    {"replicate": 2, "bf16": True},
+    {"replicate": 2, "shard": 2},
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": False},
+    {"tensor": 2, "loss_parallel": False, "vocab_size": 257},
+    {"shard": 2, "tensor": 2, "microbatch": 3, "bf16": True},
+    {"context": 2},
+    {"context": 4, "bf16": True},
+    {"context": 4, "context_method": "all_gather"},
+    {"context": 2, "tensor": 2},
+    {"pipeline": 2},
+    {"pipeline": 2, "shard": 2, "reshard_after_forward": "always"},
+    {"pipeline": 2, "tensor": 2},
+    {"pipeline": 2, "layers": 4, "schedule": Interleaved1F1B()},
+    {"pipeline": 2, "layers": 4, "shard": 2, "schedule": ZBV()},
+    {"shard": 2, "tensor": 2, "microbatch": 3, "precision": Bf16(fp32_parts=["embedding", "head"])},
+    {
+        "shard": 2,
+        "tensor": 2,
+        "loss_parallel": False,
+        "precision": Bf16(reduce="bf16", fp32_parts=["head", "layers.1"]),
+    },
+    {"replicate": 2, "precision": Bf16Full(reduce="bf16")},
+    {"shard": 2, "microbatch": 3, "precision": Float8Tensorwise()},
+]
+FULL = [
+    {"shard": 2, "tensor": 2, "precision": Float8Tensorwise(skip=["output", "wk"])},
+    {"replicate": 2, "shard": 2, "precision": Float8Tensorwise()},
+    {"shard": 2, "precision": Float8Rowwise()},
+    {"pipeline": 2, "shard": 2, "precision": Float8Tensorwise()},
+    {"shard": 2, "microbatch": 3, "precision": Bf16(reduce="bf16")},
+    {"shard": 2, "microbatch": 3, "precision": Bf16(fp32_parts=["layers.*"])},
+    {"replicate": 2, "shard": 2, "precision": Fp16(reduce="fp16", fp32_parts=["norm"])},
+    {"shard": 2, "tied_embeddings": True, "precision": Bf16(reduce="bf16", fp32_parts=["embedding", "head"])},
+    {"tensor": 2, "tied_embeddings": True, "precision": Bf16(fp32_parts=["embedding", "head", "norm"])},
+    {"context": 2, "tensor": 2, "precision": Bf16(fp32_parts=["layers.0", "norm"])},
+    {"pipeline": 2, "shard": 2, "precision": Bf16(reduce="bf16", fp32_parts=["embedding", "head"])},
+    {"pipeline": 2, "tensor": 2, "precision": Fp16(fp32_parts=["*"])},
+    {"tensor": 2, "shard": 2, "precision": Bf16Full()},
+    {"tensor": 2, "precision": Bf16Full(reduce="bf16")},
+    {"shard": 2, "bf16": True, "tied_embeddings": True},
+    {"shard": 3},
+    {"shard": 2, "cpu_offload": True},
+    {"replicate": 2, "microbatch": 3},
+    {"replicate": 2, "shard": 2, "bf16": True, "microbatch": 1},
+    {"tensor": 2, "tied_embeddings": True},
+    {"shard": 2, "tensor": 2},
+    {"shard": 2, "tensor": 2, "bf16": True},
+    {"shard": 2, "tensor": 2, "sequence_parallel": False},
+    {"replicate": 2, "tensor": 2},
+    {"context": 2, "context_method": "all_gather", "bf16": True},
+    {"shard": 2, "context": 2},
+    {"pipeline": 2, "shard": 2},
+    {"pipeline": 2, "replicate": 2},
+    {"pipeline": 2, "context": 2},
+    {"pipeline": 2, "tensor": 2, "sequence_parallel": False},
+    {"pipeline": 2, "layers": 4, "shard": 2, "schedule": LoopedBFS(), "reshard_after_forward": "always"},
+    {"pipeline": 4, "layers": 4, "schedule": GPipe()},
+    {"pipeline": 2, "shard": 2, "tensor": 2, "global_batch": 8},
+    {"shard": 2, "context": 2, "tensor": 2, "global_batch": 8},
+    {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "global_batch": 8},
+]
+
+
+def label(layout):
+    return ",".join(f"{key}={getattr(each, 'kind', each)}" for key, each in layout.items())
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.full) for layout in FULL)], ids=label
+)
+def test_what_is_sent_is_what_the_formulas_say(pool, tmp_path, layout):
+    schedule = {key: layout[key] for key in layout if key == "schedule"}
+    made = tiny.recipe(tmp_path, **{key: layout[key] for key in layout if key not in schedule})
+    made = tiny.changed(made, **schedule)
+    step = step_of(made)
+    # The second step is as the first, but for DDP, which takes its buckets anew after the first.
+    for place, tables in pool.run(made.world, traffic_of, made, 1 if step.replicas_by_ddp else 2):
+        for rows in tables:
+            assert flat(rows) == flat(step_traffic(step, place)), place
+
+
+def traffic_with_one_more(made):
+    """A reduction that is not needed, as small as can be."""
+    right = stage.Stage.finish_gradients
+
+    def wrong(self):
+        dist.all_reduce(torch.zeros(1))
+        right(self)
+
+    with patch.object(stage.Stage, "finish_gradients", wrong):
+        return traffic_of(made, 1)
+
+
+def test_a_planted_reduction_is_found(pool, tmp_path):
+    made = tiny.recipe(tmp_path, shard=2)
+    place, (rows,) = pool.run(2, traffic_with_one_more, made)[0]
+    expected = {row.kind: row for row in step_traffic(step_of(made), place)}
+    found = {row.kind: row for row in rows}
+    assert found["all_reduce"].count == expected["all_reduce"].count + 1
+    assert found["all_reduce"].bytes == expected["all_reduce"].bytes + 4
+    assert [kind for kind in expected if found[kind] != expected[kind]] == ["all_reduce"]
+
+
+def gradients_of(made, trace):
+    with open_world(joined(os.environ), accelerator="cpu", seed=made.seed, deterministic=False) as world:
+        mesh = build_mesh(made.layout, "cpu")
+        assembled = assemble.assemble(made, world, mesh)
+        tokens = torch.arange(12 * 16).view(12, 16) % 256
+        batch = assemble.StepBatch(tokens, tokens, tokens.numel())
+        with traced(axis_groups(mesh)) if trace else contextlib.nullcontext():
+            assembled.forward_backward(batch)
+        return [parameter.grad.to_local().numpy().copy() for parameter in assembled.model.parameters()]
+
+
+def test_tracing_changes_no_bit(pool, tmp_path):
+    made = tiny.recipe(tmp_path, context=2, tensor=2)
+    without, within = (pool.run(4, gradients_of, made, trace) for trace in (False, True))
+    for bare, seen in zip(without, within, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(bare, seen, strict=True))
+
+
+def table(**given):
+    """Of a Llama of two blocks with a dim of 64: (axis, kind) → count and bytes."""
+    account = llama_account.account(tiny.Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256))
+    place = given.pop("place", Place())
+    step = Step(account=account, **{"seq_len": 32, "microbatch": 2, **given})
+    return {(row.axis, row.kind): (row.count, row.bytes) for row in step_traffic(step, place)}
+
+
+BLOCK, REST = 2 * 64 + 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192, 2 * 256 * 64 + 64
+WORLD = (1, 56)
+
+
+def test_sums_by_hand():
+    whole = 2 * BLOCK + REST
+    fsdp = table(layout=Layout(shard=4), microbatches=3, mixed=True, compute_bytes=2)
+    assert fsdp == {
+        ("shard", "all_gather"): (3 * 2 + 2, 2 * (3 * 2 * BLOCK + BLOCK + REST)),
+        ("shard", "reduce_scatter"): (3, 4 * whole),
+        ("shard", "all_reduce"): WORLD,
+    }
+    hsdp = table(layout=Layout(replicate=2, shard=4), reshards=False)
+    assert hsdp == {
+        ("replicate", "all_reduce"): (3, whole),
+        ("shard", "all_gather"): (3, 4 * whole),
+        ("shard", "reduce_scatter"): (3, 4 * whole),
+        ("world", "all_reduce"): WORLD,
+    }
+    assert table(layout=Layout(replicate=2)) == {("replicate", "all_reduce"): (2, 4 * whole + 56)}
+    hidden, loss = 4 * 2 * 32 * 64, 2 * 2 * 32 * 2 * 4
+    tensor = table(layout=Layout(tensor=2), microbatches=3)
+    # Forward, each block gathers and scatters twice, the embedding scatters, the head gathers; backward the reverse.
+    assert tensor == {
+        ("tensor", "all_gather"): (3 * 11, 3 * (10 * hidden + loss)),
+        ("tensor", "reduce_scatter"): (3 * 10, 3 * 10 * hidden),
+        ("tensor", "all_reduce"): (2, 4 * 5 * 64 + 56),
+    }
+    # Keys and values there twice and their gradients back once, two messages each.
+    block = 4 * 2 * 16 * 2 * 16
+    context = table(layout=Layout(context=2), place=Place(context=1))
+    assert context["context", "send"] == (2 * 6, 2 * 2 * (2 * block + block // 2))
+    assert context["context", "recv"] == (2 * 6, 2 * 2 * (2 * block // 2 + block))
+
+
+def test_what_nobody_needs_is_not_sent():
+    assert table(layout=Layout()) == {}
+    assert table(layout=Layout(), mixed=True, compute_bytes=2) == {}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_what_is_sent_along_the_context_arrives(ranks, method):
+    layout = Layout(context=ranks)
+    tables = [
+        table(layout=layout, place=Place(context=rank), seq_len=48, context_method=method) for rank in range(ranks)
+    ]
+    sent, received = (sum(each.get(("context", kind), (0, 0))[1] for each in tables) for kind in ("send", "recv"))
+    assert sent == received
+    if method == "ring":
+        # Of the blocks of a whole ring, those that go on past rank 0 are halves.
+        block = 4 * 2 * 48 // ranks * 2 * 16
+        assert sent == 2 * 2 * 3 * block * ranks * (ranks - 1) * 3 // 4

@@ -1,0 +1,121 @@
+"""What a host has, from the driver's files or its tool, without torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from titanlab.distributed import host
+from titanlab.distributed.host import Host, check_host, cores, this_host
+from titanlab.errors import ConfigError
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """The driver's folder, empty, on a machine without its tool."""
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    monkeypatch.setattr(host, "_DRIVER", folder)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return folder
+
+
+def add(driver: Path, *names: str) -> None:
+    for place, name in enumerate(names):
+        (driver / f"0000:{place:02x}:00.0").mkdir()
+        text = f"Model: \t\t {name}\nIRQ:   \t\t 42\nGPU UUID: \t GPU-{place}\nBus Type: \t PCIe\n"
+        (driver / f"0000:{place:02x}:00.0" / "information").write_text(text)
+
+
+def tool(driver: Path, script: str) -> None:
+    program = driver.parent / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def test_without_a_gpu_the_cores_count(driver, monkeypatch):
+    assert this_host() == Host(accelerator="cpu", device="cpu", count=cores())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert this_host().accelerator == "cpu"
+
+
+def test_gpus_are_read_from_the_driver(driver):
+    add(driver, "NVIDIA H200", "NVIDIA H200")
+    assert this_host() == Host(accelerator="cuda", device="NVIDIA H200", count=2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "count"),
+    [
+        ("0,1,2", "A", 3),
+        ("1", "B", 1),
+        ("2,0", "C", 2),
+        (" 1 , 2 ", "B", 2),
+        ("GPU-1,GPU-2", "A", 2),
+        ("0,7,1", "A", 1),  # CUDA stops at the first that is not there.
+        ("1,-1,0", "B", 1),
+    ],
+)
+def test_what_is_visible_is_what_there_is(driver, monkeypatch, visible, device, count):
+    add(driver, "A", "B", "C")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert this_host() == Host(accelerator="cuda", device=device, count=count)
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "9"])
+def test_all_may_be_hidden(driver, monkeypatch, visible):
+    add(driver, "A", "B")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert this_host().accelerator == "cpu"
+
+
+def test_where_the_driver_is_hidden_its_tool_is_asked(driver):
+    tool(driver, "echo 'NVIDIA H100 80GB HBM3'; echo; echo 'NVIDIA H100 80GB HBM3'")
+    assert this_host() == Host(accelerator="cuda", device="NVIDIA H100 80GB HBM3", count=2)
+
+
+def test_a_tool_without_a_driver_is_no_gpu(driver):
+    tool(driver, "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9")
+    assert this_host().accelerator == "cpu"
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
+    assert cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "device", "processes", "key"),
+    [
+        ("cuda", "NVIDIA H200", 2, None),
+        ("cuda", None, 1, None),
+        ("cuda", "NVIDIA H100 80GB HBM3", 1, "cluster.device"),
+        ("cuda", "NVIDIA H200", 3, "world"),
+        ("cpu", "cpu", 64, None),
+    ],
+)
+def test_a_host_is_held_to_what_a_run_is_named_for(accelerator, device, processes, key):
+    host = Host(accelerator="cuda", device="NVIDIA H200", count=2)
+    if key is None:
+        check_host(host, accelerator=accelerator, device=device, processes=processes)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_host(host, accelerator=accelerator, device=device, processes=processes)
+    assert refused.value.key == key
+
+
+def test_two_names_of_one_device_are_one():
+    host = Host(accelerator="cuda", device="NVIDIA A100-SXM4-80GB", count=1)
+    check_host(host, accelerator="cuda", device="NVIDIA A100 80GB SXM", processes=1)
+    with pytest.raises(ConfigError, match="this host has NVIDIA A100-SXM4-80GB"):
+        check_host(host, accelerator="cuda", device="NVIDIA A100-SXM4-40GB", processes=1)
+    with pytest.raises(ConfigError, match="shows no GPU"):
+        cpu = Host(accelerator="cpu", device="cpu", count=1)
+        check_host(cpu, accelerator="cuda", device="NVIDIA H200", processes=1)

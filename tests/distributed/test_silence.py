@@ -1,0 +1,188 @@
+"""Ranks that do not answer: who is named when several hang."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from tests.until import until
+from titanlab.distributed.silence import (
+    await_answers,
+    hangs_of_others,
+    judged,
+    note_silence,
+    note_silent_ranks,
+    process_state,
+)
+from titanlab.records.outcome import Outcome, OutcomeKind, first_cause, from_exception, is_silent
+
+ADVICE = "steps before it took 0.1 s (median of 9); training.step_timeout_seconds=6"
+
+
+def waits(rank, *, step=3, where="all_gather (distributed/x.py:7)", echo=True):
+    verb = "waits" if echo else "stands"
+    return Outcome(
+        kind=OutcomeKind.HANG,
+        rank=rank,
+        step=step,
+        cause=f"step {step + 1} did not end within 6 s: rank {rank} {verb} in {where}; {ADVICE}",
+        traceback="Traceback",
+        exit_code=71,
+        echo=echo,
+    )
+
+
+def silent(rank, why="its process is stopped (SIGSTOP)"):
+    cause = f"step 4 did not end within 6 s: rank {rank} does not answer: {why}; {ADVICE}"
+    return Outcome(kind=OutcomeKind.HANG, rank=rank, step=3, cause=cause)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tiny.begin(tiny.recipe(tmp_path, shard=2))
+
+
+@pytest.fixture
+def process():
+    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
+    child.stdout.readline()
+    yield child
+    child.kill()
+    child.communicate()
+
+
+@pytest.fixture
+def stopped(process):
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: process_state(process.pid) == "T")
+    return process
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_the_rank_that_does_not_answer_is_the_cause_and_never_one_that_waits(rank):
+    notes = [silent(each) if each == rank else waits(each) for each in range(4)]
+    found = judged(notes, 4)
+    assert (found.rank, found.echo, is_silent(found)) == (rank, False, True)
+    assert found.cause.endswith(ADVICE)
+
+
+def test_it_comes_before_one_that_stands_elsewhere_and_after_one_that_failed():
+    notes = [waits(0), waits(1, echo=False), silent(2)]
+    assert judged(notes, 3).rank == 2
+    failed = from_exception(LookupError("x"), rank=1)
+    assert judged([waits(0), silent(2), failed], 3) is failed
+
+
+def test_several_are_all_named():
+    found = judged([waits(0), silent(1), silent(2, "its process waits for a disk or a file server (state D)")], 3)
+    assert found.rank == 1
+    assert found.cause == (
+        "step 4 did not end within 6 s: ranks 1, 2 do not answer: rank 1 does not answer: its process is stopped (SIGSTOP), "
+        "rank 2 does not answer: its process waits for a disk or a file server (state D)"
+        f"; {ADVICE}"
+    )
+
+
+def test_one_of_which_nobody_has_said_anything_is_named():
+    found = judged([waits(0), waits(2)], 3)
+    assert (found.rank, found.echo, found.traceback) == (1, False, None)
+    assert found.cause.startswith("step 4 did not end within 6 s: rank 1 has left no word, and all others wait; ")
+    many = judged([waits(0)], 64)
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more have left no word" in many.cause
+
+
+def test_ranks_that_all_wait_for_each_other_are_no_cause():
+    found = judged([waits(0), waits(1, where="recv (distributed/y.py:9)")], 2)
+    assert found.rank is None
+    assert found.cause == (
+        "step 4 did not end within 6 s: all 2 ranks wait for each other: rank 0 in all_gather (distributed/x.py:7), "
+        f"rank 1 in recv (distributed/y.py:9); {ADVICE}"
+    )
+
+
+def test_of_them_the_one_that_came_least_far_is():
+    behind = waits(1, step=2)
+    assert judged([waits(0), behind, waits(2)], 3) is behind
+
+
+def test_without_knowledge_of_the_world_nothing_is_made_up():
+    alone = waits(0)
+    assert judged([alone], 0) is alone
+    assert judged([alone], 1) is alone
+
+
+def test_a_collective_that_timed_out_waited_for_another_rank():
+    error = RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to complete")
+    late = from_exception(error, rank=0)
+    assert (late.kind, late.echo) == (OutcomeKind.HANG, True)
+    assert judged([late, silent(1)], 2).rank == 1
+    assert judged([late], 2).rank == 1
+    assert first_cause([late, waits(1, echo=False)]).rank == 1
+
+
+def test_a_stopped_process_is_noted_by_whoever_stands_beside_it(run, stopped):
+    run.write_failure(waits(0))
+    note_silent_ranks(run, {0: os.getpid(), 1: stopped.pid}, since=0.0, seconds=0.0)
+    (_, note) = run.failures(1)
+    assert (note.rank, note.step, is_silent(note)) == (1, 3, True)
+    assert (
+        note.cause
+        == f"step 4 did not end within 6 s: rank 1 does not answer: its process is stopped (SIGSTOP); {ADVICE}"
+    )
+
+
+def test_one_that_native_code_holds_is_asked_for_its_stacks(run):
+    # As a worker does that holds Python's lock: only the handler in C can run.
+    script = "import faulthandler as f, signal, ctypes; f.register(signal.SIGUSR1); print(flush=True); ctypes.PyDLL(None).sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=-1, stderr=-1, text=True) as child:
+        child.stdout.readline()
+        run.write_failure(waits(0))
+        assert note_silence(run, 1, child.pid, since=0.0)
+        child.kill()
+        assert "most recent call first" in child.stderr.read()
+    (_, note) = run.failures(1)
+    assert (
+        "rank 1 does not answer: its process sleeps in native code that lets no other thread run (state S)"
+        in note.cause
+    )
+
+
+def test_nobody_is_accused_where_no_rank_hangs_or_who_has_spoken(run, stopped):
+    def notes():
+        note_silent_ranks(run, {1: stopped.pid}, since=0.0, seconds=0.0)
+        return {note.rank: note for note in run.failures(1)}
+
+    assert notes() == {}
+    run.write_failure(from_exception(LookupError("x"), rank=0))
+    assert set(notes()) == {0}
+    run.write_failure(waits(0))
+    run.write_failure(waits(1, echo=False))
+    assert notes()[1].traceback == "Traceback"
+    assert not note_silence(run, 1, stopped.pid, since=0.0)
+
+
+def test_notes_of_an_earlier_attempt_accuse_nobody(run, stopped):
+    run.write_failure(waits(0))
+    assert hangs_of_others(run, 1, since=time.time() + 1) == []
+    assert not note_silence(run, 1, stopped.pid, since=time.time() + 1)
+    run.begin_attempt(run.config(), {})
+    assert hangs_of_others(run, 1, since=0.0) == []
+    assert hangs_of_others(replace(run, path=run.path / "nowhere"), 1, since=0.0) == []
+
+
+def test_answers_are_awaited_only_where_ranks_hang(run):
+    await_answers(run, 2, since=0.0)
+    for rank in range(2):
+        run.write_failure(waits(rank))
+    begin = time.monotonic()
+    await_answers(run, 2, since=0.0)
+    assert time.monotonic() - begin < 5
+
+
+def test_the_state_of_no_process():
+    assert process_state(2**22 + 1) is None

@@ -1,0 +1,85 @@
+"""A wish to stop."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.until import until
+from titanlab.distributed import stop
+from titanlab.distributed.stop import STOP_SIGNALS, STOPS, signal_for, stop_line, stop_request, told_request
+from titanlab.records.outcome import OutcomeKind
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_sets_the_flag_and_one_that_is_no_echo_ends(number, monkeypatch):
+    monkeypatch.setattr(stop, "ONE_WISH_SECONDS", 0.2)
+    before = signal.getsignal(number)
+    with stop_request() as request:
+        assert request.signal == 0
+        os.kill(os.getpid(), number)
+        assert request.signal == number
+        os.kill(os.getpid(), number)
+        time.sleep(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_outside_the_main_thread_nothing_is_caught():
+    seen = []
+
+    def run():
+        with stop_request() as request:
+            seen.append(request.signal)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("kind", [OutcomeKind.CANCELLED, OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME])
+def test_a_line_sets_the_flag(kind):
+    assert STOPS[signal_for(kind)] is kind
+    with _pipe() as (lines, say), told_request(lines) as request:
+        assert (request.signal, request.cause) == (0, None)
+        say("nonsense\n" + stop_line(kind, "why"))
+        until(lambda: request.signal)
+        assert (STOPS[request.signal], request.cause) == (kind, "why")
+
+
+def test_the_end_of_the_lines_is_a_wish_and_keeps_an_earlier_one():
+    with _pipe() as (lines, say), told_request(lines) as request:
+        say(None)
+        until(lambda: request.signal)
+        assert request.signal == signal.SIGTERM
+        assert "is gone" in request.cause
+    with _pipe() as (lines, say), told_request(lines) as request:
+        say(stop_line(OutcomeKind.CANCELLED, "why"))
+        say(None)
+        until(lambda: request.signal)
+        assert request.cause == "why"
+
+
+@contextlib.contextmanager
+def _pipe():
+    reader, writer = os.pipe()
+    with open(reader, encoding="utf-8") as lines, open(writer, "w", encoding="utf-8") as end:
+
+        def say(text):
+            if text is None:
+                end.close()
+            else:
+                end.write(text)
+                end.flush()
+
+        yield lines, say
+        # The thread that reads ends before its file is closed.
+        end.close()
+        for thread in threading.enumerate():
+            if thread.name == "stop":
+                thread.join()

@@ -1,0 +1,178 @@
+"""The tracer sees what ranks send, whoever issues it, and changes nothing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from titanlab.costs.layout import Layout
+from titanlab.distributed.mesh import build_mesh
+from titanlab.distributed.traffic import axis_groups, traced
+from titanlab.parallelism.collectives import all_gather_single, reduce_scatter_single
+
+# Torch names them otherwise from version to version: our rows must not.
+EVERY = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "all_gather": lambda x: all_gather_single(x.new_empty(2 * len(x)), x),
+    "all_gather of a list": lambda x: dist.all_gather([torch.empty_like(x), torch.empty_like(x)], x),
+    "reduce_scatter": lambda x: reduce_scatter_single(x.new_empty(len(x) // 2), x),
+    "reduce_scatter of a list": lambda x: dist.reduce_scatter(x.new_empty(len(x) // 2), list(x.chunk(2))),
+    "all_to_all": lambda x: dist.all_to_all_single(torch.empty_like(x), x),
+    "uneven all_to_all": lambda x: dist.all_to_all_single(
+        x.new_empty(2 * (1 + 2 * dist.get_rank())), x[:4], [1 + 2 * dist.get_rank()] * 2, [1, 3]
+    ),
+    "broadcast": lambda x: dist.broadcast(x, src=0),
+    "reduce": lambda x: dist.reduce(x, dst=0),
+    "gather": lambda x: dist.gather(x, [torch.empty_like(x)] * 2 if dist.get_rank() == 0 else None),
+    "barrier": lambda x: dist.barrier(),
+    "messages": lambda x: passed_on(x),
+}
+# One operation of 8 numbers, float32, on rank 0 of 2: kind → count, bytes, wire bytes.
+EXPECTED = {
+    "all_reduce": {"all_reduce": (1, 32, 32)},
+    "all_gather": {"all_gather": (1, 64, 32)},
+    "all_gather of a list": {"all_gather": (1, 64, 32)},
+    "reduce_scatter": {"reduce_scatter": (1, 32, 16)},
+    "reduce_scatter of a list": {"reduce_scatter": (1, 32, 16)},
+    "all_to_all": {"all_to_all": (1, 32, 16)},
+    "uneven all_to_all": {"all_to_all": (1, 16, 12)},
+    "broadcast": {"broadcast": (1, 32, 32)},
+    "reduce": {"reduce": (1, 32, 32)},
+    "gather": {"gather": (1, 64, 64)},
+    "barrier": {"barrier": (1, 0, 0)},
+    "messages": {"recv": (1, 32, 0), "send": (1, 32, 32)},
+}
+
+
+def table(traffic, axis="world"):
+    rows = traffic.rows()
+    assert {row.axis for row in rows} <= {axis}
+    return {row.kind: (row.count, row.bytes, row.wire_bytes) for row in rows}
+
+
+def passed_on(x):
+    """The other rank's x."""
+    theirs, other = torch.empty_like(x), 1 - dist.get_rank()
+    operations = [dist.P2POp(dist.isend, x.contiguous(), other), dist.P2POp(dist.irecv, theirs, other)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return theirs
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+def world_of_two():
+    dist.init_process_group("gloo")
+    return {dist.group.WORLD.group_name: "world"}
+
+
+def of_every_operation():
+    axes, found = world_of_two(), {}
+    for name, operation in EVERY.items():
+        with traced(axes) as traffic:
+            operation(torch.ones(8))
+        found[name] = table(traffic)
+    return found
+
+
+def test_every_operation_has_its_kind_and_bytes(pool):
+    assert pool.run(2, of_every_operation)[0] == EXPECTED
+
+
+def of_others():
+    """What is issued by hooks, in backward, in C++, in operators and by DTensor."""
+    axes, found = world_of_two(), {}
+    torch.manual_seed(0)
+
+    @torch.library.custom_op("traffic_test::swap", mutates_args=())
+    def swap(x: torch.Tensor) -> torch.Tensor:
+        return passed_on(x)
+
+    swap.register_fake(torch.empty_like)
+    swap.register_autograd(lambda ctx, gradient: swap(gradient))
+    x = torch.randn(8, requires_grad=True)
+    with traced(axes) as traffic:
+        swap(x).sum().backward()
+    found["operator"] = table(traffic)
+    compiled = torch.compile(lambda x: swap(x * 2).cos(), backend="aot_eager", fullgraph=True)
+    for name in ("compiled first", "compiled later"):
+        with traced(axes) as traffic:
+            compiled(x).sum().backward()
+        found[name] = table(traffic)
+    with traced(axes) as traffic:
+        Summed.apply(x).sum().backward()
+    found["backward"] = table(traffic)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+    with traced(axes) as traffic:
+        model(torch.ones(1, 8)).sum().backward()
+    found["reducer"] = table(traffic)
+    mesh = init_device_mesh("cpu", (2,))
+    cut = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+    with traced(axes) as traffic:
+        assert isinstance(cut, DTensor)
+        cut.redistribute(placements=[Replicate()]).to_local().sum().item()
+    found["DTensor"] = table(traffic)
+    return found
+
+
+def test_whoever_sends_is_seen(pool):
+    both_ways = {"recv": (2, 64, 0), "send": (2, 64, 64)}
+    assert pool.run(2, of_others)[0] == {
+        "operator": both_ways,
+        "compiled first": both_ways,
+        "compiled later": both_ways,
+        "backward": {"all_reduce": (1, 32, 32)},
+        "reducer": {"all_reduce": (1, 36, 36)},
+        "DTensor": {"all_gather": (1, 32, 16)},
+    }
+
+
+def untraced():
+    axes = world_of_two()
+    with traced(axes) as traffic:
+        pass
+    dist.all_reduce(torch.ones(8))
+    with traced({}) as unknown:
+        dist.all_reduce(torch.ones(8))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with traced(axes) as single:
+        dist.all_reduce(torch.ones(8), group=alone)
+    with pytest.raises(ZeroDivisionError), traced(axes):
+        raise ZeroDivisionError
+    dist.all_reduce(torch.ones(8))
+    return table(traffic), table(unknown, "other"), table(single)
+
+
+def test_nothing_else_is_counted(pool):
+    assert pool.run(2, untraced)[0] == ({}, {"all_reduce": (1, 32, 32)}, {})
+
+
+def groups(layout):
+    dist.init_process_group("gloo")
+    return sorted(axis_groups(build_mesh(layout, "cpu")).values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ({"shard": 2}, ["shard"]),  # one group of all ranks: the world has no other
+        ({"replicate": 2, "tensor": 2}, ["replicate", "tensor", "world"]),
+        ({"shard": 2, "context": 2}, ["context", "shard·context"]),
+        ({"context": 2}, ["context"]),
+    ],
+)
+def test_groups_have_their_axes(pool, layout, axes):
+    layout = Layout(**layout)
+    assert pool.run(layout.world, groups, layout) == [axes] * layout.world

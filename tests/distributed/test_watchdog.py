@@ -1,0 +1,216 @@
+"""A rank that does not come on: who is late, and how its process ends."""
+
+import json
+import queue
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+import titanlab
+from titanlab.distributed import hang as hang_words
+from titanlab.distributed import watchdog
+from titanlab.distributed.hang import FIRST_STEP_KEY, STEP_KEY, StepTimes, hang
+from titanlab.distributed.watchdog import Watchdog
+from titanlab.records.outcome import OutcomeKind, first_cause
+
+HERE = """
+    import ctypes, json, sys, time
+    from titanlab.distributed import watchdog
+    from titanlab.distributed.watchdog import Watchdog
+    watchdog.LINGER_SECONDS = 0.1
+    watchdog._NATIVE_MARGIN_SECONDS = 0.5
+
+    def note(outcome):
+        print(json.dumps(outcome.to_mapping()), flush=True)
+
+    asked = []
+    dog = Watchdog(
+        step_seconds=0.5, first_seconds=FIRST, note=note, rank=3, attempt=2, is_asked=lambda: bool(asked)
+    )
+
+    def slow_step():
+        BODY
+
+    slow_step()
+    print("came on")
+"""
+
+PACKAGE = Path(titanlab.__file__).parent
+
+
+def ended(body, first=30.0):
+    script = textwrap.dedent(HERE).replace("FIRST", repr(first)).replace("BODY", body)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_step_that_does_not_end():
+    done = ended("dog.step(1); dog.step(2); time.sleep(100)")
+    assert done.returncode == 71
+    told = json.loads(done.stdout)
+    assert (told["kind"], told["step"], told["rank"], told["attempt"], told["exit_code"]) == ("hang", 1, 3, 2, 71)
+    assert told["cause"].startswith("step 2 did not end within 0.5 s: rank 3 stands in slow_step (")
+    assert "in slow_step" in told["traceback"]
+    assert not told["echo"]
+    assert "most recent call first" in done.stderr
+    assert "in slow_step" in done.stderr
+
+
+def test_the_start_and_the_first_step_may_take_longer():
+    done = ended("time.sleep(1); dog.step(1); time.sleep(1); dog.step(2); dog.close(); time.sleep(1)")
+    assert (done.returncode, done.stdout) == (0, "came on\n"), done.stderr
+    assert json.loads(ended("time.sleep(100)", first=0.4).stdout)["cause"].startswith(
+        "the start did not end within 0.4"
+    )
+
+
+def test_so_may_a_pause_between_steps():
+    body = 'dog.step(1); dog.step(2)\n    with dog.pausing("validation", 2):\n        time.sleep(1)\n    dog.ending(2); time.sleep(1)'
+    done = ended(body)
+    assert (done.returncode, done.stdout) == (0, "came on\n"), done.stderr
+
+
+def test_native_code_that_keeps_pythons_lock_is_ended_too():
+    done = ended("dog.step(1); dog.step(2); time.sleep(0.3); ctypes.PyDLL(None).sleep(100)")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(watchdog.NATIVE_SIGN)
+    assert "in slow_step" in done.stderr
+
+
+def test_a_rank_that_computes_keeps_others_waiting():
+    """In an endless loop of its own, or in a step that is longer than the limit."""
+    done = ended("dog.step(1); dog.step(2)\n    while True: pass")
+    cause = json.loads(done.stdout)["cause"]
+    assert cause.startswith("step 2 did not end within 0.5 s: rank 3 computes in slow_step (")
+
+
+def test_a_rank_that_others_wait_for_says_where_it_stands_before_its_own_limit():
+    done = ended("dog.step(1); asked.append(1); time.sleep(100)")
+    told = json.loads(done.stdout)
+    assert done.returncode == 71
+    assert told["cause"].startswith("step 1 had not ended after ")
+    assert " s, when another rank reached its limit: rank 3 stands in slow_step (" in told["cause"]
+    assert not told["echo"]
+
+
+def test_a_limit_that_is_too_short_names_its_key_and_how_long_steps_took():
+    body = "dog.step(1); time.sleep(0.7); dog.step(2); time.sleep(100)"
+    cause = json.loads(ended(body).stdout)["cause"]
+    assert re.search(r"; the one step before it took 0\.[7-9]\d* s; if it was only slow, try ", cause)
+    assert float(cause.partition("training.step_timeout_seconds=")[2]) >= 7
+    cause = json.loads(ended("dog.step(1); time.sleep(100)", first=0.4).stdout)["cause"]
+    assert cause.endswith("; no step is complete yet; if it was only slow, try training.first_step_timeout_seconds=1")
+
+
+def steps_of(monkeypatch, *seconds, paused=0.0):
+    """Times of steps that took so long, without waiting for them."""
+    now = [0.0]
+    monkeypatch.setattr(hang_words.time, "monotonic", lambda: now[0])
+    times = StepTimes()
+    for each in seconds:
+        times.step()
+        now[0] += each + paused
+        times.paused(paused)
+    times.step()
+    return times
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "advice"),
+    [
+        ((90, 2, 1, 3), 600.0, "steps before it took 2 s (median of 3); training.step_timeout_seconds=600"),
+        (
+            (90, 2, 1, 3),
+            5.0,
+            "steps before it took 2 s (median of 3); if it was only slow, try training.step_timeout_seconds=20",
+        ),
+        (
+            (90,),
+            100.0,
+            "the one step before it took 90 s; if it was only slow, try training.step_timeout_seconds=900",
+        ),
+        ((), 0.25, "no step is complete yet; if it was only slow, try training.step_timeout_seconds=1"),
+        (
+            (90, 131),
+            140.0,
+            "steps before it took 131 s (median of 1); if it was only slow, try training.step_timeout_seconds=1400",
+        ),
+    ],
+)
+def test_advice(monkeypatch, seconds, limit, advice):
+    assert steps_of(monkeypatch, *seconds).advice(STEP_KEY, limit) == advice
+
+
+def test_pauses_between_steps_are_not_counted(monkeypatch):
+    times = steps_of(monkeypatch, 90, 2, 2, paused=1000.0)
+    assert times.advice(FIRST_STEP_KEY, None) == "steps before it took 2 s (median of 2)"
+
+
+def test_without_limits_nothing_is_started():
+    dog = Watchdog(step_seconds=None, first_seconds=None, note=pytest.fail)
+    dog.step(1)
+    assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def frame_in(file):
+    """The frame of a function that is defined in a file of this name."""
+    scope = {"sys": sys}
+    exec(compile("def here():\n    return sys._getframe()", str(file), "exec"), scope)
+    return scope["here"]()
+
+
+@pytest.mark.parametrize(
+    ("file", "waits"),
+    [
+        ("/venv/torch/distributed/distributed_c10d.py", True),
+        ("/venv/torch/autograd/graph.py", True),
+        (PACKAGE / "training" / "totals.py", True),
+        (PACKAGE / "data" / "stream.py", False),
+        (PACKAGE / "system" / "atomic_file.py", False),
+        ("/venv/torch/distributed/checkpoint/filesystem.py", False),
+        ("/venv/torch/serialization.py", False),
+        ("/home/me/observer.py", False),
+    ],
+)
+def test_who_waits_for_others_is_an_echo(file, waits):
+    found = hang("step 3", 600, frame_in(file), rank=1)
+    assert found.echo == waits
+    assert (
+        found.cause
+        == f"step 3 did not end within 600 s: rank 1 {'waits' if waits else 'stands'} in here ({Path(file).parent.name}/{Path(file).name}:2)"
+    )
+
+
+def test_pythons_own_library_is_passed_over_for_its_caller():
+    frames = []
+
+    class Looking(queue.Queue):
+        def _qsize(self):
+            frames.append(sys._getframe())
+            return 1
+
+        def _get(self):
+            return None
+
+    # In the words of the stack: here, Queue.get, _qsize of this file.
+    Looking().get()
+    assert hang("step 3", 600, frames[0].f_back).cause.split(": ")[1].startswith("rank 0 stands in test_pythons_own")
+
+
+def test_one_that_computes_is_no_echo():
+    found = hang("step 3", 600, frame_in("/venv/torch/autograd/graph.py"), rank=1, busy=True)
+    assert not found.echo
+    assert "rank 1 computes in here (autograd/graph.py:2)" in found.cause
+
+
+def test_of_ranks_that_hang_the_late_one_is_the_cause():
+    waiting = [hang("step 3", 9, frame_in("/venv/torch/x.py"), rank=rank, step=2) for rank in (0, 2)]
+    late = hang("step 3", 9, frame_in("/home/me/x.py"), rank=1, step=2)
+    behind = hang("step 2", 9, frame_in("/venv/torch/x.py"), rank=3, step=1)
+    assert first_cause([*waiting, late]) is late
+    assert first_cause([*waiting, behind]) is behind
+    assert first_cause(waiting).kind is OutcomeKind.HANG

@@ -1,0 +1,116 @@
+"""A world of one host: nothing of it can be reached from another host."""
+
+import contextlib
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlab.distributed import loopback
+from titanlab.distributed.loopback import is_loopback, is_one_host, listen, loopback_address, loopback_interface
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed.world import open_world
+
+LISTENS = "0A"
+
+
+def listening():
+    """Addresses, in hexadecimal digits as the kernel writes them, at which this process listens."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(descriptor))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in own}
+
+
+def is_loopback_row(row):
+    address = row.partition(":")[0]
+    # 127.x.x.x, ::1 and ::ffff:127.x.x.x, each word of 32 bits in the order of this host.
+    return ((len(address) == 8 or address.startswith("0" * 16 + "FFFF0000")) and address.endswith("7F")) or (
+        address == "0" * 24 + "01000000"
+    )
+
+
+def opened(environ):
+    """What a rank listens at that it has not listened at before, as a world with groups of its own is open."""
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    os.environ.update(environ)
+    before = listening()
+    with open_world(joined(os.environ), accelerator="cpu", seed=0, deterministic=False) as world:
+        group = dist.new_group(backend="gloo")
+        total = torch.ones(())
+        dist.all_reduce(total, group=group)
+        assert total.item() == world.size
+        assert world.gather(world.rank) == list(range(world.size))
+        return sorted(listening() - before)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux only")
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_ranks_of_one_host_listen_at_the_loopback_alone(pool, address):
+    for rows in pool.run(2, opened, {"MASTER_ADDR": address}):
+        assert rows
+        assert all(map(is_loopback_row, rows)), rows
+
+
+def alone():
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    before = listening()
+    with open_world(ALONE, accelerator="cpu", seed=0, deterministic=False):
+        return sorted(listening() - before)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed by Linux only")
+def test_a_process_on_its_own_is_not_reachable_either(pool):
+    assert all(map(is_loopback_row, pool.run(1, alone)[0]))
+
+
+def test_a_persons_interface_is_kept(pool):
+    assert pool.run(1, interface_of, "eth7") == ["eth7"]
+
+
+def interface_of(name):
+    from titanlab.distributed.world import _keep_gloo_on_loopback
+
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        _keep_gloo_on_loopback()
+        return os.environ["GLOO_SOCKET_IFNAME"]
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_names_and_addresses_of_the_loopback_are_known():
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.1.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("10.0.0.1", "0.0.0.0", "no.such.host.invalid", "")))
+    assert loopback_interface() in ("lo", "lo0")
+
+
+def test_several_hosts_are_not_taken_for_one():
+    here = replace(ALONE, world=2, local_world=2, started_by="torchrun", address="10.0.0.1")
+    # By hand, without LOCAL_WORLD_SIZE: the number of ranks here is a guess.
+    assert not is_one_host(here, {})
+    assert is_one_host(here, {"TORCHELASTIC_RUN_ID": "7"})
+    assert not is_one_host(replace(here, local_world=1), {"TORCHELASTIC_RUN_ID": "7"})
+    assert is_one_host(replace(here, started_by="slurm"), {})
+    assert is_one_host(replace(here, address="127.0.0.1"), {})
+
+
+def test_without_ipv4_the_loopback_is_ipv6s(monkeypatch):
+    def listen_as_without(address, port):
+        if ":" not in address:
+            raise OSError("no such family")
+        return socket.socket()
+
+    monkeypatch.setattr(loopback, "listen", listen_as_without)
+    assert loopback_address() == "::1"
+
+
+def test_a_port_that_is_taken_is_named():
+    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match=rf"127.0.0.1:{first.getsockname()[1]} \("):
+        listen("127.0.0.1", first.getsockname()[1])

@@ -1,0 +1,363 @@
+"""From a recipe to a finished run, with what would start ranks replaced: what is checked, made and recorded when."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from titanlab.checkpoint.folders import latest, step_folder
+from titanlab.data.files_schema import Files
+from titanlab.distributed.host import Host
+from titanlab.errors import ConfigError
+from titanlab.launch.attempt import begin
+from titanlab.launch.execute import continue_run, execute, prepare
+from titanlab.launch.local import Failure
+from titanlab.model import llama_account
+from titanlab.recipe.recipe import to_mapping
+from titanlab.records.identity import identify
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
+from titanlab.records.run_folder import create_run, open_run
+from titanlab.records.run_search import list_runs
+from titanlab.records.run_status import Status
+from titanlab.terminal.console import Console
+
+HOST = Host(accelerator="cpu", device="cpu", count=2)
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """What ranks would have been started with; what they do instead is `starts.then(function)`."""
+
+    class Starts(list):
+        def then(self, ranks):
+            self.ranks = ranks
+
+    found = Starts()
+    found.ranks = lambda folder: []
+
+    def start(folder, *, world, logs):
+        found.append({"folder": folder, "world": world})
+        return found.ranks(folder)
+
+    def start_one(folder, ranks, config=None):
+        found.append({"folder": folder, "rank": ranks.rank, "config": config})
+        return found.ranks(folder)
+
+    monkeypatch.setattr("titanlab.launch.local.start", start)
+    monkeypatch.setattr("titanlab.launch.local.start_one", start_one)
+    monkeypatch.setattr("titanlab.launch.execute.this_host", lambda: HOST)
+    return found
+
+
+@pytest.fixture
+def said():
+    return io.StringIO()
+
+
+@pytest.fixture
+def console(said):
+    with Console(said, errors=said) as made:
+        yield made
+
+
+def ready(recipe):
+    (one,) = prepare([recipe], print)
+    return one
+
+
+def ends(kind=OutcomeKind.DONE, **how):
+    """Ranks that record an end, as the one that holds the loss does."""
+
+    def ranks(folder):
+        run = open_run(folder)
+        run.write_result(Outcome(kind=kind, attempt=max(run.attempts()), **how))
+        return [] if kind is OutcomeKind.DONE else [Failure(rank=0, exit_code=kind.exit_code)]
+
+    return ranks
+
+
+def test_preparing_makes_no_folder_and_gives_every_equal_recipe_the_same_name(tmp_path, starts):
+    recipe = tiny.recipe(tmp_path / "runs", shard=2)
+    first = ready(recipe)
+    assert ready(replace(recipe, name="other", sweep="s")).identity == first.identity
+    assert ready(replace(recipe, repeat=1)).identity != first.identity
+    assert first.recipe == recipe
+    assert (first.host, first.ranks) == (HOST, None)
+    assert (starts, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_the_name_does_not_depend_on_whether_the_data_was_prepared_before(tmp_path, starts, monkeypatch):
+    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(
+        "".join(f"{n} bottles of beer on the wall, take {n % 7} down and pass them around\n" for n in range(900))
+    )
+    recipe = replace(
+        tiny.recipe(tmp_path, vocab_size=330, seq_len=32), data=Files(files=str(corpus), vocab_size=330, validation_fraction=0.0)
+    )  # fmt: skip
+    told = []
+    first = prepare([recipe], told.append)[0].identity
+    assert told
+    again = []
+    assert prepare([recipe], again.append)[0].identity == first
+    assert again == []
+
+
+def test_quick_rules_of_all_come_before_the_data_of_one(tmp_path, starts, monkeypatch):
+    monkeypatch.setattr("titanlab.data.source.prepare", lambda config, report: pytest.fail("data was prepared"))
+    good = tiny.recipe(tmp_path)
+    with pytest.raises(ConfigError, match="seed=-1"):
+        prepare([good, replace(good, seed=-1)], print)
+
+
+def test_a_run_is_born_started_and_recorded(tmp_path, starts, console):
+    starts.then(ends(step=10))
+    recipe = tiny.recipe(tmp_path, shard=2)
+    outcome = execute(ready(recipe), console)
+    (run,) = list_runs(tmp_path)
+    assert starts == [{"folder": run.path, "world": 2}]
+    assert (outcome.kind, outcome.step) == (OutcomeKind.DONE, 10)
+    assert run.path == tmp_path / "single" / f"run-{ready(recipe).identity.hash8}"
+    assert run.attempts() == [1]
+    assert run.config() == run.config(1)
+    assert run.config()["parallelism"]["shard"] == 2
+    assert run.env(1)["launcher"] == "local"
+    assert run.env(1)["devices"] == {"accelerator": "cpu", "name": "cpu", "count": 2}
+
+
+def test_a_run_that_is_done_is_left_as_it_is(tmp_path, starts, console, said):
+    starts.then(ends(step=10, steps=10))
+    recipe = tiny.recipe(tmp_path)
+    execute(ready(recipe), console)
+    assert execute(ready(recipe), console).kind is OutcomeKind.DONE
+    assert len(starts) == 1
+    assert "is done: 10 steps. For another like it: repeat=1" in said.getvalue()
+
+
+def test_one_that_was_stopped_begins_its_next_attempt(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    starts.then(ends(OutcomeKind.CANCELLED, step=4))
+    assert execute(ready(recipe), console).kind is OutcomeKind.CANCELLED
+    starts.then(ends(step=10))
+    assert execute(ready(recipe), console).attempt == 2
+    (run,) = list_runs(tmp_path)
+    assert [run.result(attempt).kind.value for attempt in run.attempts()] == ["cancelled", "done"]
+
+
+def test_an_old_wish_to_cancel_is_not_for_the_next_attempt(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    starts.then(ends(OutcomeKind.CANCELLED, step=4))
+    execute(ready(recipe), console)
+    (run,) = list_runs(tmp_path)
+    run.ask_to_cancel()
+    with run.claim(), pytest.raises(ConfigError, match="is in the hands of"):
+        execute(ready(recipe), console)
+    # Whoever works on it has still to read it.
+    assert run.asked_to_cancel()
+    starts.then(ends(step=10))
+    execute(ready(recipe), console)
+    assert run.asked_to_cancel() is None
+
+
+def test_another_layout_is_another_attempt_with_a_config_of_its_own(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path, shard=2)
+    starts.then(ends(OutcomeKind.PREEMPTED, step=4))
+    execute(ready(recipe), console)
+    (run,) = list_runs(tmp_path)
+    starts.then(ends(step=10))
+    one = ready(tiny.changed(recipe, shard=1)).recipe
+    continue_run(run, one, HOST, None, console)
+    assert [start["world"] for start in starts] == [2, 1]
+    assert [run.config(attempt)["parallelism"]["shard"] for attempt in (1, 2)] == [2, 1]
+    assert run.config()["parallelism"]["shard"] == 2
+
+
+@pytest.mark.parametrize(
+    ("failures", "notes", "kind", "rank"),
+    [
+        ([Failure(rank=0, exit_code=1)], {}, OutcomeKind.CRASH, 0),
+        ([Failure(rank=1, exit_code=-9), Failure(rank=0, exit_code=1)], {0: ConnectionError("Connection closed by peer")}, OutcomeKind.CRASH, 1),
+        ([Failure(rank=0, exit_code=1), Failure(rank=1, exit_code=1)], {1: MemoryError("no more")}, OutcomeKind.OOM, 1),
+        ([], {}, OutcomeKind.CRASH, None),
+    ],
+)  # fmt: skip
+def test_ranks_that_left_no_result_have_one_all_the_same(tmp_path, starts, console, said, failures, notes, kind, rank):
+    def ranks(folder):
+        run = open_run(folder)
+        run.write_status(Status(state="running", step=3, steps=10, attempt=1))
+        for number, error in notes.items():
+            run.write_failure(from_exception(error, rank=number, attempt=1))
+        return failures
+
+    starts.then(ranks)
+    outcome = execute(ready(tiny.recipe(tmp_path, shard=2)), console)
+    (run,) = list_runs(tmp_path)
+    assert (outcome.kind, outcome.step, outcome.steps) == (kind, 3, 10)
+    if rank is not None:
+        assert outcome.rank == rank
+    assert run.result(1).kind is kind
+    assert run.status().outcome == kind.value
+    assert f"{kind.value}: {kind.meaning}" in said.getvalue()
+
+
+def test_ranks_of_others_keep_one_record(tmp_path, starts, console, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    recipe = replace(tiny.recipe(tmp_path, shard=2), world=None)
+    starts.then(ends(step=10))
+    first = ready(recipe)
+    assert (first.ranks.world, first.recipe.world) == (2, 2)
+    assert execute(first, console).kind is OutcomeKind.DONE
+    (run,) = list_runs(tmp_path)
+    assert run.env(1)["launcher"] == "torchrun"
+    # The other rank starts its worker too, with the recipe in its hand, and records nothing.
+    (run.path / "result.json").unlink()
+    monkeypatch.setenv("RANK", "1")
+    starts.then(lambda folder: [Failure(rank=1, exit_code=OutcomeKind.NAN.exit_code)])
+    assert execute(ready(recipe), console).kind is OutcomeKind.NAN
+    assert [start["rank"] for start in starts] == [0, 1]
+    assert starts[1]["config"]["world"] == 2
+    assert run.attempts() == [1]
+
+
+def saved(run, shapes):
+    step = run.checkpoints / "step-00000004"
+    step.mkdir()
+    (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
+    (step / "position.json").write_text(json.dumps({"step": 4, "parameters": shapes}))
+
+
+def test_a_checkpoint_of_another_model_starts_nothing(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    starts.then(ends(OutcomeKind.CANCELLED, step=4))
+    execute(ready(recipe), console)
+    (run,) = list_runs(tmp_path)
+    shapes = {name: list(shape) for name, shape in llama_account.account(recipe.model).parameters.items()}
+    saved(run, {**shapes, "output.weight": [3, 64]})
+    with pytest.raises(ConfigError, match="is of another model: output.weight is 3×64 there and 256×64 here"):
+        execute(ready(recipe), console)
+    assert (len(starts), run.attempts()) == (1, [1])
+
+
+def stopped_at(recipe, starts, console, steps, *, noted):
+    """A run that was stopped, with whole checkpoints of some steps, of which its attempt has noted the last."""
+    starts.then(ends(OutcomeKind.CANCELLED, step=max(steps, default=0)))
+    execute(ready(recipe), console)
+    (run,) = list_runs(recipe.runs)
+    shapes = {name: list(shape) for name, shape in llama_account.account(recipe.model).parameters.items()}
+    for step in steps:
+        folder = step_folder(run.checkpoints, step)
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(tiny.EMPTY_METADATA)
+        position = {"step": step, "tokens": step, "data": {"samples": step * recipe.training.global_batch}}
+        (folder / "position.json").write_text(json.dumps({**position, "parameters": shapes}))
+    if noted:
+        run.note_saved(1, max(steps))
+    return run
+
+
+def test_checkpoints_that_are_gone_are_missed(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [4], noted=True)
+    shutil.rmtree(run.checkpoints)
+    rule = "had saved step 4, and checkpoints/ has no checkpoint any more; bring that folder back; or remove"
+    with pytest.raises(ConfigError, match=f"^run=.*: {rule}"):
+        execute(ready(recipe), console)
+    assert (len(starts), run.attempts()) == (1, [1])
+    assert run.result().kind is OutcomeKind.CANCELLED
+
+
+def test_so_are_those_of_a_run_that_noted_nothing_and_has_gone_on_from_one(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [], noted=False)
+    run.open_metrics(1, resumed_step=3).close()
+    with pytest.raises(ConfigError, match="had saved step 3, and"):
+        execute(ready(recipe), console)
+    # One that took up another run's checkpoint has saved nothing by that.
+    other = tiny.recipe(tmp_path / "other", load_from=str(tmp_path / "elsewhere"))
+    run = create_run(
+        other.runs, name="other", identity=identify(other, data="d", hardware="cpu"), config=to_mapping(other)
+    )
+    run.begin_attempt(to_mapping(other), {})
+    run.open_metrics(1, resumed_step=3).close()
+    assert begin(run, other, HOST, started_by="local") == 2
+
+
+def test_a_run_that_has_saved_nothing_begins_anew(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [], noted=False)
+    shutil.rmtree(run.checkpoints)
+    execute(ready(recipe), console)
+    assert run.attempts() == [1, 2]
+
+
+def test_one_that_lacks_its_newest_checkpoint_goes_on_and_says_so(tmp_path, starts, console, said):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [4, 6], noted=True)
+    shutil.rmtree(step_folder(run.checkpoints, 6))
+    execute(ready(recipe), console)
+    line = "goes on from step 4: the checkpoint of step 6, which was saved later, is not among its checkpoints"
+    assert line in said.getvalue()
+    assert run.attempts() == [1, 2]
+
+
+def test_going_back_to_an_older_checkpoint_puts_the_later_ones_aside(tmp_path, starts, console, said):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [2, 4, 6], noted=True)
+    continue_run(run, recipe, HOST, None, console, checkpoint=step_folder(run.checkpoints, 2))
+    assert "goes on from step 2: step-00000006, which is later, is put aside as step-00000006.aside" in said.getvalue()
+    assert latest(run.checkpoints) == step_folder(run.checkpoints, 2)
+    assert run.attempts() == [1, 2]
+
+
+def test_a_checkpoint_that_lies_about_its_step_changes_nothing(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [2, 4, 6], noted=True)
+    lying = step_folder(run.checkpoints, 4)
+    position = json.loads((lying / "position.json").read_text())
+    for changed, rule in [
+        ({"step": 90}, "is of step 90, and the folder's name says 4"),
+        ({"tokens": 10**9}, "has tokens=1000000000, and 4 steps of this run have 1536 at most"),
+        ({"data": {"samples": 4}}, "has data.samples=4, and 4 steps of this run take 48"),
+    ]:
+        (lying / "position.json").write_text(json.dumps({**position, **changed}))
+        with pytest.raises(ConfigError, match=f"^run=.*{rule}; give another checkpoint .*step-00000002$"):
+            continue_run(run, recipe, HOST, None, console, checkpoint=lying)
+    assert latest(run.checkpoints) == step_folder(run.checkpoints, 6)
+    assert run.attempts() == [1]
+
+
+def test_a_run_in_other_hands_is_not_started_twice(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    starts.then(ends(OutcomeKind.CANCELLED))
+    execute(ready(recipe), console)
+    (run,) = list_runs(tmp_path)
+    with run.claim(), pytest.raises(ConfigError, match="is in the hands of process"):
+        execute(ready(recipe), console)
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda folder: folder.write_text(""), "is no folder"),
+        (lambda folder: folder.symlink_to("/dev/null"), "is no folder"),
+    ],
+)
+def test_a_folder_of_runs_that_cannot_be_is_told_before_anything_is_made(tmp_path, starts, make, rule):
+    make(tmp_path / "runs")
+    for runs in (tmp_path / "runs", tmp_path / "runs" / "deeper"):
+        with pytest.raises(ConfigError, match=rule) as refused:
+            prepare([tiny.recipe(runs)], print)
+        assert refused.value.key == "runs"
+
+
+def test_a_folder_without_permission_is_told(tmp_path, starts, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=f"no permission in {tmp_path}"):
+        prepare([tiny.recipe(tmp_path / "runs")], print)

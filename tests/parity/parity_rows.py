@@ -1,0 +1,170 @@
+"""The layouts that are held to one process: rows of the matrix in docs/parity.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.planted_schema import Planted
+from titanlab.costs.layout import AXES, Layout
+from titanlab.schedule.csv_schema import CsvSchedule
+from titanlab.schedule.dualpipe_v_schema import DualPipeV
+from titanlab.schedule.gpipe_schema import GPipe
+from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
+from titanlab.schedule.interleaved_zero_bubble_schema import InterleavedZeroBubble
+from titanlab.schedule.looped_bfs_schema import LoopedBFS
+from titanlab.schedule.zbv_schema import ZBV
+
+# What a layout and its reference have in common. With Adam's usual eps of 1e-8 an element whose gradient is nothing
+# but rounding moves as far as any other, the other way in another layout; 1e-6 is still a thousandth of the usual
+# element's gradient here.
+COMMON = {"layers": 4, "steps": 5, "global_batch": 8, "seq_len": 32, "eps": 1e-6}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"max_grad_norm": 0.3},
+    "uneven vocabulary": {"vocab_size": 257},
+    "tied embeddings": {"tied_embeddings": True},
+    "4 key/value heads": {"kv_heads": 4},
+    "8 layers": {"layers": 8},
+    "gaps in the labels": {"data": Planted(gaps=True)},
+}
+SCHEDULES = {
+    "gpipe": GPipe(),
+    "interleaved_1f1b": Interleaved1F1B(),
+    "looped_bfs": LoopedBFS(),
+    "interleaved_zero_bubble": InterleavedZeroBubble(),
+    "zbv": ZBV(),
+    "dualpipe_v": DualPipeV(),
+    "csv": CsvSchedule(file=str(Path(__file__).parents[1] / "schedule" / "zero_bubble_2x4.csv")),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class OnLayout:
+    """What rows of the matrices have in common.
+
+    Attributes:
+        given: degrees and other keys of `tests.tiny.recipe`; a schedule by name.
+    """
+
+    given: Mapping[str, Any]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(**{axis: self.given.get(axis, 1) for axis in AXES})
+
+    @property
+    def label(self) -> str:
+        """What a table says of it: layout, then what is not the default."""
+        rest = [
+            str(value) if name == "schedule" else f"{name}={value}"
+            for name, value in self.given.items()
+            if name not in AXES
+        ]
+        return ", ".join([self.layout.label, *rest])
+
+    def keys(self, common: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of `tests.tiny.recipe`, over those that other rows have as well."""
+        keys = {**common, **self.given}
+        if self.layout.pipeline > 1:
+            keys.setdefault("microbatch", 8 // self.layout.data // 4 or 1)
+        if "schedule" in keys:
+            keys["pipeline_schedule"] = SCHEDULES[keys.pop("schedule")]
+        return keys
+
+
+@dataclass(frozen=True, eq=False)
+class Row(OnLayout):
+    """One layout and what else it differs in.
+
+    Attributes:
+        kind: key of KINDS.
+        always: also in `make test`.
+    """
+
+    kind: str = "plain"
+    always: bool = False
+
+    def recipe_keys(self) -> dict[str, Any]:
+        return self.keys({**COMMON, **KINDS[self.kind]})
+
+
+def _row(kind: str = "plain", *, always: bool = False, **given: Any) -> Row:
+    return Row(given, kind, always)
+
+
+ROWS = [
+    # One axis.
+    _row(shard=2),
+    _row(shard=4),
+    _row(replicate=2),
+    _row(tensor=2, always=True),
+    _row(tensor=2, sequence_parallel=False),
+    _row(tensor=2, loss_parallel=False),
+    _row("4 key/value heads", tensor=4),
+    _row(context=2, always=True),
+    _row(context=2, context_method="all_gather"),
+    _row(context=4),
+    # Every schedule.
+    _row(pipeline=2, schedule="gpipe"),
+    _row(pipeline=2, always=True),
+    _row(pipeline=2, schedule="interleaved_1f1b"),
+    _row(pipeline=2, schedule="looped_bfs"),
+    _row(pipeline=2, schedule="interleaved_zero_bubble"),
+    _row(pipeline=2, schedule="zbv", always=True),
+    _row(pipeline=2, schedule="dualpipe_v"),
+    _row(pipeline=2, schedule="csv"),
+    _row("8 layers", pipeline=4),
+    _row("8 layers", pipeline=4, schedule="interleaved_1f1b"),
+    _row("8 layers", pipeline=4, schedule="zbv"),
+    # All pairs.
+    _row(replicate=2, shard=2),
+    _row(shard=2, tensor=2, always=True),
+    _row(shard=2, context=2),
+    _row(pipeline=2, shard=2, always=True),
+    _row(replicate=2, tensor=2),
+    _row(replicate=2, context=2),
+    _row(pipeline=2, replicate=2),
+    _row(context=2, tensor=2, always=True),
+    _row(pipeline=2, tensor=2, always=True),
+    _row(pipeline=2, context=2, always=True),
+    # Split backwards and several stages a process, with what they could disturb.
+    _row(pipeline=2, shard=2, schedule="zbv", always=True),
+    _row(pipeline=2, shard=2, schedule="interleaved_zero_bubble"),
+    _row(pipeline=2, shard=2, schedule="dualpipe_v"),
+    _row(pipeline=2, shard=2, schedule="zbv", reshard_after_forward="always"),
+    _row(pipeline=2, tensor=2, schedule="interleaved_1f1b"),
+    _row(pipeline=2, tensor=2, schedule="zbv"),
+    _row(pipeline=2, context=2, schedule="interleaved_zero_bubble"),
+    _row(pipeline=2, shard=2, split=[1, 3]),
+    # All triples.
+    _row(replicate=2, shard=2, tensor=2),
+    _row(replicate=2, shard=2, context=2),
+    _row(pipeline=2, replicate=2, shard=2),
+    _row(replicate=2, context=2, tensor=2),
+    _row(pipeline=2, replicate=2, tensor=2),
+    _row(pipeline=2, replicate=2, context=2),
+    _row(shard=2, context=2, tensor=2),
+    _row(pipeline=2, shard=2, tensor=2),
+    _row(pipeline=2, shard=2, context=2),
+    _row(pipeline=2, context=2, tensor=2),
+    # All four dimensions.
+    _row(pipeline=2, shard=2, context=2, tensor=2),
+    _row(pipeline=2, replicate=2, context=2, tensor=2, schedule="interleaved_1f1b"),
+    # Accumulation, uneven and tied tables, clipping, labels that do not count.
+    _row(shard=2, microbatch=2),
+    _row(shard=2, tensor=2, microbatch=2),
+    _row(context=2, tensor=2, microbatch=4),
+    _row("uneven vocabulary", tensor=2, always=True),
+    _row("uneven vocabulary", shard=2, tensor=2),
+    _row("uneven vocabulary", tensor=2, loss_parallel=False),
+    _row("tied embeddings", tensor=2),
+    _row("tied embeddings", shard=2, tensor=2, always=True),
+    _row("tied embeddings", shard=2, context=2),
+    _row("clipped", pipeline=2, shard=2, tensor=2),
+    _row("gaps in the labels", context=2, tensor=2),
+    _row("gaps in the labels", pipeline=2, shard=2),
+    _row("gaps in the labels", shard=2, tensor=2, microbatch=2),
+]

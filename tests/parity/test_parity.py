@@ -1,0 +1,286 @@
+"""Every layout trains the same as one process, and one process trains as a bare loop does.
+
+Tolerances are the project's bars in fp32: 1e-5, relative, for losses and gradient norms of ten steps, and
+‖Δ‖/‖reference‖ ≤ 1e-5 for every tensor. Adam divides by the gradient's own size, so that with its usual eps of 1e-8
+an element whose gradient is hardly more than rounding moves as far as any other: on one kind of CPU that alone was
+1.8e-5 of a parameter. With 1e-6, as in the matrix of layouts, such elements stay where they are.
+"""
+
+import math
+import os
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import tiny
+from tests.planted_schema import Planted
+from titanlab.data import source
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.model import llama, llama_account
+from titanlab.optimizer.schedule import rate_factor
+from titanlab.parity import parity
+from titanlab.parity.parity import Difference, Trace, compare
+from titanlab.recipe.recipe import Recipe
+from titanlab.training import assemble, stage
+from titanlab.weights.initialise import initialise
+
+BAR = 1e-5
+
+# What the reference has in common with a layout; tests name it by its key.
+KINDS = {
+    "plain": {},
+    "clipped": {"max_grad_norm": 0.3},
+    "tied": {"tied_embeddings": True},
+    "gaps": {"data": Planted(gaps=True)},
+    "bf16": {"bf16": True},
+}
+
+
+def traced(made, run):
+    return parity.trace(made, run, joined(os.environ) or ALONE)
+
+
+@pytest.fixture(scope="module")
+def traces(pool, tmp_path_factory):
+    """Traces by kind and layout, each trained once."""
+    folder = tmp_path_factory.mktemp("runs")
+    known = {}
+
+    def trace(kind, **layout):
+        key = (kind, *sorted(layout.items()))
+        if key not in known:
+            made = tiny.recipe(folder, name=f"run-{len(known)}", eps=1e-6, **KINDS[kind], **layout)
+            every = pool.run(made.world, traced, made, tiny.begin(made))
+            # What all ranks are told is the same to the last bit.
+            assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
+            known[key] = every[0]
+        return known[key]
+
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("plain", {"microbatch": 3}),
+        ("plain", {"shard": 2}),
+        ("plain", {"shard": 4}),
+        ("plain", {"replicate": 2}),
+        ("plain", {"replicate": 2, "shard": 2}),
+        ("plain", {"shard": 3}),
+        ("plain", {"shard": 2, "reshard_after_forward": "never"}),
+        ("clipped", {"shard": 2, "cpu_offload": True}),
+        ("clipped", {"replicate": 2}),
+        ("tied", {"shard": 2}),
+        ("gaps", {"shard": 2, "microbatch": 2}),
+        ("gaps", {"replicate": 2, "microbatch": 3}),
+        ("gaps", {"replicate": 2, "shard": 2}),
+        pytest.param("plain", {"shard": 2, "microbatch": 2}, marks=pytest.mark.full),
+        pytest.param("plain", {"replicate": 2, "microbatch": 2}, marks=pytest.mark.full),
+        pytest.param("plain", {"replicate": 3}, marks=pytest.mark.full),
+        pytest.param("clipped", {"shard": 2}, marks=pytest.mark.full),
+        pytest.param("gaps", {"microbatch": 3}, marks=pytest.mark.full),
+        pytest.param("plain", {"replicate": 2, "shard": 2, "microbatch": 1}, marks=pytest.mark.full),
+        pytest.param("plain", {"shard": 4, "cpu_offload": True, "microbatch": 1}, marks=pytest.mark.full),
+        pytest.param("clipped", {"replicate": 2, "shard": 2}, marks=pytest.mark.full),
+        pytest.param("tied", {"replicate": 2}, marks=pytest.mark.full),
+        pytest.param("tied", {"replicate": 2, "shard": 2}, marks=pytest.mark.full),
+        pytest.param("gaps", {"replicate": 2}, marks=pytest.mark.full),
+        pytest.param("gaps", {"shard": 4}, marks=pytest.mark.full),
+        pytest.param("gaps", {"shard": 3}, marks=pytest.mark.full),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(f"{key}={each}" for key, each in value.items()),
+)
+def test_a_layout_trains_as_one_process(traces, kind, layout):
+    difference = compare(traces(kind), traces(kind, **layout))
+    assert len(traces(kind, **layout).losses) == 10
+    assert difference.largest <= BAR, difference
+    print(f"{kind} {layout}: {difference}")
+
+
+class BareLoop:
+    """The same training written plainly: the whole batch at once, the mean over labels that count, torch's clipping."""
+
+    def __init__(self, made: Recipe) -> None:
+        self.made = made
+        self.model = llama.build(made.model, seq_len=made.training.seq_len)
+        initialise(self.model, llama_account.initial_values(made.model), made.seed)
+
+    def trace(self) -> Trace:
+        made, model = self.made, self.model
+        stream = source.open_train(
+            made.data, seed=made.seed, seq_len=made.training.seq_len, global_batch=made.training.global_batch, rank=0, ranks=1
+        )  # fmt: skip
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": made.optimizer.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            betas=tuple(made.optimizer.betas),
+            eps=made.optimizer.eps,
+        )
+        found = Trace()
+        for step in range(1, made.training.steps + 1):
+            batch = stream.next_batch()
+            logits = model(torch.from_numpy(batch.tokens))
+            loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), made.training.max_grad_norm)
+            if step == 1:
+                found.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+            for group in optimizer.param_groups:
+                group["lr"] = made.optimizer.lr * rate_factor(made.optimizer.schedule, step=step, steps=10)
+            optimizer.step()
+            found.losses.append(loss.item())
+            found.grad_norms.append(norm.item())
+        found.parameters = {name: p.detach() for name, p in model.named_parameters()}
+        return found
+
+
+@pytest.mark.parametrize("kind", ["clipped", "gaps", "tied"])
+def test_one_process_trains_as_a_bare_loop(traces, tmp_path, kind):
+    difference = compare(BareLoop(tiny.recipe(tmp_path, eps=1e-6, **KINDS[kind])).trace(), traces(kind))
+    assert difference.largest <= BAR, difference
+
+
+def test_clipping_was_active_and_gaps_were_uneven(traces, tmp_path):
+    assert min(traces("clipped").grad_norms) > 0.3
+    norms = [torch.linalg.vector_norm(gradient).item() for gradient in traces("clipped").gradients.values()]
+    assert math.hypot(*norms) == pytest.approx(0.3, rel=1e-5)
+    made = tiny.recipe(tmp_path, **KINDS["gaps"])
+    valid = []
+    for rank in range(4):
+        stream = source.open_train(made.data, seed=0, seq_len=32, global_batch=12, rank=rank, ranks=4)
+        valid.append(int((stream.next_batch().labels != source.IGNORE).sum()))
+    assert valid == [96, 66, 33, 0]
+
+
+def test_bf16_in_one_process_is_bf16_in_two(traces):
+    one, two, exact = traces("bf16"), traces("bf16", shard=2), traces("plain")
+    difference, to_exact = compare(one, two), compare(exact, one)
+    print(f"bf16: {difference}; to fp32: {to_exact}")
+    # Both round every activation alike, to 8 significant bits. A weight's gradient is rounded once for all sequences
+    # or once for each rank's half of them, and summed in fp32 from there: 2^-9 each time. So two layouts are nearer to
+    # each other than to fp32, and gradients differ by no more than a few roundings, of which 2^-7 is four.
+    assert difference.gradient[0] <= 2**-7, difference
+    for name in ("loss", "grad_norm", "gradient", "parameter"):
+        assert getattr(difference, name) < getattr(to_exact, name), (name, difference, to_exact)
+    # Both are bf16, with fp32 masters.
+    for found in (one, two):
+        assert compare(exact, found).gradient[0] > 2**-10
+        assert {tensor.dtype for tensor in (*found.gradients.values(), *found.parameters.values())} == {torch.float32}
+
+
+# The checker
+
+
+class HalfOfRankOne(parity._Tracer):
+    """A gradient that one rank alone gets wrong, in its own shard of one tensor."""
+
+    def with_gradients(self, step, model):
+        if os.environ["RANK"] == "1":
+            model.get_parameter("layers.1.attention.wv.weight").grad.to_local().mul_(0.5)
+        super().with_gradients(step, model)
+
+
+def traced_with_half_a_gradient(made, run):
+    tracer = HalfOfRankOne(made.layout)
+    tiny.as_rank(made, run, tracer)
+    return tracer.trace
+
+
+def traced_with_a_wrong_scale(made, run):
+    right = stage.fully_shard_model
+
+    def wrong(*arguments, **named):
+        return replace(right(*arguments, **named), divides_by=1)
+
+    with patch.object(stage, "fully_shard_model", wrong):
+        return traced(made, run)
+
+
+def traced_with_labels_counted_here(made, run):
+    """Divides by the local number of labels instead of the global one."""
+    right = assemble.loss_sum
+
+    def wrong(logits, labels):
+        valid = (labels != assemble.IGNORE).sum().clamp(min=1)
+        return right(logits, labels) * labels.numel() / valid
+
+    with patch.object(assemble, "loss_sum", wrong):
+        return traced(made, run)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "kind", "found_in"),
+    [
+        (traced_with_half_a_gradient, "plain", "gradient"),
+        (traced_with_a_wrong_scale, "plain", "grad_norm"),
+        (traced_with_labels_counted_here, "gaps", "loss"),
+    ],
+)
+def test_a_planted_fault_is_found(pool, traces, tmp_path, faulty, kind, found_in):
+    made = tiny.recipe(tmp_path, shard=2, **KINDS[kind])
+    difference = compare(traces(kind), pool.run(2, faulty, made, tiny.begin(made))[0])
+    assert difference.largest > 1000 * BAR
+    found = getattr(difference, found_in)
+    assert (found if isinstance(found, float) else found[0]) > 1000 * BAR, difference
+    if found_in == "gradient":
+        assert found[1] == "layers.1.attention.wv.weight"
+
+
+def a_trace(**changes):
+    whole = {"a": torch.ones(3), "b": torch.full((2, 2), 2.0)}
+    found = {"losses": [2.0, 1.0], "grad_norms": [1.0, 1.0], "gradients": whole, "parameters": whole}
+    return Trace(**{**found, **changes})
+
+
+def test_differences_are_relative_and_name_the_tensor():
+    changed = {"a": torch.ones(3), "b": torch.tensor([[2.0, 2.0], [2.0, 2.4]])}
+    difference = compare(a_trace(), a_trace(losses=[2.0, 1.5], grad_norms=[1.0, 0.8], gradients=changed))
+    assert difference.loss == 0.5
+    assert difference.grad_norm == pytest.approx(0.2)
+    assert difference.gradient == (pytest.approx(0.1), "b")
+    assert difference.parameter[0] == 0.0
+    assert difference.largest == 0.5
+    assert "gradient 1.0e-01 (b)" in str(difference)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_the_largest_difference(bad):
+    for changes in (
+        {"losses": [2.0, bad]},
+        {"losses": [bad, 1.0]},
+        {"grad_norms": [1.0, bad]},
+        {"gradients": {"a": torch.ones(3), "b": torch.full((2, 2), bad)}},
+        {"parameters": {"a": torch.full((3,), bad), "b": torch.full((2, 2), 2.0)}},
+    ):
+        assert compare(a_trace(), a_trace(**changes)).largest == math.inf
+        assert compare(a_trace(**changes), a_trace()).largest == math.inf
+
+
+def test_a_zero_of_the_reference_is_held_to():
+    zero = {"a": torch.zeros(3)}
+    same = compare(a_trace(gradients=zero, losses=[0.0]), a_trace(gradients=zero, losses=[0.0]))
+    assert same == Difference(loss=0.0, grad_norm=0.0, gradient=(0.0, "a"), parameter=(0.0, "b"))
+    assert compare(a_trace(losses=[0.0]), a_trace(losses=[1e-6])).loss > 1
+    assert compare(a_trace(gradients=zero), a_trace(gradients={"a": torch.full((3,), 1e-6)})).gradient[0] > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"losses": [2.0]}, "losses of 2 steps against 1"),
+        ({"gradients": {"a": torch.ones(3)}}, r"gradients differ in names: \['b'\]"),
+        ({"parameters": {"a": torch.ones(1), "b": torch.ones(2, 2)}}, "parameters differ in shape: a is"),
+    ],
+)
+def test_other_steps_or_tensors_are_no_difference_but_an_error(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        compare(a_trace(), a_trace(**changes))

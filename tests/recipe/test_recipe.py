@@ -1,0 +1,314 @@
+"""Recipes: written and read back unchanged, resolved for where they run, and held to every rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import hydra
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tests import tiny
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.recipe.composition.recipes import conf_folder, register
+from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
+from titanlab.recipe.recipe_rules import check
+from titanlab.records.config_file import config_text
+from titanlab.records.identity import identify
+
+GROUPS = (
+    "model",
+    "parallelism",
+    "precision",
+    "optimizer",
+    "data",
+    "checkpoint",
+    "cluster",
+    "tracker",
+    "launch",
+    "training",
+    "schedule",
+    "compile",
+    "ac",
+)
+# What an option cannot do without, so that every one composes.
+NEEDED = {
+    "files": ["data.files=corpus.txt"],
+    "tokens": ["data.folder=tokens"],
+    "hf": ["data.path=some/data"],
+    "csv": ["schedule.file=order.csv"],
+}
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_folder() / group).glob("*.yaml"))
+
+
+def composed(*overrides: str) -> Recipe:
+    """As `titanlab train` composes it; quicker where there are many."""
+    recipe = OmegaConf.to_object(hydra.compose("config", overrides=list(overrides)))
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def of_every_option() -> dict[str, Recipe]:
+    """A recipe for every option of every group, the others as they are by default."""
+    register()
+    with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        # tests/recipe/test_recipes.py looks at the others.
+        recipes = {"+recipe=quickstart": composed("+recipe=quickstart")}
+        for group in GROUPS:
+            for name in options(group):
+                recipes[f"{group}={name}"] = composed(f"{group}={name}", *NEEDED.get(name, []))
+    return recipes
+
+
+def test_every_option_round_trips(of_every_option):
+    assert {key.partition("=")[0] for key in of_every_option} == {*discover(), "+recipe"}
+    for recipe in of_every_option.values():
+        read = from_mapping(yaml.safe_load(config_text(to_mapping(recipe))))
+        assert read == recipe
+        # Equal also in what == does not see: 1 and 1.0, lists and tuples.
+        assert repr(to_mapping(read)) == repr(to_mapping(recipe))
+        assert identify(read, data="d", hardware="cpu") == identify(recipe, data="d", hardware="cpu")
+
+
+def test_every_reader_of_the_file_finds_the_same():
+    recipe = tiny.recipe("runs", name="1e-5", eps=1e-12)
+    text = config_text(to_mapping(recipe))
+    assert from_mapping(to_mapping(recipe)) == recipe
+    assert from_mapping(OmegaConf.to_container(OmegaConf.create(text))) == recipe
+
+
+# Texts that YAML or OmegaConf might take for something else.
+TEXTS = st.one_of(
+    st.sampled_from(["1e-5", "null", "~", "true", "no", "007", "0x1f", "${seed}", "\\${x}", "a: b", "- a", "#", "", " x ", "a\nb", "…", "2026-01-01"]),
+    st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20).filter(lambda text: text != "???"),
+)  # fmt: skip
+NUMBERS = st.floats(min_value=1e-30, max_value=1e30, allow_nan=False)
+
+
+@settings(max_examples=25)
+@given(text=TEXTS, lr=NUMBERS, decay=NUMBERS, seed=st.integers(0, 2**63 - 1), tags=st.lists(TEXTS, max_size=3))
+def test_every_value_round_trips(text, lr, decay, seed, tags):
+    made = tiny.recipe("runs")
+    recipe = replace(
+        made,
+        name=text,
+        seed=seed,
+        optimizer=replace(made.optimizer, lr=lr, weight_decay=decay),
+        checkpoint=replace(made.checkpoint, load_from=text),
+        cluster=replace(made.cluster, device=text, peak_tflops=None),
+        tracker=wandb_with([tag[:64] or "x" for tag in tags]),
+    )
+    read = from_mapping(yaml.safe_load(config_text(to_mapping(recipe))))
+    assert read == recipe
+    assert repr(read.optimizer.lr) == repr(lr)
+
+
+def wandb_with(tags):
+    return discover()["tracker"]["wandb"].schema(tags=tags)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "rule"),
+    [
+        ({"model": {"kind": "gpt"}}, "model.kind", "no installed package offers this option"),
+        ({"model": {"dim": 64}}, "model.kind", "no installed package offers this option"),
+        ({"data": "stdlib"}, "data", "must be a mapping"),
+        ({"optimizer": None}, "optimizer", "must be a mapping"),
+        ({"colour": "red"}, "colour", "Key 'colour' not in 'Recipe'"),
+        ({"precision": {"kind": "fp32", "colour": "red"}}, "precision.colour", "Key 'colour' not in 'Fp32'"),
+        ({"seed": "many"}, "seed", "could not be converted to Integer"),
+        ({"training": {"steps": 1.5}}, "training.steps", "could not be converted to Integer"),
+        ({"training": {"steps": 0}}, "training.steps", "must be at least 1"),
+        ({"optimizer": {"kind": "adamw", "betas": 0.9}}, "optimizer.betas", "is not a ListConfig"),
+    ],
+)
+def test_a_frozen_recipe_is_checked_field_by_field(change, key, rule):
+    with pytest.raises(ConfigError) as refused:
+        from_mapping({**to_mapping(tiny.recipe("runs")), **change})
+    assert refused.value.key == key
+    assert rule in refused.value.rule
+
+
+def test_a_group_that_is_missing_is_told():
+    mapping = to_mapping(tiny.recipe("runs"))
+    del mapping["precision"]
+    with pytest.raises(ConfigError, match="precision"):
+        from_mapping(mapping)
+
+
+# Resolving
+
+
+def resolved(recipe: Recipe, *, world=None, accelerator="cpu", device="cpu") -> Recipe:
+    return resolve(recipe, world=world, accelerator=accelerator, device=device)
+
+
+def open_recipe(world=None, **degrees) -> Recipe:
+    made = tiny.recipe("runs")
+    cluster = replace(made.cluster, accelerator="auto", device=None)
+    return replace(made, world=world, parallelism=replace(made.parallelism, **degrees), cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("given_world", "started", "degrees", "layout"),
+    [
+        (None, None, {}, (1, 1)),
+        (None, None, {"shard": 4}, (1, 4)),
+        (4, None, {"shard": -1}, (1, 4)),
+        (None, 4, {"shard": -1}, (1, 4)),
+        (4, 4, {"replicate": 2, "shard": -1}, (2, 2)),
+        (6, None, {"replicate": -1, "shard": 2}, (3, 2)),
+        (1, None, {"shard": -1}, (1, 1)),
+    ],
+)
+def test_degrees_and_world_become_one(given_world, started, degrees, layout):
+    recipe = resolved(open_recipe(given_world, **degrees), world=started)
+    assert (recipe.parallelism.replicate, recipe.parallelism.shard) == layout
+    assert (recipe.layout.replicate, recipe.layout.shard) == layout
+    assert recipe.world == math.prod(layout)
+    assert resolved(recipe) == recipe
+
+
+def test_the_cluster_is_what_was_found_unless_the_recipe_says_so():
+    recipe = open_recipe()
+    cluster = resolved(recipe, accelerator="cuda", device="NVIDIA H200").cluster
+    assert (cluster.accelerator, cluster.device) == ("cuda", "NVIDIA H200")
+    on_cpu = replace(recipe, cluster=replace(recipe.cluster, accelerator="cpu"))
+    cluster = resolved(on_cpu, accelerator="cuda", device="NVIDIA H200").cluster
+    assert (cluster.accelerator, cluster.device) == ("cpu", "cpu")
+    named = replace(recipe, cluster=replace(recipe.cluster, device="NVIDIA B200"))
+    assert resolved(named, accelerator="cuda", device="NVIDIA H200").cluster.device == "NVIDIA B200"
+
+
+def test_resolving_changes_nothing_in_place():
+    recipe = open_recipe(4, shard=-1)
+    before = dataclasses.asdict(recipe)
+    assert resolved(recipe) != recipe
+    assert dataclasses.asdict(recipe) == before
+
+
+def test_what_a_recipe_says_of_a_step():
+    recipe = tiny.recipe("runs", shard=3, global_batch=12, seq_len=32)
+    assert (recipe.local_batch, recipe.microbatch, recipe.tokens_per_step) == (4, 4, 384)
+    assert tiny.recipe("runs", shard=3, global_batch=12, microbatch=2).microbatch == 2
+
+
+def test_labels_places_and_watching_are_no_part_of_the_identity():
+    recipe = tiny.recipe("runs")
+
+    def digest(changed):
+        return identify(changed, data="d", hardware="cpu").sha256
+
+    same = [
+        replace(recipe, name="other", sweep="others", runs="/elsewhere"),
+        replace(recipe, tracker=wandb_with(["a"])),
+        replace(recipe, launch=replace(recipe.launch, threads=3)),
+        replace(recipe, training=replace(recipe.training, log_every=7, validate_every=3)),
+        replace(recipe, checkpoint=replace(recipe.checkpoint, every=5, keep=1)),
+    ]
+    assert {digest(each) for each in same} == {digest(recipe)}
+    others = [
+        replace(recipe, seed=1),
+        replace(recipe, repeat=1),
+        replace(recipe, training=replace(recipe.training, steps=11)),
+        replace(recipe, optimizer=replace(recipe.optimizer, lr=2e-3)),
+        replace(recipe, model=replace(recipe.model, layers=3)),
+    ]
+    assert len({digest(each) for each in [recipe, *others]}) == len(others) + 1
+
+
+# Rules
+
+
+def test_every_model_passes_every_rule_on_some_world(of_every_option):
+    worlds = {
+        "single": 1,
+        "ddp": 2,
+        "fsdp": 8,
+        "hsdp": 4,
+        "tp": 2,
+        "pp": 2,
+        "cp": 4,
+        "fsdp_tp": 4,
+        "fsdp_pp": 4,
+        "fsdp_cp": 4,
+        "hsdp_tp": 8,
+        "fsdp_tp_pp": 8,
+        "fsdp_tp_cp": 8,
+        "fsdp_tp_pp_cp": 16,
+    }
+    assert set(worlds) == set(options("parallelism"))
+    synthetic = of_every_option["data=synthetic"].data
+    precisions = [of_every_option[f"precision={name}"].precision for name in options("precision")]
+    plain = [precision for precision in precisions if precision.kind in ("fp32", "bf16")]
+    every_model = itertools.product(options("model"), worlds, plain)
+    every_precision = itertools.product(("debug", "llama3_1_8b"), worlds, precisions)
+    for model, parallelism, precision in itertools.chain(every_model, every_precision):
+        base = of_every_option[f"model={model}"]
+        recipe = replace(
+            base,
+            world=worlds[parallelism],
+            parallelism=of_every_option[f"parallelism={parallelism}"].parallelism,
+            precision=precision,
+            data=replace(synthetic, vocab_size=base.model.vocab_size),
+        )
+        for accelerator in ("cpu", "cuda"):
+            # One that has every number format.
+            made = resolved(recipe, accelerator=accelerator, device="NVIDIA B200")
+            if made.layout.pipeline > 1 and made.model.tied_embeddings:
+                with pytest.raises(ConfigError, match="first and last stage"):
+                    check(made)
+                continue
+            if made.model.kv_heads % made.layout.tensor:
+                with pytest.raises(ConfigError, match="key/value heads"):
+                    check(made)
+                continue
+            if precision.kind == "mxfp8" and made.model.kv_heads * made.model.head_dim // made.layout.tensor % 32:
+                with pytest.raises(ConfigError, match="multiples of 32"):
+                    check(made)
+                continue
+            check(made)
+            assert made.layout.world == worlds[parallelism]
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "cure"),
+    [
+        ({"name": ""}, "name", "try run"),
+        ({"name": "-x y-"}, "name", "try x-y"),
+        ({"sweep": "ä/ö"}, "sweep", "try run"),
+        ({"seed": 2**63}, "seed", "try 0"),
+        ({"repeat": -1}, "repeat", "try 0"),
+        ({"global_batch": 10, "shard": 4}, "training.global_batch", "try 8"),
+        ({"global_batch": 2, "shard": 4}, "training.global_batch", "try 4"),
+        ({"microbatch": 5}, "training.microbatch", "try 4 or 6"),
+        ({"microbatch": 100}, "training.microbatch", "try 6 or 12"),
+        ({"steps": 1}, "optimizer.schedule.warmup_steps", "try 1"),
+        ({"cpu_offload": True}, "parallelism.cpu_offload", "try parallelism.shard=2"),
+        ({"attention": "efficient"}, "model.attention", "try auto, flash or math"),
+        ({"vocab_size": 255}, "model.vocab_size", "try model.vocab_size=256"),
+    ],
+)
+def test_rules_that_cross_groups(given, key, cure):
+    with pytest.raises(ConfigError) as refused:
+        tiny.recipe("runs", **given)
+    assert (refused.value.key, refused.value.cure) == (key, cure)
+
+
+def test_longest_name_is_a_folder(tmp_path: Path):
+    name = "x" * 100
+    assert tiny.recipe(tmp_path, name=name).name == name
+    with pytest.raises(ConfigError, match="up to 100 letters"):
+        tiny.recipe(tmp_path, name=name + "x")

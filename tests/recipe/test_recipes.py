@@ -1,0 +1,363 @@
+"""The named recipes: each fits its world, and every twin for a CPU trains as one process does.
+
+The page docs/recipes.md shows them; `TITANLAB_WRITE_RECIPES=1 python -m pytest tests/recipe/test_recipes.py -k page` writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+from pathlib import Path
+
+import hydra
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from tests import tiny
+from titanlab.costs.layout import SHORT
+from titanlab.data import source
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.options import account_of, discover
+from titanlab.parallelism.schema import Parallelism
+from titanlab.parity import parity
+from titanlab.recipe.composition.recipes import conf_folder, register
+from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
+from titanlab.recipe.recipe_rules import check
+from titanlab.records.config_file import config_text
+
+GPU = "NVIDIA H100 80GB HBM3"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+CPU = "_cpu"
+NAMES = sorted(path.stem for path in (conf_folder() / "recipe").glob("*.yaml"))
+TWINS = [name for name in NAMES if name.endswith(CPU)]
+LARGE = [name.removesuffix(CPU) for name in TWINS]
+# What runs in `make test` too.
+QUICK = "llama3_2_1b_8gpus_cpu"
+
+# By model: parameters as published (docs/models.md says where) and tokens of a sequence.
+PARAMETERS = {
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_1_405b": 405_853_388_800,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_34b": 33_743_970_304,
+    "llama2_70b": 68_976_648_192,
+}
+# Tokens of one step, in sequences × their length: of the published run, or what the recipe's comments say.
+TOKENS = {
+    "llama2_7b_96gpus": 192 * 4096,
+    "llama2_13b_96gpus": 192 * 4096,
+    "llama2_34b_96gpus": 192 * 4096,
+    "llama2_70b_96gpus": 192 * 4096,
+    "llama3_2_1b_8gpus": 16 * 8192,
+    "llama3_2_3b_8gpus": 16 * 8192,
+    "llama3_1_8b_8gpus": 16 * 8192,
+    "llama3_1_8b_8gpus_float8": 16 * 8192,
+    "llama3_1_8b_8gpus_262k": 262_144,
+    "llama3_1_8b_128gpus": 256 * 8192,
+    "llama3_1_8b_128gpus_float8": 256 * 8192,
+    "llama3_1_70b_32gpus": 32 * 8192,
+    "llama3_1_70b_256gpus": 512 * 8192,
+    "llama3_1_405b_512gpus": 256 * 8192,
+    "llama3_1_405b_512gpus_131k": 16 * 131_072,
+    "llama3_1_405b_512gpus_262k": 8 * 262_144,
+    "llama3_1_405b_2048gpus": 1024 * 8192,
+}
+# Of what comments offer for shorter contexts.
+SHORTER = {
+    "llama3_1_8b_8gpus_262k": [
+        "training.seq_len=131072 parallelism.shard=2 parallelism.context=4 training.global_batch=2",
+        "training.seq_len=32768 parallelism.shard=8 parallelism.context=1 training.global_batch=8",
+    ],
+    "llama3_1_405b_512gpus_262k": [
+        "training.seq_len=65536 parallelism.shard=4 parallelism.context=2 training.global_batch=32",
+        "training.seq_len=32768 parallelism.shard=8 parallelism.context=1 training.global_batch=64",
+    ],
+}
+# Losses of three steps, relative to one process of the same precision. Products and sums in bf16 are rounded by up to 2⁻⁹
+# in another order in another layout, of which a mean over hundreds of tokens keeps little: 1.2e-5 at most is measured.
+# Float8 rounds to 2⁻⁴, and a scale is that of a rank's part where tensor parallelism has cut a matrix: 1.2e-4.
+BANDS = {"bf16": 5e-5, "float8_tensorwise": 5e-4}
+
+
+@pytest.fixture(scope="module")
+def composed():
+    """Recipes by name, and what is changed of them on the command line, as `titanlab train` composes them."""
+    register()
+    with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+
+        @functools.cache
+        def compose(name: str, *overrides: str) -> Recipe:
+            recipe = OmegaConf.to_object(hydra.compose("config", overrides=[f"+recipe={name}", *overrides]))
+            assert isinstance(recipe, Recipe)
+            return recipe
+
+        yield compose
+
+
+def on_gpus(recipe: Recipe) -> Recipe:
+    return resolve(recipe, world=None, accelerator="cuda", device=GPU)
+
+
+def on_cpu(recipe: Recipe) -> Recipe:
+    return resolve(recipe, world=None, accelerator="cpu", device="cpu")
+
+
+@pytest.fixture
+def gpu_host(monkeypatch):
+    """Rules may ask whether a GPU's packages are installed; this host needs none of them."""
+    known = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: known("torch" if name == "triton" else name, *more)
+    )
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_recipe_fits_its_world(composed, gpu_host, name):
+    given = composed(name)
+    assert given.world is not None
+    assert f"_{given.world}gpus" in name
+    assert given.cluster.accelerator == "cuda"
+    recipe = on_gpus(given)
+    check(recipe)
+    assert recipe.layout.world == given.world
+    family = name.partition(f"_{given.world}gpus")[0]
+    assert sum(map(math.prod, account_of(recipe.model).account(recipe.model).parameters.values())) == PARAMETERS[family]
+    assert recipe.tokens_per_step == TOKENS[name]
+    for overrides in SHORTER.get(name, []):
+        shorter = on_gpus(composed(name, *overrides.split()))
+        check(shorter)
+        assert shorter.layout.world == given.world
+
+
+# Seconds of a step where the interval between checkpoints is shorter than half of the run, as their comments say.
+STEP_SECONDS = {
+    "llama3_1_70b_256gpus": 19,
+    "llama3_1_405b_512gpus": 35,
+    "llama3_1_405b_512gpus_131k": 80,
+    "llama3_1_405b_512gpus_262k": 136,
+    "llama3_1_405b_2048gpus": 37,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_recipe_for_gpus_saves_at_the_interval_of_least_cost(composed, name):
+    """And so within the run: a node that fails leaves a checkpoint behind."""
+    recipe = on_gpus(composed(name))
+    every, steps = recipe.checkpoint.every, recipe.training.steps
+    assert 0 < every <= steps // 2
+    assert steps % every == 0
+    assert recipe.checkpoint.keep >= 2
+    account = account_of(recipe.model).account(recipe.model)
+    # At 1 GB/s from each host of 8 GPUs; a failure in 50,700 hours of a GPU.
+    save = 12 * sum(map(math.prod, account.parameters.values())) / (recipe.layout.world / 8 * 1e9)
+    interval = math.sqrt(2 * save * 50_700 * 3600 / recipe.layout.world)
+    if name in STEP_SECONDS:
+        assert every * STEP_SECONDS[name] == pytest.approx(interval, rel=0.25)
+    else:
+        assert every == steps // 2
+
+
+def test_sweeps_that_measure_gpus_save_nothing():
+    sweeps = [yaml.safe_load(path.read_text()) for path in (conf_folder() / "sweeps").glob("*.yaml")]
+    begins = {each["sweep"]: [given["/recipe"] for given in each["defaults"] if "/recipe" in given] for each in sweeps}
+    measuring = [each for each in sweeps if set(begins[each["sweep"]]) & set(LARGE)]
+    assert len(measuring) == 7
+    assert {each["sweep"]: each["checkpoint"] for each in measuring} == {
+        each["sweep"]: {"every": 0, "at_end": False} for each in measuring
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_read_as_it_was_written(composed, name):
+    recipe = composed(name)
+    assert recipe.name == name
+    assert repr(from_mapping(yaml.safe_load(config_text(to_mapping(recipe))))) == repr(recipe)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_of_a_group_goes_with_a_recipe(name):
+    """A value that only some options of a group have would refuse the others on the command line."""
+    given = yaml.safe_load((conf_folder() / "recipe" / f"{name}.yaml").read_text())
+    # The sizes of a model are its own.
+    for group, kinds in discover().items():
+        if group != "model" and None not in kinds:
+            shared = set.intersection(
+                *({each.name for each in dataclasses.fields(kind.schema)} for kind in kinds.values())
+            )
+            assert set(given.get(group, {})) <= shared
+
+
+def test_another_corpus_goes_with_a_recipe(composed):
+    assert composed("llama3_1_8b_128gpus", "data=tokens", "data.folder=tokens").data.folder.endswith("tokens")
+
+
+def test_the_quickstart_passes_every_rule(composed):
+    check(on_cpu(composed("quickstart")))
+
+
+def test_tables_have_every_recipe():
+    assert set(NAMES) == {"quickstart", *LARGE, *TWINS}
+    assert TOKENS.keys() == set(LARGE)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_has_the_shape_of_its_recipe(composed, gpu_host, name):
+    large, twin = on_gpus(composed(name.removesuffix(CPU))), on_cpu(composed(name))
+    check(twin)
+    assert twin.cluster.accelerator == "cpu"
+    assert twin.layout.world <= 16
+    axes = [{axis for axis, degree in each.layout.degrees().items() if degree > 1} for each in (large, twin)]
+    assert axes[0] == axes[1]
+    assert set(twin.layout.degrees().values()) <= {1, 2, 4}
+    for group in ("precision", "ac", "schedule"):
+        assert getattr(twin, group) == getattr(large, group)
+    assert (twin.compile.blocks, twin.compile.loss) == (large.compile.blocks, large.compile.loss)
+    assert (
+        dataclasses.replace(twin.parallelism, async_tensor=large.parallelism.async_tensor).with_degrees(
+            large.layout.degrees()
+        )
+        == large.parallelism
+    )
+    own = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
+    assert dataclasses.replace(twin.model, **{key: getattr(large.model, key) for key in own}) == large.model
+    # Of the pipeline: as many microbatches as stages at least, as the large one has.
+    if twin.layout.pipeline > 1:
+        assert min(twin.microbatches // twin.layout.pipeline, large.microbatches // large.layout.pipeline) >= 1
+
+
+def traced(made, run):
+    return parity.trace(made, run, joined(os.environ) or ALONE)
+
+
+def short(recipe: Recipe, folder: Path) -> Recipe:
+    """Three steps of a twin."""
+    schedule = dataclasses.replace(recipe.optimizer.schedule, warmup_steps=1)
+    return dataclasses.replace(
+        recipe,
+        runs=str(folder),
+        training=dataclasses.replace(recipe.training, steps=3, log_every=1),
+        optimizer=dataclasses.replace(recipe.optimizer, schedule=schedule),
+        checkpoint=dataclasses.replace(recipe.checkpoint, at_end=False),
+        # A peak that is given need not be measured.
+        cluster=dataclasses.replace(recipe.cluster, device="cpu", peak_tflops=1.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(pool, tmp_path_factory):
+    """Losses of one process; twins that differ in their layout only share them."""
+    known = {}
+
+    def losses(recipe):
+        single = dataclasses.replace(
+            recipe,
+            name="alone",
+            world=1,
+            parallelism=Parallelism(),
+            training=dataclasses.replace(recipe.training, microbatch=None),
+            # Compiled blocks are held to eager ones elsewhere (tests/compile).
+            compile=dataclasses.replace(recipe.compile, blocks=False, loss=False),
+        )
+        key = repr(dataclasses.replace(single, runs="", schedule=None))
+        if key not in known:
+            made = on_cpu(dataclasses.replace(single, runs=str(tmp_path_factory.mktemp("alone"))))
+            known[key] = pool.run(1, traced, made, tiny.begin(made))[0].losses
+        return known[key]
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.full]) for name in TWINS],
+)
+def test_a_twin_trains_as_one_process(pool, composed, alone, tmp_path, name):
+    made = on_cpu(short(composed(name), tmp_path))
+    source.prepare(made.data, report=lambda line: None)
+    every = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300.0)
+    losses = every[0].losses
+    assert len(losses) == 3
+    assert all(each.losses == losses for each in every)
+    assert losses[2] < losses[0]
+    reference = alone(made)
+    assert losses == pytest.approx(reference, rel=BANDS[made.precision.kind])
+
+
+# The page
+
+
+def test_the_page_shows_these_recipes(composed, gpu_host):
+    text = page(composed)
+    if os.environ.get("TITANLAB_WRITE_RECIPES") == "1":
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text
+
+
+def page(composed) -> str:
+    """docs/recipes.md with its two tables as the recipes are; the words around them stay."""
+    before, _, rest = PAGE.read_text().partition("<!-- large -->\n")
+    between, _, after = rest.partition("<!-- large end -->\n")[2].partition("<!-- twins -->\n")
+    after = after.partition("<!-- twins end -->\n")[2]
+    large = [
+        "| `+recipe=` | GPUs | layout | sequence | sequences a step | tokens a step | precision | ac | schedule | AsyncTP | source |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        *(row(name, on_gpus(composed(name))) for name in sorted(LARGE, key=order)),
+    ]
+    twins = [
+        "| `+recipe=` | processes | layout | precision | ac | schedule |",
+        "|---|---|---|---|---|---|",
+        *(twin_row(name + CPU, on_cpu(composed(name + CPU))) for name in sorted(LARGE, key=order)),
+    ]
+    return (
+        f"{before}<!-- large -->\n" + "\n".join(large) + "\n<!-- large end -->\n"
+        f"{between}<!-- twins -->\n" + "\n".join(twins) + f"\n<!-- twins end -->\n{after}"
+    )
+
+
+def order(name: str) -> tuple[bool, int, int, str]:
+    family = next(each for each in PARAMETERS if name.startswith(each))
+    return (name.startswith("llama2"), PARAMETERS[family], int(name.partition("gpus")[0].rpartition("_")[2]), name)
+
+
+def row(name: str, recipe: Recipe) -> str:
+    cells = [
+        f"`{name}`",
+        f"{recipe.world:,}",
+        label(recipe),
+        f"{recipe.training.seq_len:,}",
+        f"{recipe.training.global_batch:,}",
+        f"{recipe.tokens_per_step:,}",
+        recipe.precision.kind,
+        recipe.ac.kind,
+        recipe.schedule.kind if recipe.layout.pipeline > 1 else "",
+        "yes" if recipe.parallelism.async_tensor else "",
+        origin(name),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def twin_row(name: str, recipe: Recipe) -> str:
+    schedule = recipe.schedule.kind if recipe.layout.pipeline > 1 else ""
+    cells = [f"`{name}`", str(recipe.world), label(recipe), recipe.precision.kind, recipe.ac.kind, schedule]
+    return "| " + " | ".join(cells) + " |"
+
+
+def label(recipe: Recipe) -> str:
+    degrees = recipe.layout.degrees()
+    return " ".join(f"{short} {degrees[axis]}" for axis, short in SHORT.items() if degrees[axis] > 1)
+
+
+def origin(name: str) -> str:
+    """What the recipe's comments name as its source."""
+    lines = (conf_folder() / "recipe" / f"{name}.yaml").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("# Source: "))
+    end = next(number for number in range(start, len(lines)) if not lines[number].startswith("#"))
+    return " ".join(line.removeprefix("#").strip() for line in lines[start:end]).removeprefix("Source: ")

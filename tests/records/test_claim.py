@@ -1,0 +1,69 @@
+"""A lock on a folder, which ends with the process that has it."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from titanlab.errors import ConfigError
+from titanlab.records.claim import claimed, is_claimed
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from titanlab.records.claim import claimed
+with claimed(Path(sys.argv[1]), "run"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_at_a_time(tmp_path):
+    assert not is_claimed(tmp_path)
+    with claimed(tmp_path, "run"):
+        assert is_claimed(tmp_path)
+        with pytest.raises(ConfigError, match="is in the hands of process") as refused:
+            with claimed(tmp_path, "run", patience_seconds=0):
+                pass
+        assert refused.value.key == "run"
+    assert not is_claimed(tmp_path)
+
+
+def test_a_claim_ends_with_its_process_however_it_dies(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    assert is_claimed(tmp_path)
+    holder.kill()
+    holder.communicate()
+    assert not is_claimed(tmp_path)
+
+
+def test_whoever_only_asks_is_in_nobodys_way(tmp_path):
+    done = threading.Event()
+
+    def ask():
+        while not done.is_set():
+            is_claimed(tmp_path)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    taken = 0
+    try:
+        for _ in range(200):
+            with claimed(tmp_path, "run"):
+                taken += 1
+    finally:
+        done.set()
+        asker.join()
+    assert taken == 200
+
+
+def test_there_is_patience(tmp_path):
+    held = claimed(tmp_path, "sweep")
+    held.__enter__()
+    timer = threading.Timer(0.2, held.__exit__, (None, None, None))
+    timer.start()
+    with claimed(tmp_path, "sweep", patience_seconds=30):
+        assert is_claimed(tmp_path)
+    timer.join()

@@ -1,0 +1,53 @@
+"""config.yaml: what is written is what every reader gets."""
+
+import hypothesis.strategies as st
+import pytest
+import yaml
+from hypothesis import given
+from omegaconf import OmegaConf
+
+from titanlab.errors import ConfigError
+from titanlab.records.config_file import config_text, read_config
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("ab1e-.+_:#'\" \n$é", max_size=8)
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", min_size=1), inner), max_leaves=8
+)
+
+
+@given(st.dictionaries(st.text("abc", min_size=1), VALUES, max_size=4))
+def test_values_survive(tmp_path_factory, config):
+    assert yaml.safe_load(config_text(config)) == config
+    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path.write_text(config_text(config), encoding="utf-8")
+    assert read_config(path) == config
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E5", "12", "0.5", ".5", "1_000", "inf", "-nan", "true", "null", "0x1f", ""])
+def test_text_that_looks_like_something_else_stays_text_for_omegaconf_too(text):
+    assert OmegaConf.create(config_text({"a": text}))["a"] == text
+
+
+def test_fields_keep_their_order_and_repeat_themselves():
+    shared = [1, 2]
+    assert config_text({"b": shared, "a": shared}) == "b:\n- 1\n- 2\na:\n- 1\n- 2\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (None, "has no config.yaml"),
+        (b"a: [", "cannot be read"),
+        (b"\xff\xfe\xff", "cannot be read"),
+        (b"- 1", "no mapping"),
+    ],
+)
+def test_a_file_that_holds_no_config_is_an_error_of_one_line(tmp_path, content, rule):
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rule) as caught:
+        read_config(path)
+    assert "\n" not in str(caught.value)

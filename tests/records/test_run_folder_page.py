@@ -1,0 +1,68 @@
+"""docs/run-folder.md says what the files hold, all of it."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from titanlab.costs import meter
+from titanlab.records.metrics_file import MetricsWriter, read_metrics
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.provenance import collect
+from titanlab.records.run_status import STATES, Status
+from titanlab.tracker.record import FINISHED, OPEN, STARTING, Record
+
+PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
+
+
+def keys(heading):
+    """Words in code style in the tables' first columns, and in nested cells, below a heading."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"`([^`]+)`", section))
+
+
+def test_status():
+    assert {field.name for field in dataclasses.fields(Status)} | set(STATES) <= keys("status.json")
+
+
+def test_result():
+    assert {field.name for field in dataclasses.fields(Outcome)} <= keys("result.json")
+    clock = iter(range(10))
+    measured = meter.Meter(meter.Work(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
+    assert set(measured.summary()) <= keys("result.json") | keys("metrics.jsonl")
+
+
+@pytest.mark.parametrize("kind", list(OutcomeKind))
+def test_every_kind_of_end_is_in_the_table_as_it_is(kind):
+    going_on = "yes" if kind.may_continue else ""
+    by_itself = "yes" if kind.automatic else ""
+    cells = [f"`{kind}`", str(kind.exit_code), kind.meaning, going_on, by_itself]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")]
+    assert cells in rows
+
+
+def test_metrics(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl", attempt=1) as writer:
+        writer.write("train", 1, {})
+    clock = iter(range(10))
+    measured = meter.Meter(meter.Work(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
+    measured.begin()
+    measured.end_step(tokens=1)
+    named = {meter.LOSS, meter.GRAD_NORM, meter.LEARNING_RATE, meter.TOKENS_SEEN, meter.VALIDATION_LOSS}
+    written = set(read_metrics(tmp_path / "metrics.jsonl")[0]) | set(measured.window().metrics()) | named
+    assert written <= keys("metrics.jsonl")
+
+
+def test_tracker():
+    assert {field.name for field in dataclasses.fields(Record)} | {STARTING, OPEN, FINISHED} <= keys("tracker.json")
+
+
+def test_env():
+    record = collect(devices={}, launcher="local").record
+    written = {"schema", *keys("env.json")}
+    assert set(record) <= written
+    for group in ("code", "python", "platform", "host"):
+        assert set(record[group]) <= written
+    if record["code"]["git"]:
+        assert set(record["code"]["git"]) <= written

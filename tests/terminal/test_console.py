@@ -1,0 +1,325 @@
+"""The console in a pipe, on a terminal, and where nobody listens."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titanlab.terminal.console import Console, error_line
+from titanlab.terminal.progress import Progress
+
+TERMINAL = {"TERM": "xterm-256color"}
+ROWS = [("model", "llama [debug]"), ("parameters", "5,769,472"), ("folder", "runs/single/toy-abcd1111")]
+
+
+class Terminal(io.StringIO):
+    """A terminal of 80 columns that keeps what it is sent."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def at(step, **given):
+    return Progress(step=step, steps=100, loss=5.0 - step / 100, **given)
+
+
+def screen(text, columns=200):
+    """What a terminal shows in the end: carriage returns and cleared lines carried out."""
+    shown, line, column = [], [], 0
+    for part in re.split(r"(\x1b\[[0-9;]*[A-Za-z]|[\r\n])", text):
+        if part == "\n":
+            shown.append("".join(line).rstrip())
+            line, column = [], 0
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            line = []
+        elif not part.startswith("\x1b"):
+            line[column : column + len(part)] = part
+            column += len(part)
+    return [*shown, "".join(line)] if line else shown
+
+
+def test_a_pipe_gets_plain_lines():
+    out, errors = io.StringIO(), io.StringIO()
+    with Console(out, errors=errors, environ=TERMINAL) as console:
+        assert not console.is_live
+        console.start("titanlab · toy", ROWS)
+        for step in range(1, 21):
+            console.step(at(step))
+            if step % 10 == 0:
+                console.log(at(step))
+        console.validated(20, 100, 4.5)
+        console.warn("wandb:\n no host")
+        console.end("done", [("steps", "20 of 20")], next_steps=["titanlab generate toy"])
+    assert out.getvalue() == (
+        "titanlab · toy\n"
+        "  model       llama [debug]\n"
+        "  parameters  5,769,472\n"
+        "  folder      runs/single/toy-abcd1111\n"
+        "step  10/100  loss 4.9000\n"
+        "step  20/100  loss 4.8000\n"
+        "step  20/100  validation loss 4.5000\n"
+        "done\n"
+        "  steps  20 of 20\n"
+        "next:\n"
+        "  titanlab generate toy\n"
+    )
+    assert errors.getvalue() == "warning: wandb: no host\n"
+
+
+def test_a_terminal_has_one_line_that_lives():
+    out, clock = Terminal(), Clock()
+    console = Console(out, errors=out, environ=TERMINAL, clock=clock)
+    assert console.is_live
+    for step in range(1, 51):
+        clock.now += 0.0625
+        console.step(at(step))
+    # Every fourth, which is the first that comes after 0.2 seconds.
+    assert out.getvalue().count("\r\x1b[2K") == 13
+    console.close()
+    shown = screen(out.getvalue())
+    assert len(shown) == 1
+    # The last state is shown even if it came too soon to be drawn.
+    assert " 50/100  loss 4.5000" in shown[0]
+
+
+def test_a_log_window_prints_no_line_of_its_own_on_a_terminal():
+    out = Terminal()
+    console = Console(out, environ=TERMINAL, clock=Clock())
+    for step in (10, 20, 30):
+        console.log(at(step))
+    console.close()
+    assert len(screen(out.getvalue())) == 1
+    assert "▅" in out.getvalue() or "█" in out.getvalue()
+
+
+def test_lines_that_stay_stand_above_the_line_that_lives():
+    out = Terminal()
+    console = Console(out, errors=out, environ=TERMINAL, clock=Clock())
+    console.step(at(1))
+    console.note("saved")
+    console.warn("careful")
+    console.error("sorry")
+    console.validated(1, 100, 4.5)
+    shown = screen(out.getvalue())
+    assert shown[:4] == ["saved", "warning: careful", "error: sorry", "step   1/100  validation loss 4.5000"]
+    assert "  1/100" in shown[4]
+    assert len(shown) == 5
+    console.end("done", [("steps", 1)])
+    shown = screen(out.getvalue())
+    assert "  1/100" in shown[4]
+    assert shown[5].startswith("╭─ done ─")
+
+
+def test_panels_keep_every_word_and_fold_long_ones():
+    out = Terminal()
+    console = Console(out, environ=TERMINAL)
+    path = "/" + "x" * 150
+    console.start("titanlab · toy", [*ROWS, ("long", path)])
+    shown = screen(out.getvalue())
+    assert all(len(line) <= 79 for line in shown)
+    assert len({len(line) for line in shown}) == 1
+    assert "llama [debug]" in shown[1]
+    assert path in "".join(line[1:-1].removeprefix(" long").strip() for line in shown)
+
+
+@pytest.mark.parametrize("tone", ["good", "halted", "bad"])
+def test_the_end_has_the_colour_of_its_tone(tone):
+    out = Terminal()
+    Console(out, environ=TERMINAL).end("over", [("steps", 1)], tone=tone, next_steps=["titanlab x"])
+    assert {"good": "\x1b[32m", "halted": "\x1b[33m", "bad": "\x1b[31m"}[tone] in out.getvalue()
+    assert out.getvalue().endswith("next:\n  titanlab x\n")
+
+
+def test_no_color_keeps_the_line_and_drops_the_colours():
+    out = Terminal()
+    console = Console(out, errors=out, environ={**TERMINAL, "NO_COLOR": "1"}, clock=Clock())
+    console.start("toy", ROWS)
+    console.log(at(1))
+    console.warn("careful")
+    console.end("done", ROWS, tone="bad")
+    assert set(re.findall(r"\x1b\[[0-9;]*[A-Za-z]", out.getvalue())) == {"\x1b[2K"}
+    assert "┄" in out.getvalue()
+
+
+@pytest.mark.parametrize("term", ["dumb", "", "unknown", None])
+def test_a_dumb_terminal_gets_plain_lines(term):
+    out = Terminal()
+    console = Console(out, errors=out, environ={} if term is None else {"TERM": term})
+    console.start("toy", ROWS)
+    console.step(at(1))
+    console.log(at(2))
+    console.warn("careful")
+    console.close()
+    assert not console.is_live
+    assert "\x1b" not in out.getvalue()
+    assert "\r" not in out.getvalue()
+    assert out.getvalue().splitlines()[-2:] == ["step   2/100  loss 4.9800", "warning: careful"]
+
+
+def test_a_terminal_that_knows_ascii_only():
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    out.isatty = lambda: True
+    console = Console(out, errors=out, environ=TERMINAL, clock=Clock())
+    console.start("titanlab · toy", [("shape", "8 × 512 é")])
+    console.log(at(50))
+    console.end("done", ROWS)
+    text = raw.getvalue().decode("ascii")
+    assert "+- titanlab - toy -" in re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert "8 x 512 ?" in text
+    assert "[======" in text
+    assert "50/100" in text
+
+
+def test_the_log_file_has_the_plain_lines_with_their_time(tmp_path):
+    out = Terminal()
+    path = tmp_path / "rank-0.log"
+    for attempt in (1, 2):
+        with Console(out, errors=out, log_file=path, environ=TERMINAL, time_of_day=lambda: "12:00:00") as console:
+            console.start(f"attempt {attempt}", [("a", 1)])
+            console.step(at(1))
+            console.log(at(10))
+            console.warn("careful")
+            console.end("done", [], next_steps=["x"])
+    assert path.read_text().splitlines()[:7] == [
+        "12:00:00  attempt 1",
+        "12:00:00    a  1",
+        "12:00:00  step  10/100  loss 4.9000",
+        "12:00:00  warning: careful",
+        "12:00:00  done",
+        "12:00:00  next:",
+        "12:00:00    x",
+    ]
+    assert len(path.read_text().splitlines()) == 14
+
+
+def test_a_quiet_console_only_warns():
+    out, errors = Terminal(), io.StringIO()
+    console = Console(out, errors=errors, environ=TERMINAL, quiet=True)
+    console.start("toy", ROWS)
+    console.step(at(1))
+    console.log(at(1))
+    console.note("saved")
+    console.end("done", ROWS, next_steps=["x"])
+    console.warn("careful")
+    console.close()
+    assert out.getvalue() == ""
+    assert errors.getvalue() == "warning: careful\n"
+
+
+class Gone(Terminal):
+    """A stream whose other end is lost."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), OSError(28, "No space left"), ValueError("closed file")]
+)
+@pytest.mark.parametrize("environ", [TERMINAL, {}])
+def test_output_that_nobody_takes_does_not_end_a_run(error, environ):
+    out = Gone(error)
+    console = Console(out, errors=out, environ=environ, clock=Clock())
+    console.start("toy", ROWS)
+    console.log(at(1))
+    console.note("saved")
+    console.warn("careful")
+    console.end("done", ROWS, next_steps=["x"])
+    console.close()
+    error_line("sorry", errors=out, environ=environ)
+    assert out.getvalue() == ""
+
+
+PRINTER = """
+from titanlab.terminal.console import Console
+from titanlab.terminal.progress import Progress
+console = Console()
+for step in range(2000):
+    console.log(Progress(step=step, steps=2000, loss=1.0))
+console.end("done", [])
+"""
+
+
+def test_a_reader_that_leaves_early_does_not_spoil_the_exit_code():
+    printer = subprocess.Popen([sys.executable, "-c", PRINTER], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with printer:
+        assert b"step" in printer.stdout.readline()
+        printer.stdout.close()
+        assert printer.stderr.read() == b""
+    assert printer.returncode == 0
+
+
+def test_on_a_real_terminal():
+    leader, follower = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "60"}
+    environ.pop("NO_COLOR", None)
+    code = (
+        "from titanlab.terminal.console import Console\nfrom titanlab.terminal.progress import Progress\nc = Console()\n"
+        + ("assert c.is_live\nc.step(Progress(step=5, steps=9, loss=2.0))\nc.note('saved')\nc.close()")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=follower, stderr=subprocess.PIPE, env=environ, check=False, timeout=60
+    )
+    os.close(follower)
+    assert done.stderr == b""
+    text = b""
+    while True:
+        try:
+            piece = os.read(leader, 4096)
+        except OSError:  # How Linux says that the other end is closed.
+            break
+        if not piece:
+            break
+        text += piece
+    os.close(leader)
+    shown = screen(text.decode().replace("\r\n", "\n"))
+    assert shown[0] == "saved"
+    assert "5/9  loss 2.0000" in shown[1]
+
+
+def test_error_line_is_one_line():
+    errors = io.StringIO()
+    error_line("a=1: must\nbe 2", errors=errors)
+    assert errors.getvalue() == "error: a=1: must be 2\n"
+    coloured = Terminal()
+    error_line("no", errors=coloured, environ=TERMINAL)
+    assert coloured.getvalue() == "\x1b[31merror:\x1b[0m no\n"
+
+
+def test_a_step_costs_nothing_worth_mentioning():
+    console = Console(Terminal(), environ=TERMINAL)
+    progress = at(1)
+    start = time.perf_counter()
+    for _ in range(2000):
+        console.step(progress)
+    assert (time.perf_counter() - start) / 2000 < 100e-6
+
+
+def test_importing_it_is_light():
+    code = "import sys, titanlab.terminal.console; print('rich' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"

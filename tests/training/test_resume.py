@@ -1,0 +1,353 @@
+"""A run that was stopped goes on as if it had not been: bit for bit under its layout, within 1e-5 under another."""
+
+import os
+import random
+import resource
+import shutil
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from tests.planted_schema import Planted
+from tests.pool import RankFailure
+from titanlab.checkpoint.folders import checkpoints, latest
+from titanlab.data import source
+from titanlab.data.files_schema import Files
+from titanlab.data.hf_schema import HuggingFace
+from titanlab.parity import parity
+from titanlab.parity.parity import Trace, compare
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
+
+STEPS = 8
+STOP = 3
+BAR = 1e-5
+LAYOUTS = [{}, {"shard": 2}]
+
+
+@dataclass(kw_only=True)
+class Told:
+    """What one rank tells of an attempt: its trace, its outcome, and what its generators gave by step."""
+
+    trace: Trace
+    kind: OutcomeKind
+    step: int
+    drawn: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+
+class Drawer(parity._Tracer):
+    """Draws from every generator after each step, on rank r so often that no two ranks stand at the same place."""
+
+    def __init__(self, layout, *, raises_at=None):
+        super().__init__(layout)
+        self.drawn = {}
+        self.raises_at = raises_at
+
+    def after_step(self, step, totals):
+        super().after_step(step, totals)
+        for _ in range(int(os.environ["RANK"]) + 1):
+            self.drawn[step] = (torch.rand(()).item(), random.random(), np.random.random())  # noqa: NPY002
+        if step == self.raises_at:
+            raise LookupError("a planted end")
+
+
+def attempt(made, run, raises_at=None):
+    drawer = Drawer(made.layout, raises_at=raises_at)
+    outcome = tiny.as_rank(made, run, drawer)
+    return Told(trace=drawer.trace, kind=outcome.kind, step=outcome.step, drawn=drawer.drawn)
+
+
+@pytest.fixture(scope="module")
+def straight(pool, tmp_path_factory):
+    """Uninterrupted runs by layout."""
+    folder = tmp_path_factory.mktemp("straight")
+    known = {}
+
+    def train(**layout):
+        key = tuple(sorted(layout.items()))
+        if key not in known:
+            made = tiny.recipe(folder, name=f"run-{len(known)}", steps=STEPS, data=Planted(), **layout)
+            known[key] = pool.run(made.world, attempt, made, tiny.begin(made))
+        return known[key]
+
+    return train
+
+
+def stopped(pool, folder, **given):
+    """A run that asked itself to stop at step STOP, and its recipe without that fault."""
+    fault = Planted(fault="SIGINT", step=STOP, rank=given.get("shard", 1) - 1)
+    made = tiny.recipe(folder, steps=STEPS, data=fault, **given)
+    run = tiny.begin(made)
+    told = pool.run(made.world, attempt, made, run)
+    assert [(each.kind, each.step) for each in told] == [(OutcomeKind.CANCELLED, STOP)] * made.world
+    assert latest(run.checkpoints).name == f"step-{STOP:08d}"
+    return tiny.changed(made, data=Planted()), run, told
+
+
+def same_bits(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(layout, id=name) for layout, name in zip(LAYOUTS, ("single", "fsdp"), strict=True)),
+        pytest.param({"pipeline": 2, "tensor": 2, "microbatch": 3}, id="pipeline-tensor", marks=pytest.mark.full),
+        pytest.param({"shard": 2, "context": 2}, id="fsdp-context", marks=pytest.mark.full),
+        pytest.param({"replicate": 4}, id="ddp"),
+        pytest.param({"replicate": 2, "shard": 2}, id="hsdp", marks=pytest.mark.full),
+    ],
+)
+def test_a_stopped_run_goes_on_bit_for_bit(pool, straight, tmp_path, layout):
+    made, run, before = stopped(pool, tmp_path, **layout)
+    after = pool.run(made.world, attempt, made, tiny.begin(made, run))
+    for rank, expected in enumerate(straight(**layout)):
+        assert (after[rank].kind, after[rank].step) == (OutcomeKind.DONE, STEPS)
+        assert before[rank].trace.losses + after[rank].trace.losses == expected.trace.losses
+        assert before[rank].trace.grad_norms + after[rank].trace.grad_norms == expected.trace.grad_norms
+        assert same_bits(after[rank].trace.parameters, expected.trace.parameters)
+        assert before[rank].drawn | after[rank].drawn == expected.drawn
+    # Ranks did not share one generator's state.
+    if made.world > 1:
+        assert after[0].drawn[STEPS] != after[1].drawn[STEPS]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["single", "fsdp"])
+def test_a_run_that_died_goes_on_from_its_last_checkpoint(pool, straight, tmp_path, layout):
+    made = tiny.recipe(tmp_path, steps=STEPS, data=Planted(), every=2, **layout)
+    run = tiny.begin(made)
+    with pytest.raises(RankFailure, match="a planted end"):
+        pool.run(made.world, attempt, made, run, 5)
+    assert [path.name for path in checkpoints(run.checkpoints)] == ["step-00000002", "step-00000004"]
+    # What a death in the middle of saving leaves.
+    (run.checkpoints / "step-00000005.part").mkdir()
+    (run.checkpoints / "step-00000005.part" / ".metadata").write_bytes(b"torn")
+    (run.checkpoints / "step-00000006").mkdir()
+    after = pool.run(made.world, attempt, made, tiny.begin(made, run))
+    for rank, expected in enumerate(straight(**layout)):
+        assert after[rank].trace.losses == expected.trace.losses[4:]
+        assert same_bits(after[rank].trace.parameters, expected.trace.parameters)
+    # The last two are kept, and nothing unfinished.
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000006", "step-00000008"]
+    assert checkpoints(run.checkpoints)[-1].name == "step-00000008"
+    _each_step_once(run, resumed=[0, 4])
+
+
+def _each_step_once(run, *, resumed):
+    rows = run.metrics("train")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["n_tokens_seen"] for row in rows] == [step * 12 * 32 for step in range(1, STEPS + 1)]
+    assert [(row["attempt"], row["step"]) for row in run.metrics("attempt")] == list(enumerate(resumed, start=1))
+    assert [row["attempt"] for row in rows] == [1 if step <= resumed[-1] else 2 for step in range(1, STEPS + 1)]
+    assert run.attempts() == [1, 2]
+
+
+def test_metrics_and_results_of_a_stopped_run(pool, tmp_path):
+    made, run, _ = stopped(pool, tmp_path)
+    assert run.result().kind is OutcomeKind.CANCELLED
+    assert (run.status().state, run.status().step) == ("ended", STOP)
+    pool.run(1, attempt, made, tiny.begin(made, run))
+    _each_step_once(run, resumed=[0, STOP])
+    assert run.result(1).kind is OutcomeKind.CANCELLED
+    assert (run.result(2).kind, run.result(2).step) == (OutcomeKind.DONE, STEPS)
+    assert run.result().attempt == 2
+    # An attempt ends after its last row, which is rounded to milliseconds.
+    for number in (1, 2):
+        last = max(row["time"] for row in run.metrics("train") if row["attempt"] == number)
+        assert run.result(number).ended > last - 0.001
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"shard": 2}, {"shard": 1}),
+        ({}, {"replicate": 2}),
+        ({"shard": 2, "tensor": 2}, {"shard": 1, "tensor": 1, "pipeline": 2, "microbatch": 3}),
+        ({"pipeline": 2, "microbatch": 3}, {"pipeline": 1, "context": 2}),
+        pytest.param(
+            {"pipeline": 2, "shard": 2, "microbatch": 1},
+            {"pipeline": 1, "shard": 2, "tensor": 2},
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"tensor": 2, "context": 2}, {"tensor": 1, "context": 1, "shard": 4}, marks=pytest.mark.full),
+        pytest.param({}, {"pipeline": 2, "tensor": 2, "microbatch": 3}, marks=pytest.mark.full),
+        pytest.param({}, {"shard": 3}, marks=pytest.mark.full),
+        pytest.param({"shard": 2}, {"replicate": 2, "shard": 2}, marks=pytest.mark.full),
+        pytest.param({"replicate": 2}, {"replicate": 1, "shard": 2, "cpu_offload": True}, marks=pytest.mark.full),
+    ],
+)
+def test_another_layout_goes_on_within_rounding(pool, straight, tmp_path, first, second):
+    made, run, before = stopped(pool, tmp_path, **first)
+    changed = tiny.changed(made, **{"replicate": 1, **second})
+    after = pool.run(changed.world, attempt, changed, tiny.begin(changed, run))
+    whole = replace(
+        after[0].trace,
+        losses=before[0].trace.losses + after[0].trace.losses,
+        grad_norms=before[0].trace.grad_norms + after[0].trace.grad_norms,
+        gradients=before[0].trace.gradients,
+    )
+    difference = compare(straight(**first)[0].trace, whole)
+    assert difference.largest <= BAR, difference
+    # A rank that the first layout did not have starts from its seed; the others go on.
+    assert after[0].drawn[STOP + 1] == straight(**first)[0].drawn[STOP + 1]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [8]), (0, [2, 4, 6, 8])])
+def test_the_newest_are_kept(pool, tmp_path, keep, kept):
+    made = tiny.recipe(tmp_path, steps=STEPS, every=2, keep=keep)
+    run = tiny.begin(made)
+    pool.run(1, attempt, made, run)
+    assert [path.name for path in checkpoints(run.checkpoints)] == [f"step-{step:08d}" for step in kept]
+
+
+def test_of_an_old_checkpoint_that_was_moved_only_the_link_is_removed(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=2, keep=1)
+    run = tiny.begin(made)
+    pool.run(1, attempt, made, run)
+    moved = tmp_path / "moved"
+    shutil.move(latest(run.checkpoints), moved)
+    (run.checkpoints / "step-00000002").symlink_to(moved)
+    made = tiny.recipe(tmp_path, steps=4, every=3, keep=1)
+    after = pool.run(1, attempt, made, tiny.begin(made, run))
+    assert (after[0].kind, len(after[0].trace.losses)) == (OutcomeKind.DONE, 2)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000004"]
+    assert (moved / ".metadata").exists()
+    assert run.saved_step() == 4
+
+
+def attempt_with_small_files(made, run):
+    """An attempt under a limit of files' sizes that no checkpoint of it keeps."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        return attempt(made, run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["single", "fsdp"])
+def test_a_disk_that_fills_while_a_checkpoint_is_saved_costs_no_earlier_one(pool, straight, tmp_path, layout):
+    made = tiny.recipe(tmp_path, steps=STEPS, data=Planted(), every=2, **layout)
+    short = tiny.changed(made, steps=2)
+    run = tiny.begin(short)
+    pool.run(made.world, attempt, short, run)
+    with pytest.raises(RankFailure, match="OSError: .Errno 27. File too large: .*checkpoints'"):
+        pool.run(made.world, attempt_with_small_files, made, tiny.begin(made, run))
+    # What was begun takes no room, and the run goes on from what is whole.
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000002"]
+    after = pool.run(made.world, attempt, made, tiny.begin(made, run))
+    assert after[0].kind is OutcomeKind.DONE
+    assert after[0].trace.losses == straight(**layout)[0].trace.losses[2:]
+
+
+def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):
+    made, run, _ = stopped(pool, tmp_path)
+    (shard,) = latest(run.checkpoints).glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    # Of the size that it was saved with.
+    content[:64] = bytes(64)
+    shard.write_bytes(content)
+    with pytest.raises(RankFailure, match=r"ConfigError: run=.*step-00000003: cannot be read \(.*\); give another"):
+        pool.run(1, attempt, made, tiny.begin(made, run))
+    other = tiny.recipe(tmp_path, name="other", steps=STEPS, load_from=str(run.path))
+    with pytest.raises(RankFailure, match="ConfigError: checkpoint.load_from=.*cannot be read"):
+        pool.run(1, attempt, other, tiny.begin(other))
+
+
+def test_nothing_is_saved_that_is_not_wanted(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=2, at_end=False)
+    run = tiny.begin(made)
+    pool.run(1, attempt, made, run)
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_an_attempt_with_nothing_left_to_do_ends_well(pool, tmp_path):
+    """The process died between the last checkpoint and the result."""
+    made = tiny.recipe(tmp_path, steps=2)
+    run = tiny.begin(made)
+    pool.run(1, attempt, made, run)
+    tiny.begin(made, run)
+    assert run.result() is None
+    assert pool.run(1, attempt, made, run)[0].kind is OutcomeKind.DONE
+    assert (run.result().step, run.result().attempt) == (2, 2)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return tiny.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def real_data(kind, corpus):
+    # No validation documents: nothing but the training stream is of interest here.
+    text = {"vocab_size": 320, "validation_fraction": 0.0}
+    if kind == "files":
+        return Files(files=str(corpus / "*.jsonl"), **text)
+    return HuggingFace(
+        path="json", data_files=[str(corpus / "*.jsonl")], streams=4, validation_documents=0, prefetch=2, **text
+    )
+
+
+@pytest.mark.parametrize("kind", ["files", pytest.param("hf", marks=pytest.mark.full)])
+def test_the_position_in_real_data_is_resumed(pool, tmp_path, corpus, monkeypatch, kind):
+    monkeypatch.setenv("TITANLAB_CACHE", str(corpus / "cache"))
+    data = real_data(kind, corpus)
+    source.prepare(data, report=lambda line: None)
+
+    def train(made, run, raises_at=None):
+        told = pool.run(made.world, attempt_with_cache, str(corpus / "cache"), made, run, raises_at)
+        return told[0].trace
+
+    given = {"data": data, "steps": 6, "vocab_size": 320, "global_batch": 4, "shard": 2}
+    made = tiny.recipe(tmp_path, name="straight", **given)
+    expected = train(made, tiny.begin(made))
+    # Other tokens give other losses: two steps that are alike would prove nothing.
+    assert len(set(expected.losses)) == 6
+    made = tiny.recipe(tmp_path, name="resumed", every=2, **given)
+    run = tiny.begin(made)
+    with pytest.raises(RankFailure, match="a planted end"):
+        train(made, run, raises_at=3)
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    same = train(made, tiny.begin(made, run))
+    assert same.losses == expected.losses[2:]
+    assert same_bits(same.parameters, expected.parameters)
+    made = tiny.changed(made, shard=1)
+    assert train(made, tiny.begin(made, copy)).losses == pytest.approx(expected.losses[2:], rel=BAR)
+
+
+def attempt_with_cache(cache, made, run, raises_at):
+    os.environ["TITANLAB_CACHE"] = cache
+    return attempt(made, run, raises_at)
+
+
+def test_a_new_run_starts_from_another_ones_checkpoint(pool, straight, tmp_path):
+    _, first, before = stopped(pool, tmp_path)
+    made = tiny.recipe(tmp_path, name="second", steps=STEPS, data=Planted(), load_from=str(first.path))
+    run = tiny.begin(made)
+    after = pool.run(1, attempt, made, run)[0]
+    assert before[0].trace.losses + after.trace.losses == straight()[0].trace.losses
+    assert run.metrics("attempt")[0]["step"] == STOP
+    # Its own checkpoint goes before the one that it started from.
+    tiny.begin(made, run)
+    assert pool.run(1, attempt, made, run)[0].trace.losses == []
+
+
+def test_settings_of_the_optimizer_are_the_recipes_not_the_checkpoints(pool, tmp_path):
+    _, first, _ = stopped(pool, tmp_path, weight_decay=0.1)
+    ends = []
+    for decay in (0.1, 0.5):
+        given = {"steps": STOP + 1, "data": Planted(), "load_from": str(first.path), "weight_decay": decay}
+        made = tiny.recipe(tmp_path, name=f"decay-{decay}", **given)
+        ends.append(pool.run(1, attempt, made, tiny.begin(made))[0].trace.parameters)
+    assert not same_bits(*ends)
+    # Norms have none.
+    assert len({tuple(end["norm.weight"].tolist()) for end in ends}) == 1
+
+
+def test_data_of_another_seed_is_not_resumed(pool, tmp_path):
+    made, run, _ = stopped(pool, tmp_path)
+    made = replace(made, seed=7)
+    with pytest.raises(RankFailure, match="ConfigError: seed=7: the checkpoint stands in the data of seed 0"):
+        pool.run(1, attempt, made, tiny.begin(made, run))

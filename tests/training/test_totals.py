@@ -1,0 +1,97 @@
+"""A step's one reduction: loss, norm, flags, and what gradients are multiplied by."""
+
+import math
+import signal
+
+import pytest
+import torch
+
+from titanlab.distributed.world import World
+from titanlab.training.totals import STOPS, Reduction, Totals
+
+CPU = torch.device("cpu")
+# Of a rank that nobody has asked to stop.
+NONE = [0.0] * len(STOPS)
+ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
+
+
+class Peers:
+    """A world in which every rank has the same, but for what is given for the others."""
+
+    def __init__(self, *others):
+        self.others = others
+
+    def sum(self, values):
+        return values + sum(torch.tensor(other, dtype=torch.float64) for other in self.others)
+
+
+def reduction(world=ALONE, *, squared_norm=4.0, loss_sum=30.0, tokens=10, stop=0, nominal_tokens=10):
+    return Reduction(
+        world,
+        squared_norm=torch.tensor(squared_norm, dtype=torch.float64),
+        loss_sum=torch.tensor(loss_sum),
+        tokens=tokens,
+        stop=stop,
+        nominal_tokens=nominal_tokens,
+    )
+
+
+def test_one_rank_alone():
+    found = reduction()
+    assert found.read() == Totals(loss=3.0, grad_norm=2.0, tokens=10, stop=0)
+    assert found.gradient_factor(None) is None
+
+
+def test_ranks_are_summed_and_the_loss_is_a_mean_over_all_labels():
+    # The other rank: squared norm, loss, labels, and a place for each signal.
+    found = reduction(Peers([5.0, 6.0, 2.0, *NONE]), nominal_tokens=12)
+    assert found.read() == Totals(loss=3.0, grad_norm=3.0, tokens=12, stop=0)
+
+
+def test_fewer_labels_correct_norm_and_gradients_alike():
+    found = reduction(tokens=4, nominal_tokens=10)
+    assert found.read().grad_norm == 5.0
+    assert found.gradient_factor(None) == 2.5
+
+
+@pytest.mark.parametrize(("max_norm", "factor"), [(3.0, None), (2.0, 1.0), (1.0, 0.5), (0.1, 0.05)])
+def test_clipping(max_norm, factor):
+    found = reduction().gradient_factor(max_norm)
+    assert found is None if factor is None else found == pytest.approx(factor, rel=1e-6)
+
+
+def test_clipping_and_correction_are_one_factor():
+    # Gradients of norm 2 for 10 labels are of norm 5 for the 4 that count.
+    assert reduction(tokens=4).gradient_factor(1.0) == pytest.approx(2.5 / 5, rel=1e-6)
+    assert reduction(tokens=4).gradient_factor(100.0) == 2.5
+
+
+def test_a_zero_gradient_is_left_alone():
+    assert reduction(squared_norm=0.0).gradient_factor(1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "stop"),
+    [
+        (0, {}, 0),
+        (signal.SIGINT, {}, signal.SIGINT),
+        (0, {signal.SIGTERM: 1}, signal.SIGTERM),
+        (signal.SIGINT, {signal.SIGTERM: 1}, signal.SIGTERM),
+        (signal.SIGTERM, {signal.SIGINT: 3}, signal.SIGTERM),
+        (signal.SIGUSR2, {signal.SIGINT: 1, signal.SIGXCPU: 1}, signal.SIGXCPU),
+    ],
+)
+def test_a_stop_of_any_rank_is_known_to_all(mine, others, stop):
+    found = reduction(Peers([0.0, 0.0, 0.0, *(others.get(number, 0) for number in STOPS)]), stop=mine).read()
+    assert found.stop == stop
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_rank_that_is_not_finite_is_enough(bad):
+    assert reduction().read().finite
+    assert not reduction(Peers([bad, 0.0, 0.0, *NONE])).read().finite
+    assert not reduction(Peers([0.0, bad, 0.0, *NONE])).read().finite
+
+
+def test_a_step_without_labels_is_not_finite():
+    assert not reduction(tokens=0, loss_sum=0.0).read().finite

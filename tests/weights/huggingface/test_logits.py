@@ -1,0 +1,123 @@
+"""Our logits are those of transformers, in both directions, to 1e-5 in fp32; and so are greedily generated tokens.
+
+The difference is relative to the largest logit (5 to 6). What differs is the order in which sums are rounded, and
+the angles, which transformers takes in fp32 and we in fp64.
+"""
+
+import pytest
+import torch
+
+from tests.weights.huggingface import made
+from titanlab.cli import main
+from titanlab.training import generate as sampling
+from titanlab.weights.fill import fill
+from titanlab.weights.starting_weights import open_folder
+
+BAR = 1e-5
+# Longer than the 64 tokens before which nothing is scaled.
+SEQ_LEN = 160
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _deterministic():
+    torch.manual_seed(0)
+
+
+def theirs(path):
+    """Their model of a folder, in fp32; imported here, as importing it takes seconds."""
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, info = LlamaForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    # Every tensor was found, and none was left over.
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def ours(path):
+    source = open_folder(path, "x")
+    model = sampling._empty(source.model, SEQ_LEN, torch.float32, torch.device("cpu"))
+    fill(model, source)
+    return model
+
+
+def tokens():
+    return torch.randint(0, 256, (2, SEQ_LEN), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def hold(path, theirs_of):
+    wanted, found = theirs(theirs_of)(tokens()).logits, ours(path)(tokens())
+    assert wanted.std() > 0.5
+    assert (found - wanted).abs().max() / wanted.abs().max() < BAR
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def exported(tmp_path, path, *more):
+    assert main(["export", str(path), "--into", str(tmp_path / "export"), *more]) == 0
+    return tmp_path / "export"
+
+
+FAMILIES = [pytest.param(name, marks=[] if name == "llama 3.1" else [pytest.mark.full]) for name in made.FAMILIES]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_equal_in_both_directions(tmp_path, family):
+    there = made.folder(tmp_path / "hub", made.FAMILIES[family], files=2)
+    assert main(["import", str(there), "--into", str(tmp_path / "one")]) == 0
+    hold(tmp_path / "one", there)
+    # What we write is opened by them; theirs is opened by us as it is.
+    hold(there, exported(tmp_path, tmp_path / "one", "--shard-size", "60KB"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", made.FAMILIES)
+def test_a_model_that_transformers_made_and_saved(tmp_path, family):
+    """Their own config classes and files, with nothing of this test's idea of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{**made.FAMILIES[family], "eos_token_id": 2}, initializer_range=0.15)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hub", max_shard_size="100KB")
+    assert main(["import", str(tmp_path / "hub"), "--into", str(tmp_path / "one")]) == 0
+    hold(tmp_path / "one", tmp_path / "hub")
+    back = exported(tmp_path, tmp_path / "one")
+    hold(tmp_path / "hub", back)
+    assert made.equal(made.read(back), made.read(tmp_path / "hub"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", made.FAMILIES)
+def test_greedy_tokens_are_equal(tmp_path, family):
+    there = made.folder(tmp_path / "hub", {**made.FAMILIES[family], "eos_token_id": None})
+    assert main(["import", str(there), "--into", str(tmp_path / "one")]) == 0
+    prompt = tokens()[:1, :8]
+    wanted = theirs(exported(tmp_path, tmp_path / "one")).generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=100,
+        do_sample=False,
+        temperature=None,
+        pad_token_id=0,
+    )
+    model, ids = ours(tmp_path / "one"), prompt[0].tolist()
+    for _ in range(100):
+        ids.append(sampling._next(model, ids, 0, 0, torch.Generator(), 256))
+    assert ids == wanted[0].tolist()
+    assert len(set(ids[8:])) > 5
+
+
+@pytest.mark.full
+def test_a_transformers_of_the_4_series_reads_what_is_written(tmp_path):
+    """The fields are where it reads them; 4.48.3 itself opened such folders on 2026-11-21 (docs/hugging-face.md)."""
+    import json
+
+    there = made.folder(tmp_path / "hub", made.LLAMA_3_2)
+    config = json.loads((exported(tmp_path, there) / "config.json").read_text())
+    assert config["rope_theta"] == 500000.0
+    assert config["rope_scaling"]["rope_type"] == "llama3"
+    assert config["torch_dtype"] == "float32"
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["tie_word_embeddings"] is True

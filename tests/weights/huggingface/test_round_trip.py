@@ -1,0 +1,221 @@
+"""Import, export and import again: the same bits, whatever the sizes of files; and nothing half done looks whole."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.weights.huggingface import made
+from titanlab.cli import main
+from titanlab.weights import copy
+from titanlab.weights.folder import open_weights
+from titanlab.weights.folder_writer import whole_folder
+from titanlab.weights.source import CHUNK_BYTES, Entry, chunks, in_halves, in_pairs
+
+
+def run(*arguments):
+    assert main([str(each) for each in arguments]) == 0
+
+
+@pytest.mark.parametrize("family", made.FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_import_export_import_is_bit_equal(tmp_path, family, dtype):
+    there = made.folder(tmp_path / "hub", made.FAMILIES[family], dtype, files=3)
+    run("import", there, "--into", tmp_path / "one", "--shard-size", "40KB")
+    run("export", tmp_path / "one", "--into", tmp_path / "back", "--shard-size", "70KB")
+    run("import", tmp_path / "back", "--into", tmp_path / "two")
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) > 3
+    assert made.equal(made.read(there), made.read(tmp_path / "back"))
+    assert made.equal(made.read(tmp_path / "one"), made.read(tmp_path / "two"))
+    one, two = (open_weights(tmp_path / name, "x") for name in ("one", "two"))
+    assert (one.digest, one.model, one.about) == (two.digest, two.model, two.about)
+    # What config.json says beside the model, and how it samples, come through.
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["eos_token_id"], config["max_position_embeddings"]) == ([2, 3], 512)
+    assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["temperature"] == 0.6
+    # Readers find each tensor by the index.
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == made.names(made.FAMILIES[family]).keys()
+
+
+def test_rows_of_queries_and_keys_are_turned_and_no_others(tmp_path):
+    there = made.folder(tmp_path / "hub")
+    run("import", there, "--into", tmp_path / "one")
+    theirs, ours = made.read(there), made.read(tmp_path / "one")
+    q, wq = theirs["model.layers.1.self_attn.q_proj.weight"], ours["layers.1.attention.wq.weight"]
+    for head in range(4):
+        for pair in range(8):
+            assert torch.equal(wq[16 * head + 2 * pair], q[16 * head + pair])
+            assert torch.equal(wq[16 * head + 2 * pair + 1], q[16 * head + 8 + pair])
+    assert torch.equal(theirs["model.layers.1.self_attn.v_proj.weight"], ours["layers.1.attention.wv.weight"])
+    rows = torch.randn(24, 3)
+    assert torch.equal(in_halves(in_pairs(rows, 6), 6), rows)
+
+
+def test_any_box_of_a_turned_tensor_is_read_right(tmp_path):
+    from titanlab.weights.huggingface.folder import open_hf
+
+    there = made.folder(tmp_path / "hub")
+    run("import", there, "--into", tmp_path / "one")
+    whole = made.read(tmp_path / "one")["layers.0.attention.wk.weight"]
+    source = open_hf(there, "x")
+    for first in range(32):
+        for size in (0, 1, 5, 32 - first):
+            box = source.read("layers.0.attention.wk.weight", [first, 3], [min(size, 32 - first), 7])
+            assert torch.equal(box, whole[first : first + size, 3:10])
+
+
+def test_a_head_that_was_saved_although_it_is_tied(tmp_path, capsys):
+    config = made.LLAMA_3_2
+    embedding = made.tensors(config)["model.embed_tokens.weight"]
+    there = made.folder(tmp_path / "same", config, **{"lm_head.weight": embedding.clone()})
+    run("import", there, "--into", tmp_path / "one")
+    assert "output.weight" not in made.read(tmp_path / "one")
+    other = made.folder(tmp_path / "other", config, **{"lm_head.weight": embedding + 1})
+    capsys.readouterr()
+    assert main(["import", str(other), "--into", str(tmp_path / "two")]) == 2
+    assert "its embeddings are tied, and yet lm_head.weight is not model.embed_tokens.weight" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other", "same"]
+
+
+def test_frequencies_in_old_files_are_left_out(tmp_path):
+    more = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in range(3)}
+    run("import", made.folder(tmp_path / "hub", **more), "--into", tmp_path / "one")
+    assert not [name for name in made.read(tmp_path / "one") if "inv_freq" in name]
+
+
+def test_export_casts(tmp_path):
+    run("import", made.folder(tmp_path / "hub"), "--into", tmp_path / "one")
+    run("export", tmp_path / "one", "--into", tmp_path / "half", "--dtype", "bfloat16")
+    wanted = {name: value.bfloat16() for name, value in made.read(tmp_path / "hub").items()}
+    assert made.equal(made.read(tmp_path / "half"), wanted)
+    # A folder of theirs needs no import to be written again.
+    run("export", tmp_path / "hub", "--into", tmp_path / "direct", "--dtype", "float16", "--shard-size", "1")
+    assert json.loads((tmp_path / "direct" / "config.json").read_text())["torch_dtype"] == "float16"
+    assert len(list((tmp_path / "direct").glob("*.safetensors"))) == len(wanted)
+    run("export", tmp_path / "hub", "--into", tmp_path / "ours", "--format", "titanlab")
+    assert made.equal(made.read(tmp_path / "ours"), made.read(tmp_path / "one"))
+
+
+def test_numbers_beyond_float16_are_not_made_infinite(tmp_path, capsys):
+    there = made.folder(tmp_path / "hub")
+    values = made.read(there)
+    values["model.norm.weight"][3] = 1e5
+    save_file(values, there / "model.safetensors", metadata={"format": "pt"})
+    assert main(["export", str(there), "--into", str(tmp_path / "half"), "--dtype", "float16"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --dtype=float16: norm.weight has numbers beyond its 65,504; try bfloat16\n"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub"]
+
+
+@pytest.mark.parametrize("how", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_import_leaves_nothing(tmp_path, monkeypatch, how):
+    there = made.folder(tmp_path / "hub")
+    seen = []
+
+    def stop(piece, dtype, name):
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        if len(seen) == 9:
+            raise how("enough")
+        return piece
+
+    monkeypatch.setattr(copy, "_cast", stop)
+    if how is KeyboardInterrupt:
+        assert main(["import", str(there), "--into", str(tmp_path / "one")]) != 0
+    else:
+        with pytest.raises(how):
+            main(["import", str(there), "--into", str(tmp_path / "one")])
+    assert seen[-1] == ["hub", "one.part"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub"]
+
+
+def test_what_a_killed_import_left_is_no_folder_of_weights_and_goes(tmp_path):
+    there = made.folder(tmp_path / "hub")
+    (tmp_path / "one.part" / "conf").mkdir(parents=True)
+    (tmp_path / "one.part" / "weights.safetensors").write_bytes(b"half")
+    run("import", there, "--into", tmp_path / "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "one"]
+
+
+def test_two_imports_into_one_folder(tmp_path, capsys):
+    there = made.folder(tmp_path / "hub")
+    with whole_folder(tmp_path / "one"):
+        assert main(["import", str(there), "--into", str(tmp_path / "one")]) == 2
+    assert "is being written by another process; wait for it" in capsys.readouterr().err
+
+
+def test_what_is_there_is_replaced_where_a_person_says_so(tmp_path, capsys):
+    first, second = (made.folder(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    run("import", first, "--into", tmp_path / "one", "--shard-size", "50KB")
+    before = made.read(tmp_path / "one")
+    assert main(["import", str(second), "--into", str(tmp_path / "one")]) == 2
+    assert "exists; name another folder, or give --force" in capsys.readouterr().err
+    assert made.equal(made.read(tmp_path / "one"), before)
+    run("import", second, "--into", tmp_path / "one", "--force")
+    assert not made.equal(made.read(tmp_path / "one"), before)
+    assert len(made.read(tmp_path / "one")) == len(before)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    assert main(["import", str(second), "--into", str(tmp_path / "mine"), "--force"]) == 2
+    assert "holds something else than weights" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_pieces_are_whole_heads_and_bounded():
+    entry = Entry(dtype="BF16", shape=(128256, 16384))
+    found = list(chunks(entry, rows=128))
+    assert sum(sizes[0] for _, sizes in found) == 128256
+    assert all(sizes[0] * 16384 * 2 <= CHUNK_BYTES and sizes[0] % 128 == 0 for _, sizes in found[:-1])
+    assert [offsets[0] for offsets, _ in found][:2] == [0, found[0][1][0]]
+
+
+MEASURE = """
+import os, resource, sys, threading
+import torch, safetensors.torch, torch.distributed.checkpoint
+from titanlab.cli import main
+def resident():
+    with open("/proc/self/status") as file:
+        return {line.split()[0]: int(line.split()[1]) for line in file if line.startswith(("RssAnon", "VmRSS"))}
+torch.ones(8) @ torch.ones(8)
+before, peak, over = resident(), {"RssAnon:": 0, "VmRSS:": 0}, threading.Event()
+def watch():
+    while not over.wait(0.002):
+        for name, value in resident().items():
+            peak[name] = max(peak[name], value - before[name])
+watcher = threading.Thread(target=watch); watcher.start()
+code = main(sys.argv[1:])
+over.set(); watcher.join()
+print("PEAK", peak["RssAnon:"] // 1024, peak["VmRSS:"] // 1024)
+sys.exit(code)
+"""
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """904 MiB of weights, the largest tensor of 256 MiB, go through at most four pieces of 64 MiB."""
+    config = {
+        **made.SMALL, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 2,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32768,
+    }  # fmt: skip
+    there = made.folder(tmp_path / "hub", config, torch.float32, files=2)
+    size = sum(path.stat().st_size for path in there.glob("*.safetensors"))
+    assert size > 9e8
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    for arguments in (
+        ["import", there, "--into", tmp_path / "one"],
+        ["export", tmp_path / "one", "--into", tmp_path / "back", "--dtype", "bfloat16"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, *map(str, arguments)],
+            capture_output=True, text=True, env=environ, check=True,
+        )  # fmt: skip
+        anonymous, resident = map(int, done.stdout.split("PEAK")[1].split())
+        # Pages of the file that is read are mapped beside what is allocated.
+        assert anonymous < 4 * 64, done.stdout
+        assert resident < 6 * 64, done.stdout

@@ -1,0 +1,1 @@
+"""Torch-free arithmetic: layouts, FLOPs, communication, memory, hardware."""

@@ -1,0 +1,27 @@
+"""FLOPs of training, from accounts; the convention in which model FLOPs utilisation is published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from titanlab.costs.account import ModelAccount, Operation
+
+
+def per_token(account: ModelAccount, *, seq_len: int) -> int:
+    """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T.
+
+    Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
+    layer for H heads of width Q over T positions, without a discount for causality and without
+    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb are the tables, of tokens and, where a
+    model learns them, of positions, which are looked up, not multiplied; where the head is tied to
+    one, that multiplies, and is not subtracted. Norm weights and biases count in N, as is usual,
+    though they cost no matmul.
+    """
+    weights = 6 * (account.parameter_count - account.embedding_count)
+    attention = 12 * account.layers * account.heads * account.head_dim * seq_len
+    return weights + attention
+
+
+def forward(operations: Iterable[Operation]) -> int:
+    """FLOPs of a forward pass through the given operations, for their batch and sequence."""
+    return sum(operation.flops for operation in operations)

@@ -1,0 +1,289 @@
+"""What a step sends, by formulas: from the model's account, the layout and a few choices, without running it.
+
+They count what our parts do, operation by operation; the tests hold them to what is traced. Symbols: M microbatches,
+L blocks, T tokens of a microbatch that a rank computes on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from titanlab.costs.account import ModelAccount, style_of
+from titanlab.costs.layout import Layout
+from titanlab.costs.traffic_table import Row, Traffic
+
+# The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.training.totals`).
+TOTALS_BYTES = 7 * 8
+# Styles of a tensor plan by the dim of a parameter that they cut; norms stay whole, the others have no parameters.
+_CUTS = {"colwise": 0, "rowwise": 1, "embedding": 0, "head": 0}
+_MAKES_WHOLE = ("gathered", "head")
+_MAKES_STREAM = ("rowwise", "embedding")
+_LOSS_BYTES = 2 * 4  # a token's two float32 numbers, see `titanlab.parallelism.loss`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank's number on the axes whose ranks do not send alike."""
+
+    pipeline: int = 0
+    context: int = 0
+    tensor: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """All that the traffic of a step depends on.
+
+    Attributes:
+        account, layout: of the model, and its degrees.
+        seq_len: tokens of a sequence, over all its ranks.
+        microbatch: sequences of one forward pass.
+        microbatches: forward passes of a step, of one rank.
+        compute_bytes: of an element of gathered parameters and of activations.
+        reduce_bytes: of an element of a gradient while it is summed over ranks.
+        master_bytes: of an element of a parameter at rest, and of its gradient when that has been summed.
+        fp32_parts: pieces that compute and reduce in float32, whatever the rest does.
+        float8_gathered: names of the parameters that FSDP2 gathers in one byte an element.
+        mixed: parameters are cast before they compute: then replicas are FSDP2's, never DDP's.
+        reshards: blocks let go of gathered parameters between forward and backward.
+        sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
+        accelerator: `cpu` or `cuda`. Where gloo reduces and scatters at twice the traffic, parts are exchanged instead.
+        stages: by stage of a pipeline, the pieces of the model; empty: one stage has all.
+        placement: by stage, its rank on the pipeline axis.
+        orders: by stage, in which order it runs its microbatches: `F` forward, `B` or `I` backward, others as they
+            like. Empty: one microbatch after another.
+    """
+
+    account: ModelAccount
+    layout: Layout
+    seq_len: int
+    microbatch: int
+    microbatches: int = 1
+    compute_bytes: int = 4
+    reduce_bytes: int = 4
+    master_bytes: int = 4
+    fp32_parts: Sequence[str] = ()
+    float8_gathered: Collection[str] = ()
+    mixed: bool = False
+    reshards: bool = True
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    context_method: str = "ring"
+    accelerator: str = "cuda"
+    stages: Sequence[Sequence[str]] = ()
+    placement: Sequence[int] = (0,)
+    orders: Sequence[Sequence[str]] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch that one rank computes on, where it sees them whole."""
+        return self.microbatch * self.seq_len // self.layout.context
+
+    @property
+    def scatter(self) -> str:
+        """The operation that reduces and scatters."""
+        return "all_to_all" if self.accelerator == "cpu" else "reduce_scatter"
+
+    @property
+    def replicas_by_ddp(self) -> bool:
+        """DDP sums the gradients, as in `titanlab.training.assemble`."""
+        return self.layout.replicate > 1 and self.layout.replicate == self.layout.world and not self.mixed
+
+    def stages_of(self, place: Place) -> Iterator[tuple[int, Sequence[str]]]:
+        """The stages of a rank, by number, with their pieces."""
+        stages = self.stages or (self.account.pieces,)
+        return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == place.pipeline)
+
+    def axis(self, name: str) -> str:
+        """What the traced table calls a group: of all ranks there is one only, and it has the axis's name."""
+        degrees = self.layout.degrees()
+        folded = "shard·context" if self.layout.context > 1 else "shard"
+        whole = next((axis for axis, degree in degrees.items() if degree == self.layout.world > 1), None)
+        if whole is None and self.layout.fsdp == self.layout.world > 1:
+            whole = folded
+        ranks = self.layout.world if name == "world" else self.layout.fsdp if name == "fsdp" else degrees[name]
+        if whole is not None and ranks == self.layout.world:
+            return whole
+        return folded if name == "fsdp" else name
+
+
+def step_traffic(step: Step, place: Place) -> list[Row]:
+    """What one rank sends and receives in a step, up to the optimizer."""
+    traffic = Traffic()
+    for number, pieces in step.stages_of(place):
+        if step.replicas_by_ddp:
+            _ddp(step, traffic)
+        else:
+            _fsdp(step, place, number, pieces, traffic)
+        _tensor(step, place, pieces, traffic)
+        _context(step, place, pieces, traffic)
+        _pipeline(step, number, traffic)
+    traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES, ranks=step.layout.world)
+    return traffic.rows()
+
+
+def _ddp(step: Step, traffic: Traffic) -> None:
+    """All gradients, once a step. In a run's first step DDP takes them for one bucket, later for buckets of 25 MiB."""
+    size = step.account.parameter_count * step.master_bytes
+    traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate)
+
+
+def _fsdp(step: Step, place: Place, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
+    """Each block is gathered and reduced as one, and so is all the rest of a stage.
+
+    A part of another dtype than the rest is a unit of its own, which is treated as the rest is.
+    The last block and the rest are gathered once a step, the other blocks too where they stay whole, else twice a
+    microbatch: without a pipeline and with resharding 2·M·(L − 1) + 2 all-gathers, else L + 1; L + 1 reduce-scatters.
+    """
+    ranks = step.layout.fsdp
+    blocks = [(piece,) for piece in pieces if piece.startswith("layers.")]
+    edges = [piece for piece in pieces if not piece.startswith("layers.")]
+    # A tied table is one with its head, and both are parts or neither.
+    parts = [(piece,) for piece in edges if piece in step.fp32_parts]
+    rest = tuple(piece for piece in edges if piece not in step.fp32_parts)
+    for unit in (*blocks, *parts, rest):
+        names = _names(step.account, unit)
+        if not names:
+            continue
+        elements = {name: _padded(step, place, name) for name in names}
+        size = sum(elements.values())
+        compute, reduce = (4, 4) if unit[0] in step.fp32_parts else (step.compute_bytes, step.reduce_bytes)
+        times = _gathers(step, number, reshards=step.reshards and unit in blocks[:-1])
+        gathered = sum(n * (1 if name in step.float8_gathered else compute) for name, n in elements.items())
+        traffic.add(step.axis("fsdp"), "all_gather", gathered, ranks=ranks, times=times)
+        traffic.add(step.axis("fsdp"), step.scatter, size * reduce, ranks=ranks)
+        if step.layout.replicate > 1:
+            shard = size // ranks * reduce
+            traffic.add(step.axis("replicate"), "all_reduce", shard, ranks=step.layout.replicate)
+
+
+def _gathers(step: Step, number: int, *, reshards: bool) -> int:
+    """How often a unit is gathered in a step."""
+    if not step.orders:
+        return step.microbatches * 2 if reshards else 1
+    # A pipeline keeps what a backward has gathered until the step's end, or until another forward lets go of it.
+    times, whole = 0, False
+    for kind in step.orders[number]:
+        if kind in ("F", "B", "I"):
+            times += not whole
+            whole = not (kind == "F" and reshards)
+    return times
+
+
+def _tensor(step: Step, place: Place, pieces: Sequence[str], traffic: Traffic) -> None:
+    """Sums of activations and their gradients (arXiv 1909.08053, 2205.05198), and the loss.
+
+    With sequence parallelism, what makes the stream whole is an all-gather forward and a reduce-scatter backward, and
+    what gives the stream the reverse; without it, an all-reduce backward and an all-reduce forward.
+    """
+    ranks, axis = step.layout.tensor, step.axis("tensor")
+    if ranks == 1:
+        return
+    times = step.microbatches
+    for piece in pieces:
+        size = step.tokens * step.account.dim * _element(step, piece)
+        meetings = sum(style in (*_MAKES_WHOLE, *_MAKES_STREAM) for style in _styles(step.account, piece))
+        for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
+            traffic.add(axis, kind, size, ranks=ranks, times=times * meetings)
+    if step.account.pieces[-1] in pieces:
+        part = -(-step.account.vocab_size // ranks)
+        logits = step.tokens * part * ranks * _element(step, step.account.pieces[-1])
+        size = step.tokens * ranks * _LOSS_BYTES if step.loss_parallel else logits
+        traffic.add(axis, "all_gather", size, ranks=ranks, times=times)
+    if step.sequence_parallel:
+        # The gradients of whole parameters, which have seen a share of the tokens, are summed in one reduction.
+        size = sum(_whole_shard(step, name) for name in _names(step.account, pieces))
+        if size:
+            traffic.add(axis, "all_reduce", size * max(step.master_bytes, step.reduce_bytes), ranks=ranks)
+
+
+def _whole_shard(step: Step, name: str) -> int:
+    """Elements that this rank has of a parameter that is not cut, none of another; FSDP2's shards are taken as even."""
+    size = math.prod(step.account.parameters[name]) if _cut_dim(step.account, name) is None else 0
+    return size // step.layout.fsdp if _under_fsdp(step) else size
+
+
+def _context(step: Step, place: Place, pieces: Sequence[str], traffic: Traffic) -> None:
+    """Keys and values there, forward and backward, and their gradients back."""
+    if step.layout.context > 1:
+        for block in (piece for piece in pieces if piece.startswith("layers.")):
+            _context_of(step, block, place, traffic)
+
+
+def _context_of(step: Step, block: str, place: Place, traffic: Traffic) -> None:
+    ranks, rank, account = step.layout.context, place.context, step.account
+    axis, times = step.axis("context"), step.microbatches
+    whole = step.tokens * account.kv_heads // step.layout.tensor * account.head_dim * _element(step, block)
+    half = whole // 2
+    after, before = ranks - 1 - rank, rank
+    if step.context_method == "all_gather":
+        traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=2 * times)
+        given_back = 2 * (after * whole + before * half)
+        traffic.add(axis, "all_to_all", given_back, ranks=ranks, times=times, own=0)
+        return
+    # Of the blocks that a rank hands on, its own is the first; of those of the ranks before it, only heads are sent.
+    sent = [half] * (ranks - 1) if rank == 0 else [whole] * min(after + 1, ranks - 1) + [half] * (before - 1)
+    received = [whole] * after + [half] * before
+    for size in sent + sent + received:  # forward, backward, and gradients of what was received
+        traffic.add(axis, "send", size, ranks=ranks, times=2 * times)
+    given = [whole] * before + [half] * after
+    for size in received + received + given:
+        traffic.add(axis, "recv", size, ranks=ranks, times=2 * times)
+
+
+def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
+    """Hidden states to the next stage, and their gradients to the one before, unless that is on the same rank."""
+    size = step.tokens * step.account.dim * step.compute_bytes
+    if step.sequence_parallel:
+        size //= step.layout.tensor
+    for neighbour in (number - 1, number + 1):
+        if 0 <= neighbour < len(step.placement) and step.placement[neighbour] != step.placement[number]:
+            for kind in ("send", "recv"):
+                traffic.add(step.axis("pipeline"), kind, size, ranks=step.layout.pipeline, times=step.microbatches)
+
+
+def _element(step: Step, piece: str) -> int:
+    """Bytes of an element of what a piece computes."""
+    return 4 if piece in step.fp32_parts else step.compute_bytes
+
+
+def _under_fsdp(step: Step) -> bool:
+    return step.layout.data * step.layout.context > 1 or step.mixed
+
+
+def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
+    """Parameters of some pieces."""
+    return [name for name in account.parameters if any(name.startswith(f"{piece}.") for piece in pieces)]
+
+
+def _styles(account: ModelAccount, piece: str) -> list[str]:
+    """Styles of the tensor plan in one piece."""
+    found = []
+    for pattern, style in account.tensor_plan.items():
+        depth = piece.count(".") + 1
+        if fnmatch.fnmatchcase(piece, ".".join(pattern.split(".")[:depth])):
+            found.append(style)
+    return found
+
+
+def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
+    """The dim that tensor parallelism cuts; None of what it leaves whole: norms, and biases that follow a sum."""
+    dim = _CUTS.get(style_of(account.tensor_plan, parameter.rpartition(".")[0]))
+    return dim if dim is not None and dim < len(account.parameters[parameter]) else None
+
+
+def _padded(step: Step, place: Place, name: str) -> int:
+    """Elements of a parameter that FSDP2 gathers: this rank's part of it, with what makes all shards equal."""
+    shape, ranks, tensor = list(step.account.parameters[name]), step.layout.fsdp, step.layout.tensor
+    dim = _cut_dim(step.account, name) if tensor > 1 else None
+    even = dim != 0 or shape[0] % (tensor * ranks) == 0
+    if dim is not None:
+        part = -(-shape[dim] // tensor)
+        shape[dim] = min(part, shape[dim] - place.tensor * part)
+    if even:
+        # Otherwise it is cut by columns, which divide.
+        shape[0] = -(-shape[0] // ranks) * ranks
+    return math.prod(shape)

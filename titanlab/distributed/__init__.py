@@ -1,0 +1,1 @@
+"""The processes of a run: world, mesh, ranks, tracing, watchdog, stop signals."""

@@ -1,0 +1,123 @@
+"""What this host has, found without importing torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titanlab.costs.hardware import find
+from titanlab.errors import ConfigError
+from titanlab.system.command import output_of
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Accelerator of this host.
+
+    Attributes:
+        accelerator: `cuda` or `cpu`.
+        device: the accelerator's name as its driver prints it, or `cpu`.
+        count: accelerators visible to this process, or CPU cores.
+        memory_bytes: memory of the host and its swap, or what this process's cgroup may have of them; None: not known.
+    """
+
+    accelerator: str
+    device: str
+    count: int
+    memory_bytes: int | None = field(default=None, compare=False)
+
+
+def this_host() -> Host:
+    """The accelerator that a process started here would use; respects CUDA_VISIBLE_DEVICES."""
+    names = _visible(_gpu_names(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if names:
+        return Host(accelerator="cuda", device=names[0], count=len(names), memory_bytes=memory_bytes())
+    return Host(accelerator="cpu", device="cpu", count=cores(), memory_bytes=memory_bytes())
+
+
+def check_host(host: Host, *, accelerator: str, device: str | None, processes: int) -> None:
+    """Hold a host to be what a run was named for: numbers of another device would bear the wrong name.
+
+    Args:
+        accelerator, device: the cluster's; another name of the same entry in `titanlab.costs.hardware` will do.
+        processes: how many start on this host, one a device.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if accelerator != "cuda":
+        return
+    if host.accelerator != "cuda":
+        raise ConfigError("cluster.accelerator", "cuda", "this host shows no GPU", "try cluster.accelerator=cpu")
+    if device not in (None, host.device) and (find(host.device) is None or find(host.device) != find(str(device))):
+        rule = f"this host has {host.device}"
+        raise ConfigError("cluster.device", device, rule, f"try cluster.device='{host.device}', or null")
+    if processes > host.count:
+        raise ConfigError("world", processes, f"this host has {host.count} GPUs", f"try world={host.count}")
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Memory that the processes of this host may have, swap included; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        limits = [sizes["MemTotal"], *_cgroup_limits()]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    return min(limits) + sizes.get("SwapTotal", 0)
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Memory limits of this process's cgroup and of those around it (cgroup v2), which Slurm and containers set."""
+    try:
+        lines = _CGROUP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, path = line.split(":", 2)
+        if number == "0":
+            place = _CGROUPS / path.lstrip("/")
+            for folder in (place, *place.parents):
+                if folder.is_relative_to(_CGROUPS) and (folder / "memory.max").is_file():
+                    text = (folder / "memory.max").read_text(encoding="utf-8").strip()
+                    if text.isdecimal():
+                        yield int(text)
+
+
+def _visible(names: list[str], wanted: str | None) -> list[str]:
+    """The devices that CUDA shows: those before the first that is not there; identifiers are taken in order."""
+    if wanted is None:
+        return names
+    parts = [part.strip() for part in wanted.split(",") if part.strip()]
+    places = [int(part) if part.lstrip("-").isdecimal() else place for place, part in enumerate(parts)]
+    there = list(itertools.takewhile(lambda place: 0 <= place < len(names), places))
+    return [names[place] for place in there]
+
+
+def _gpu_names() -> list[str]:
+    names = []
+    for information in sorted(_DRIVER.glob("*/information")):
+        for line in information.read_text(errors="replace").splitlines():
+            label, _, value = line.partition(":")
+            if label.strip() == "Model":
+                names.append(value.strip())
+    if names or shutil.which("nvidia-smi") is None:
+        return names
+    # Containers may hide the driver's folder and still bring the tool.
+    listed = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", seconds=10.0) or ""
+    return [line.strip() for line in listed.splitlines() if line.strip()]

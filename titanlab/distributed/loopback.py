@@ -1,0 +1,66 @@
+"""The loopback of this host: where processes of one host meet without being reachable from others."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+
+from titanlab.distributed.ranks import Ranks
+
+_ADDRESSES = ("127.0.0.1", "::1")
+# Linux, macOS and the BSDs.
+_INTERFACES = ("lo", "lo0")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, or all addresses of a name, are this host's loopback."""
+    with contextlib.suppress(OSError, ValueError, UnicodeError):
+        found = [ipaddress.ip_address(each[4][0]) for each in socket.getaddrinfo(address, None)]
+        return bool(found) and all(each.is_loopback for each in found)
+    return False
+
+
+def loopback_address() -> str | None:
+    """The loopback address that can be listened at: IPv4's, or IPv6's where there is no IPv4; None: there is none."""
+    for address in _ADDRESSES:
+        with contextlib.suppress(OSError), listen(address, 0):
+            return address
+    return None
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback's network interface; None: not known."""
+    with contextlib.suppress(OSError):
+        names = {name for _, name in socket.if_nameindex()}
+        return next((name for name in _INTERFACES if name in names), None)
+    return None
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens at this address alone.
+
+    Raises:
+        OSError: another process has the port.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        # A run that has just ended leaves connections that wait.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen at {address}:{port} ({error.strerror})") from error
+    return listener
+
+
+def is_one_host(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether all ranks are known to be on this host.
+
+    Ranks that somebody starts by hand may lack LOCAL_WORLD_SIZE, and then a number on one host says nothing.
+    """
+    counted = ranks.started_by == "slurm" or "TORCHELASTIC_RUN_ID" in environ
+    return is_loopback(ranks.address) or (counted and ranks.local_world == ranks.world)

@@ -1,0 +1,206 @@
+"""Ranks that do not answer: of several that hang, the one whose process cannot even say where it stands.
+
+A rank that hangs notes where (`distributed.watchdog`), as soon as its own limit or another rank's is reached. Whoever
+started a rank stands beside its process on the same host: it writes the note of one that writes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from titanlab.records.outcome import Outcome, OutcomeKind, first_cause, is_silent
+from titanlab.records.run_folder import RunFolder
+
+# From another rank's note of a hang to the end of a rank that writes none: it looks for such notes every 5 s at most.
+ANSWER_SECONDS = 8.0
+_POLL_SECONDS = 0.2
+# For the stacks of a process that native code holds, to be written into its log.
+_STACKS_SECONDS = 0.5
+_MOST_NAMED = 8
+# Between two looks at what the ranks that others have started have noted.
+_LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0
+_STATES: Mapping[str, str] = {
+    "T": "its process is stopped (SIGSTOP)",
+    "t": "its process is stopped by a debugger",
+    "D": "its process waits for a disk or a file server (state D)",
+    "R": "its process runs native code that lets no other thread run (state R)",
+    "S": "its process sleeps in native code that lets no other thread run (state S)",
+    "Z": "its process is gone",
+}
+
+
+def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[Outcome]:
+    """What other ranks have noted about hangs in the run's newest attempt; nothing where that cannot be read.
+
+    Args:
+        rank: the one that asks; None: none of them.
+        since: seconds since the epoch: an earlier attempt's notes do not count.
+    """
+    try:
+        notes = run.failures(max(run.attempts(), default=0))
+    except (OSError, ValueError):
+        return []
+    return [note for note in notes if note.kind is OutcomeKind.HANG and note.rank != rank and note.ended >= since]
+
+
+def note_silent_ranks(run: RunFolder, pids: Mapping[int, int], *, since: float, seconds: float) -> None:
+    """If ranks hang, give those of this host that write no note time to do so, and then write it for them.
+
+    Args:
+        pids: processes of this host's ranks.
+        since: when they were started, in seconds since the epoch.
+        seconds: how long to wait for their notes.
+    """
+    end = time.monotonic() + seconds
+    while hangs_of_others(run, None, since=since):
+        attempt = max(run.attempts(), default=0)
+        noted = {note.rank for note in run.failures(attempt)}
+        quiet = {rank: pid for rank, pid in pids.items() if rank not in noted and process_state(pid) not in ("Z", None)}
+        if not quiet:
+            return
+        if time.monotonic() >= end:
+            for rank, pid in quiet.items():
+                note_silence(run, rank, pid, since=since)
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
+    """Note that a rank does not answer, if others hang and it has noted nothing itself. Returns whether it was noted.
+
+    Args:
+        pid: its process, on this host.
+        since: when it was started, in seconds since the epoch.
+    """
+    others = hangs_of_others(run, rank, since=since)
+    attempt = max(run.attempts(), default=0)
+    if not others or any(note.rank == rank for note in run.failures(attempt)):
+        return False
+    state = process_state(pid)
+    if state in ("R", "S", "D"):
+        # By a handler that needs no lock of Python's.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(_STACKS_SECONDS)
+    why = _STATES.get(state or "", "nothing is known of its process")
+    run.write_failure(
+        Outcome(
+            kind=OutcomeKind.HANG,
+            step=min(note.step for note in others),
+            rank=rank,
+            attempt=attempt,
+            cause=f"{_what_hangs(others)}: rank {rank} does not answer: {why}{_advice(others)}",
+        )
+    )
+    return True
+
+
+def end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, since: float) -> None:
+    """Wait for a rank's end; kill it, with a note of why, if others hang and it does not say where it stands.
+
+    Args:
+        since: when it was started, in seconds since the epoch.
+    """
+    end: float | None = None
+    while child.poll() is None:
+        if end is None and hangs_of_others(run, rank, since=since):
+            end = time.monotonic() + ANSWER_SECONDS
+        if end is not None and time.monotonic() > end:
+            note_silence(run, rank, child.pid, since=since)
+            # One that has said where it stands ends by itself, a few seconds after that.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_END_SECONDS)
+            child.kill()
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_LOOK_SECONDS)
+
+
+def await_answers(run: RunFolder, world: int, *, since: float) -> None:
+    """If ranks hang, wait until all have noted where they stand, or others have done so for them, or could have.
+
+    Args:
+        since: when the ranks were started, in seconds since the epoch.
+    """
+    end = time.monotonic() + 2 * ANSWER_SECONDS
+    while hangs_of_others(run, None, since=since) and time.monotonic() < end:
+        if len(run.failures(max(run.attempts(), default=0))) >= world:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def process_state(pid: int) -> str | None:
+    """The letter of the state of a process's main thread, see proc(5); None where nobody can tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def judged(notes: Collection[Outcome], world: int) -> Outcome:
+    """The outcome of an attempt out of its ranks' notes: the first cause; of a hang, who keeps the others waiting.
+
+    A rank that does not answer comes first, then one that stands or computes elsewhere than in a collective. If all
+    that have spoken wait for others, it is a rank that has said nothing; if none is left, no rank is named.
+
+    Args:
+        world: how many ranks there are; 0: nobody knows.
+    """
+    first = first_cause(notes)
+    hung = sorted((note for note in notes if note.kind is OutcomeKind.HANG), key=lambda note: note.rank or 0)
+    if first.kind is not OutcomeKind.HANG:
+        return first
+    silent = [note for note in hung if is_silent(note)]
+    if len(silent) > 1:
+        whys = ", ".join(
+            f"rank {note.rank} {(note.cause or '').partition(f': rank {note.rank} ')[2].partition(';')[0]}"
+            for note in silent[:_MOST_NAMED]
+        )
+        told = _named([note.rank or 0 for note in silent])
+        return replace(silent[0], cause=f"{_what_hangs(hung)}: {told} do not answer: {whys}{_advice(hung)}")
+    if not first.echo:
+        return first
+    missing = sorted(set(range(world)) - {note.rank or 0 for note in notes})
+    if missing:
+        verb = "has" if len(missing) == 1 else "have"
+        cause = f"{_what_hangs(hung)}: {_named(missing)} {verb} left no word, and all others wait{_advice(hung)}"
+        return replace(first, rank=missing[0], cause=cause, traceback=None, exit_code=None, echo=False)
+    if len(hung) > 1 and len(hung) == world and len({note.step for note in hung}) == 1:
+        places = ", ".join(
+            f"rank {note.rank} {(note.cause or '').partition(f'rank {note.rank} waits ')[2].partition(';')[0]}"
+            for note in hung[:_MOST_NAMED]
+        )
+        told = f"all {world} ranks wait for each other: {places}"
+        return replace(first, rank=None, cause=f"{_what_hangs(hung)}: {told}{_advice(hung)}")
+    return first
+
+
+def _what_hangs(notes: Sequence[Outcome]) -> str:
+    """`step 3 did not end within 600 s`, in the words of a rank that noted it."""
+    for note in notes:
+        what, colon, _ = (note.cause or "").partition(f": rank {note.rank}")
+        if colon and "another rank reached" not in what:
+            return what
+    return "a step did not end in time"
+
+
+def _advice(notes: Sequence[Outcome]) -> str:
+    """What a rank that could speak has said about the time of steps, and the limit's key."""
+    said = [(note.cause or "").partition(": rank ")[2].partition("; ")[2] for note in notes]
+    text = next((each for each in said if "timeout_seconds=" in each), "")
+    return f"; {text}" if text else ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else "")

@@ -1,0 +1,169 @@
+"""The world that a rank opens its eyes in: device, process group, seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from titanlab.distributed.loopback import is_one_host, listen, loopback_address, loopback_interface
+from titanlab.distributed.ranks import Ranks
+from titanlab.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What a rank knows of itself.
+
+    Attributes:
+        rank, size: its number among all processes, and how many there are.
+        local_rank: its number on its host.
+        device: where it computes.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def logs(self) -> bool:
+        """True on the one rank that writes metrics and talks to people."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The values summed over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: T) -> list[T]:
+        """A small picklable value of every rank, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+
+_JOIN_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@contextlib.contextmanager
+def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool) -> Iterator[World]:
+    """Join the process group, claim the device, seed every generator; leave the group at the end.
+
+    Raises:
+        ConfigError: the accelerator that the recipe names is not there.
+    """
+    device = _claim(accelerator, ranks.local_rank)
+    random.seed(seed)
+    with contextlib.suppress(ImportError):
+        # Third-party code may draw from its global generator; we ourselves need none of it to compute.
+        importlib.import_module("numpy").random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    _join(ranks, device)
+    try:
+        yield World(rank=ranks.rank, size=ranks.world, local_rank=ranks.local_rank, device=device)
+    finally:
+        if deterministic:
+            torch.use_deterministic_algorithms(False)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _claim(accelerator: str, local_rank: int) -> torch.device:
+    if accelerator == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "cluster.accelerator",
+            accelerator,
+            f"this host shows a GPU, but torch {torch.__version__} cannot use it",
+            "install a CUDA build of torch, or try cluster.accelerator=cpu",
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            "world",
+            local_rank + 1,
+            f"more processes on this host than its {torch.cuda.device_count()} GPUs",
+            f"try world={torch.cuda.device_count()}",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(ranks: Ranks, device: torch.device) -> None:
+    if is_one_host(ranks):
+        _keep_gloo_on_loopback()
+    if ranks.world == 1:
+        # No address and no port: several runs may share a host.
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1
+        )
+        return
+    # Objects and CPU tensors travel over gloo, also where tensors travel over NCCL.
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    store = _store_on_loopback(ranks)
+    dist.init_process_group(
+        backend,
+        init_method=None if store is not None else f"tcp://{ranks.address}:{ranks.port}",
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.world,
+        timeout=_JOIN_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _store_on_loopback(ranks: Ranks) -> dist.TCPStore | None:
+    """The store of ranks that are all on this host; None: torch makes one, which other hosts can reach.
+
+    torch's own listens on all addresses of the host, and whoever reaches it can read and change what ranks exchange.
+    """
+    # torchrun's agent has a store of its own.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not is_one_host(ranks):
+        return None
+    address = loopback_address()
+    if address is None:
+        return None
+    leads = ranks.rank == 0
+    # The store takes the descriptor over.
+    listener = listen(address, ranks.port).detach() if leads else None
+    return dist.TCPStore(
+        address,
+        ranks.port,
+        world_size=ranks.world,
+        is_master=leads,
+        timeout=_JOIN_TIMEOUT,
+        master_listen_fd=listener,
+    )
+
+
+def _keep_gloo_on_loopback() -> None:
+    """Have gloo's processes, all on this host, listen at the loopback; a person's own setting wins."""
+    interface = loopback_interface()
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

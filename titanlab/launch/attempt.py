@@ -1,0 +1,169 @@
+"""An attempt at a run, from outside its ranks: what is done before they start, and what their ends add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from titanlab.checkpoint.folders import (
+    another,
+    check_checkpoint,
+    latest,
+    put_aside,
+    read_checked,
+    remove_unfinished,
+    step_of,
+)
+from titanlab.checkpoint.position import check_progress
+from titanlab.data import source
+from titanlab.data.tokenizer import keep
+from titanlab.distributed.host import Host
+from titanlab.distributed.silence import judged
+from titanlab.errors import ConfigError
+from titanlab.options import account_of
+from titanlab.recipe.recipe import Recipe, to_mapping
+from titanlab.records.outcome import Outcome, from_exit
+from titanlab.records.provenance import collect
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.disk import disk_fault
+
+
+def begin(run: RunFolder, recipe: Recipe, host: Host, *, started_by: str) -> int:
+    """Begin the next attempt at a claimed run. Returns its number.
+
+    Raises:
+        ConfigError: the run's checkpoint is missing, damaged, or of another model.
+    """
+    check_own_checkpoint(run, recipe, latest(run.checkpoints))
+    devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
+    provenance = collect(devices=devices, launcher=started_by)
+    return run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
+
+
+def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None) -> None:
+    """Hold the checkpoint that a run is to go on from against its recipe, and against what the run has saved.
+
+    Args:
+        checkpoint: None: there is none, and the run is to begin with its first step.
+
+    Raises:
+        ConfigError: it is missing, damaged, of another model, or says what no checkpoint of this run can say.
+    """
+    if checkpoint is None:
+        saved = run.saved_step() or _gone_on_from(run)
+        if saved:
+            rule = f"had saved step {saved}, and {run.checkpoints.name}/ has no checkpoint any more"
+            cure = f"bring that folder back; or remove {run.path}, and train anew from step 1"
+            raise ConfigError("run", run.path, rule, cure)
+        return
+    check_checkpoint(checkpoint, account_of(recipe.model).account(recipe.model).parameters, "run")
+    # A run that took up another run's checkpoint counts that run's steps, tokens and samples too.
+    first_hand = recipe.checkpoint.load_from is None
+    check_progress(
+        read_checked(checkpoint, "run").position,
+        steps=recipe.training.steps,
+        tokens_per_step=recipe.tokens_per_step if first_hand else 0,
+        global_batch=recipe.training.global_batch if first_hand else 0,
+        checkpoint=checkpoint,
+        key="run",
+        cure=another(checkpoint),
+    )
+
+
+def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path) -> list[str]:
+    """Make a checkpoint of a claimed run its newest: those after it are put aside.
+
+    Returns:
+        what was done, in lines for a person.
+
+    Raises:
+        ConfigError: the run cannot go on from that checkpoint; nothing was changed.
+    """
+    check_own_checkpoint(run, recipe, checkpoint)
+    step = step_of(checkpoint)
+    renamed = put_aside(run.checkpoints, after=step)
+    return [f"goes on from step {step}: {path.stem}, which is later, is put aside as {path.name}" for path in renamed]
+
+
+def missed_checkpoint(run: RunFolder) -> str | None:
+    """A line on steps that the run has saved, and whose checkpoint is not there any more; None: there are none."""
+    newest, saved = latest(run.checkpoints), run.saved_step()
+    if newest is None or step_of(newest) >= saved:
+        return None
+    rule = f"the checkpoint of step {saved}, which was saved later, is not among its checkpoints"
+    return f"goes on from step {step_of(newest)}: {rule}"
+
+
+def _gone_on_from(run: RunFolder) -> int:
+    """The last step that an attempt of this run has gone on from, by its rows of metrics; 0: none has."""
+    # A run that took up another run's checkpoint has such rows without having saved anything.
+    if (run.config().get("checkpoint") or {}).get("load_from") is not None:
+        return 0
+    return max((row["step"] for row in run.metrics("attempt")), default=0)
+
+
+def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
+    """Copy the tokenizer into the run, so that its checkpoints mean something wherever the folder goes."""
+    tokenizer = source.tokenizer(recipe.data)
+    if tokenizer is None:
+        return
+    run.tokenizer.mkdir(exist_ok=True)
+    keep(tokenizer.file, run.tokenizer)
+
+
+def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: str | None = None) -> Outcome:
+    """The outcome of an attempt whose ranks have ended without recording one: recorded now.
+
+    Args:
+        exits: exit codes of the ranks that ended badly, by rank; what they noted themselves comes first.
+        memory: what shows that the kernel has killed ranks for want of memory; None: nothing does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    notes = {note.rank or 0: note for note in run.failures(attempt)}
+    for rank, code in exits.items():
+        notes.setdefault(rank, from_exit(code, rank=rank, attempt=attempt, memory=memory))
+    found = judged(list(notes.values()), world_of(run, attempt)) if notes else from_exit(0, attempt=attempt)
+    outcome = with_progress(run, found)
+    try:
+        run.write_result(outcome)
+    except OSError as error:
+        if disk_fault(error) is None:
+            raise
+        # No rank lives any more that writes into them.
+        remove_unfinished(run.checkpoints)
+        run.write_result(outcome)
+    return outcome
+
+
+def world_of(run: RunFolder, attempt: int) -> int:
+    """How many ranks an attempt has; 0 where its config does not say."""
+    try:
+        world = run.config(attempt).get("world")
+    except ConfigError:
+        return 0
+    return world if isinstance(world, int) else 0
+
+
+def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
+    """The outcome with the last step of its attempt that anybody knows of."""
+    # A status may be a second old, and there may be more steps than rows.
+    status = run.known_status()
+    mine = status if status is not None and status.attempt == outcome.attempt else None
+    rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
+    opened = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
+    saved = latest(run.checkpoints)
+    known = [outcome.step, mine.step if mine else 0, step_of(saved) if saved else 0, *opened]
+    known += [row["step"] for row in rows]
+    last = {key: value for key, value in rows[-1].items() if key not in _ROW} if rows else outcome.metrics
+    return replace(
+        outcome,
+        step=max(known),
+        steps=mine.steps if mine else None,
+        metrics=outcome.metrics or last,
+    )
+
+
+_ROW = ("kind", "step", "attempt", "time")

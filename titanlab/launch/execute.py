@@ -1,0 +1,188 @@
+"""From a composed recipe to a finished run: everything is checked, then the ranks are started.
+
+Knows no torch: what is wrong with a recipe is said within a second.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlab.data import source
+from titanlab.distributed.host import Host, check_host, this_host
+from titanlab.distributed.ranks import Ranks, joined
+from titanlab.distributed.silence import await_answers
+from titanlab.launch import local
+from titanlab.launch.attempt import begin, conclude, go_back, keep_tokenizer, missed_checkpoint
+from titanlab.launch.memory_kills import memory_kills
+from titanlab.options import implementation
+from titanlab.recipe.memory_rules import check_host_memory
+from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
+from titanlab.recipe.recipe_rules import check
+from titanlab.records.identity import Identity, identify
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
+from titanlab.records.run_folder import RunFolder, check_runs, create_run
+from titanlab.system.disk import disk_fault, tells_of_disk
+from titanlab.terminal.console import Console
+from titanlab.weights.starting_weights import check_beginning, start_fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A recipe that has passed every check, with its data prepared and its name given."""
+
+    recipe: Recipe
+    identity: Identity
+    host: Host
+    ranks: Ranks | None
+
+
+def prepare(recipes: Sequence[Recipe], report: Callable[[str], None], *, started: bool = False) -> list[Ready]:
+    """Resolve and check recipes, and prepare their data; no run's folder is made and nothing starts.
+
+    Args:
+        report: told, line by line, what takes long.
+        started: the runs go on from checkpoints of their own; what they were to begin with may be gone.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    host = this_host()
+    ranks = joined(os.environ)
+    # What is told at once comes before any data is prepared.
+    resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
+    if ranks is None or ranks.rank == 0:
+        for notice in dict.fromkeys(filter(None, map(shortened_warmup, recipes))):
+            report(notice)
+    return [_with_data(recipe, host, ranks, report, started=started) for recipe in resolved]
+
+
+def execute(ready: Ready, console: Console) -> Outcome:
+    """Make the run's folder, or find it; start the ranks, wait, and see to it that the end is recorded.
+
+    A run that is done is left as it is; one that was stopped goes on from its latest checkpoint.
+    """
+    recipe = ready.recipe
+    run = create_run(
+        recipe.runs, sweep=recipe.sweep, name=recipe.name, identity=ready.identity, config=to_mapping(recipe)
+    )
+    return continue_run(run, recipe, ready.host, ready.ranks, console)
+
+
+def continue_run(
+    run: RunFolder,
+    recipe: Recipe,
+    host: Host,
+    ranks: Ranks | None,
+    console: Console,
+    *,
+    checkpoint: Path | None = None,
+) -> Outcome:
+    """Begin the next attempt at a run, from its latest checkpoint if it has one, under the given recipe.
+
+    Args:
+        checkpoint: an older one of the run's to go on from instead; those after it are put aside.
+    """
+    done = run.result()
+    if done is not None and done.kind is OutcomeKind.DONE:
+        console.note(f"{run.path} is done: {done.steps} steps. For another like it: repeat={recipe.repeat + 1}")
+        return done
+    if ranks is not None and ranks.rank > 0:
+        # Rank 0 keeps the record; the others only train.
+        failures = local.start_one(run.path, ranks, config=to_mapping(recipe))
+        return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
+    with run.claim():
+        run.withdraw_cancel()
+        notes = [missed_checkpoint(run)] if checkpoint is None else go_back(run, recipe, checkpoint)
+        for note in filter(None, notes):
+            console.note(note)
+        attempt = begin(run, recipe, host, started_by=ranks.started_by if ranks else recipe.launch.kind)
+        keep_tokenizer(run, recipe)
+        kills = memory_kills()
+        if ranks is not None:
+            begun = time.time()
+            failures = local.start_one(run.path, ranks)
+            await_answers(run, ranks.world, since=begun)
+        else:
+            failures = implementation(recipe.launch).start(run.path, world=recipe.layout.world, logs=run.logs)
+        terminal = {0} if ranks is None else set(range(ranks.world))
+        return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.rose())
+
+
+def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
+    """The recipe with nothing left open, after every check that needs no data."""
+    recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
+    check(recipe)
+    processes = ranks.local_world if ranks else recipe.layout.world
+    check_host(host, accelerator=recipe.cluster.accelerator, device=recipe.cluster.device, processes=processes)
+    check_host_memory(recipe, host, processes=processes)
+    check_runs(recipe.runs)
+    if started:
+        return recipe
+    check_beginning(recipe)
+    return recipe
+
+
+def _with_data(
+    recipe: Recipe, host: Host, ranks: Ranks | None, report: Callable[[str], None], *, started: bool
+) -> Ready:
+    source.prepare(recipe.data, report=report)
+    # Some rules need the corpus itself: its length, its tokenizer's vocabulary.
+    check(recipe)
+    identity = identify(
+        recipe,
+        data=source.fingerprint(recipe.data),
+        hardware=str(recipe.cluster.device),
+        repeat=recipe.repeat,
+        # A run that has begun has its name.
+        weights=None if started else start_fingerprint(recipe),
+    )
+    return Ready(recipe=recipe, identity=identity, host=host, ranks=ranks)
+
+
+def _recorded(
+    run: RunFolder,
+    attempt: int,
+    failures: list[local.Failure],
+    console: Console,
+    *,
+    terminal: Collection[int],
+    memory: str | None,
+) -> Outcome:
+    """The attempt's outcome; written here if no rank lived to write it.
+
+    Args:
+        terminal: ranks whose own words are on the terminal already.
+        memory: what shows that the kernel has killed a process for want of memory meanwhile.
+    """
+    recorded = run.result(attempt)
+    if recorded is not None:
+        return recorded
+    try:
+        outcome = conclude(run, attempt, {failure.rank: failure.exit_code for failure in failures}, memory=memory)
+    except OSError as error:
+        fault = disk_fault(error)
+        if fault is None:
+            raise
+        console.error(f"the run has ended, and {_shown(run.path)} cannot take a result.json: {fault}")
+        return Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=fault)
+    if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
+        console.note(outcome.traceback.rstrip())
+    console.end(
+        f"{outcome.kind.value}: {outcome.kind.meaning}",
+        [
+            ("cause", outcome.cause or ""),
+            ("rank", "" if outcome.rank is None else outcome.rank),
+            ("step", outcome.step),
+            ("folder", _shown(run.path)),
+        ],
+        tone="bad",
+    )
+    return outcome
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,1 @@
+"""Do two recipes train the same? Proofs that start runs."""

@@ -1,0 +1,156 @@
+"""Parity: do two recipes train the same?
+
+A trace is what a run did to every tensor: losses and gradient norms of all steps, the first step's
+gradients and the parameters after the last. Traces of two layouts of one recipe must be equal up to the
+rounding of sums in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titanlab.costs.layout import Layout
+from titanlab.distributed.ranks import Ranks
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.run_folder import RunFolder
+from titanlab.training.totals import Totals
+from titanlab.training.train import Observer, train
+
+# In the place of a reference that is zero, beside which nothing has a relative difference.
+_TINY = 1e-30
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """What one run did.
+
+    Attributes:
+        losses, grad_norms: by step.
+        gradients: of the first step as the optimizer saw them, whole tensors by parameter name.
+        parameters: after the last step, whole tensors by name.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far a candidate's trace is from a reference's.
+
+    Attributes:
+        loss, grad_norm: largest relative difference over the steps.
+        gradient, parameter: largest ‖Δ‖/‖reference‖ over the tensors, with the tensor's name.
+    """
+
+    loss: float
+    grad_norm: float
+    gradient: tuple[float, str]
+    parameter: tuple[float, str]
+
+    @property
+    def largest(self) -> float:
+        """The largest of all."""
+        return max(self.loss, self.grad_norm, self.gradient[0], self.parameter[0])
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.1e}, grad norm {self.grad_norm:.1e}, "
+            f"gradient {self.gradient[0]:.1e} ({self.gradient[1]}), "
+            f"parameter {self.parameter[0]:.1e} ({self.parameter[1]})"
+        )
+
+
+class _Tracer(Observer):
+    def __init__(self, layout: Layout | None = None) -> None:
+        self.layout = layout or Layout()
+        self.trace = Trace()
+
+    def after_step(self, step: int, totals: Totals) -> None:
+        self.trace.losses.append(totals.loss)
+        self.trace.grad_norms.append(totals.grad_norm)
+
+    def with_gradients(self, step: int, model: nn.Module) -> None:
+        if not self.trace.gradients:
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            self.trace.gradients = _everywhere(gradients, self.layout)
+
+    def at_end(self, model: nn.Module) -> None:
+        self.trace.parameters = _everywhere(dict(model.named_parameters()), self.layout)
+
+
+def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Trace:
+    """Train as one rank among `ranks.world` that call this together; every rank returns the whole trace."""
+    tracer = _Tracer(recipe.layout)
+    train(recipe, run, ranks, observer=tracer)
+    return tracer.trace
+
+
+def compare(reference: Trace, candidate: Trace) -> Difference:
+    """Hold a trace against a reference.
+
+    Raises:
+        ValueError: they have other steps or other tensors, so that no difference can be said.
+    """
+    return Difference(
+        loss=_relative(reference.losses, candidate.losses, "losses"),
+        grad_norm=_relative(reference.grad_norms, candidate.grad_norms, "gradient norms"),
+        gradient=_farthest(reference.gradients, candidate.gradients, "gradients"),
+        parameter=_farthest(reference.parameters, candidate.parameters, "parameters"),
+    )
+
+
+def _relative(reference: list[float], candidate: list[float], what: str) -> float:
+    if len(reference) != len(candidate) or not reference:
+        raise ValueError(f"{what} of {len(reference)} steps against {len(candidate)}")
+    return max(_counted(abs(a - b) / max(abs(a), _TINY)) for a, b in zip(reference, candidate, strict=True))
+
+
+def _farthest(
+    reference: Mapping[str, torch.Tensor], candidate: Mapping[str, torch.Tensor], what: str
+) -> tuple[float, str]:
+    if reference.keys() != candidate.keys() or not reference:
+        raise ValueError(f"{what} differ in names: {sorted(reference.keys() ^ candidate.keys())[:4]}")
+    for name, tensor in reference.items():
+        if tensor.shape != candidate[name].shape:
+            raise ValueError(f"{what} differ in shape: {name} is {tensor.shape} and {candidate[name].shape}")
+    return max((_counted(_distance(reference[name], candidate[name])), name) for name in reference)
+
+
+def _distance(reference: torch.Tensor, candidate: torch.Tensor) -> float:
+    norm = torch.linalg.vector_norm(reference.double())
+    return float(torch.linalg.vector_norm(reference.double() - candidate.double()) / norm.clamp(min=_TINY))
+
+
+def _counted(difference: float) -> float:
+    """NaN, which is neither smaller nor larger than anything, as the largest difference there is."""
+    return math.inf if math.isnan(difference) else difference
+
+
+def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+    """The whole tensors of all stages, on every rank."""
+    whole = {name: _whole(tensor) for name, tensor in tensors.items()}
+    if layout.pipeline > 1:
+        parts: list[dict[str, torch.Tensor]] = [whole] * layout.world
+        dist.all_gather_object(parts, whole)
+        for part in parts:
+            whole.update(part)
+    return whole
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # Into a tensor of torch's own: a precision's may be of a kind that clones itself.
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    whole.copy_(tensor)
+    return whole

@@ -1,0 +1,116 @@
+"""Hydra's flags, read before Hydra reads them: a mistake is one line, and they may stand anywhere."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
+
+from titanlab.errors import ConfigError
+from titanlab.recipe.composition import hydra_settings, strangers
+from titanlab.recipe.composition.errors import ARGUMENTS
+
+_HELP = "see `titanlab train --help`"
+# What Hydra does instead of running; it does one of them at a time.
+_ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What is on the command line.
+
+    Attributes:
+        overrides: `key=value` and the like, in their order.
+        flags: all the rest, in its order.
+        values: what follows each flag that says where configs are.
+        starts: whether something is to run; else Hydra shows something.
+        helps: whether what it shows is our help.
+        multirun: -m is among them.
+    """
+
+    overrides: list[str]
+    flags: list[str]
+    values: dict[str, str | None]
+    starts: bool
+    helps: bool
+    multirun: bool
+
+
+def read_flags(arguments: Sequence[str]) -> Flags:
+    """Read the command line of a verb that takes a recipe.
+
+    Raises:
+        ConfigError: an unknown flag, one without its value, flags that do not go together, or an override that
+            names code, or sets what titanlab does not read.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    # Only whole names: an abbreviation is one thing today and another when a flag is added.
+    parser.allow_abbrev = False
+    try:
+        given, unknown = parser.parse_known_intermixed_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise _bad_flag(error, arguments) from error
+    # argparse keeps what it does not know; an override has no dash.
+    if unknown:
+        raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", _HELP)
+    _hold_together(given, arguments)
+    strangers.check_overrides(given.overrides)
+    hydra_settings.check_overrides(given.overrides)
+    left = list(given.overrides)
+    flags = [argument for argument in arguments if not _taken(argument, left)]
+    return Flags(
+        overrides=[_with_home(override) for override in given.overrides],
+        flags=flags,
+        values={
+            "--config-dir": given.config_dir,
+            "--config-name": given.config_name,
+            "--config-path": given.config_path,
+        },
+        starts=not any(getattr(given, name) for name in _ANSWERS),
+        helps=given.help,
+        multirun=given.multirun,
+    )
+
+
+def _hold_together(given: argparse.Namespace, arguments: Sequence[str]) -> None:
+    if given.resolve and not (given.cfg or given.help):
+        raise ConfigError(ARGUMENTS, "--resolve", "goes with --cfg", "try --cfg job --resolve")
+    if given.package is not None and not given.cfg:
+        raise ConfigError("--package", given.package, "goes with --cfg", f"try --cfg job --package {given.package}")
+    if given.experimental_rerun is not None:
+        # It would unpickle a file, which can run any code.
+        rule = "a run is not repeated from a pickle"
+        raise ConfigError("--experimental-rerun", given.experimental_rerun, rule, "try titanlab resume RUN")
+    modes = [name for name in ("run", "multirun", *_ANSWERS[2:]) if getattr(given, name) not in (None, False)]
+    if len(modes) > 1:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
+        raise ConfigError(ARGUMENTS, " ".join(arguments), f"{named} do not go together", "choose one of them")
+
+
+def _bad_flag(error: argparse.ArgumentError, arguments: Sequence[str]) -> ConfigError:
+    names = (error.argument_name or ARGUMENTS).split("/")
+    places = [place for place, argument in enumerate(arguments) if argument.partition("=")[0] in names]
+    place = places[0] if places else len(arguments)
+    value = arguments[place].partition("=")[2] if places and "=" in arguments[place] else ""
+    value = value or " ".join(arguments[place + 1 : place + 2])
+    return ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), _HELP)
+
+
+def _taken(argument: str, left: list[str]) -> bool:
+    """Whether the argument is one of the overrides left, which loses it."""
+    if argument not in left:
+        return False
+    left.remove(argument)
+    return True
+
+
+def _with_home(override: str) -> str:
+    """`runs=~/runs` with the home folder in it: not every shell puts it there, and Hydra cannot read a `~`."""
+    key, equals, value = override.partition("=")
+    home = equals and (value == "~" or value.startswith("~/"))
+    return f"{key}={Path.home()}{value[1:]}" if home else override

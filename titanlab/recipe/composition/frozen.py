@@ -1,0 +1,81 @@
+"""Overrides of a recipe that is frozen: a run has it, in plain values, and only some of its keys may still change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.recipe.composition.errors import value_error
+from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.run_folder import RunFolder
+
+# How a key of such a group is given; of the others the name of the group says enough.
+_EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
+
+
+def hold_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None:
+    """Hold overrides to the keys that may change.
+
+    Args:
+        overrides: `key=value` arguments.
+        changeable: keys, and beginnings of keys, which end in a dot.
+
+    Raises:
+        ConfigError: one is no override, or of another key.
+    """
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError("overrides", override, "is no override", "write key=value")
+        if key in discover() and any(name.startswith(f"{key}.") for name in changeable):
+            rule = "is another preset, and a run that has begun has values"
+            raise ConfigError(key, value, rule, f"give keys of {key}{_EXAMPLES.get(key, '')}")
+        if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in changeable):
+            allowed = ", ".join(name.removesuffix(".") for name in changeable)
+            raise ConfigError(key, value, "is not to be changed in a run that has begun", f"changeable: {allowed}")
+
+
+def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int | None = None) -> Recipe:
+    """The recipe of a run, or of one attempt at it, with some keys changed.
+
+    Raises:
+        ConfigError: an override does not fit; or the config is damaged, or none of this version's.
+    """
+    folder = run.path if attempt is None else run.attempt_folder(attempt)
+    return overridden(run.config(attempt), overrides, file=folder / "config.yaml")
+
+
+def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
+    """The recipe of a run's frozen config, with some keys changed.
+
+    Args:
+        file: where the config is from, for errors that are not an override's.
+
+    Raises:
+        ConfigError: an override cannot be read, or its value does not fit; or the config is none of this version's.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(dict(config)), OmegaConf.from_dotlist(list(overrides)))
+    except (OmegaConfBaseException, YAMLError) as error:
+        rule = f"cannot be read ({str(error).splitlines()[0]})"
+        raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error
+    changed: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
+    try:
+        return from_mapping(changed)
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, OmegaConfBaseException) and any(each.startswith(error.key) for each in overrides):
+            # A person typed the key just now, and is told what it takes.
+            raise value_error(cause, overrides) from error
+        keys = [override.partition("=")[0] for override in overrides]
+        if any(key == error.key or key.startswith(f"{error.key}.") for key in keys):
+            raise
+        cure = "mend that file; if another version of titanlab made it, use that version"
+        raise ConfigError(error.key, error.value, f"{error.rule} (in {file})", cure) from error

@@ -1,0 +1,114 @@
+"""Every key that a recipe can have, for messages: what it takes, and which ones are like a misspelt one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.options import Option, discover
+from titanlab.recipe.recipe import Recipe
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key.
+
+    Attributes:
+        name: with its group, such as `optimizer.schedule.floor`.
+        declared: type of its field.
+        default: as it is typed; None where the schema has none.
+        option: schema that has it; None for the recipe's own fields.
+    """
+
+    name: str
+    declared: Any
+    default: str | None
+    option: Option | None
+
+    @property
+    def wanted(self) -> str:
+        """What it takes, in words."""
+        return _words(self.declared)
+
+
+def known_keys() -> list[Key]:
+    """All keys of all options, those of the recipe itself first; the same name comes once for each option."""
+    keys = list(_keys(Recipe, "", None))
+    for group, kinds in discover().items():
+        for found in kinds.values():
+            keys += _keys(found.schema, f"{group}.", found)
+    return keys
+
+
+def find_key(name: str, schema: type | None = None) -> Key | None:
+    """The key of this name, that of an option's schema where several options have it."""
+    found = [key for key in known_keys() if key.name == name]
+    own = [key for key in found if key.option is not None and key.option.schema is schema]
+    return next(iter(own or found), None)
+
+
+def advice(name: str) -> str:
+    """What to do about a key that the recipe does not have."""
+    keys = known_keys()
+    for key in keys:
+        if key.name == name and key.option is not None and key.option.kind is not None:
+            return f"it belongs to another {key.option.group}: try {key.option.group}={key.option.kind}"
+    within = name.rpartition(".")[0]
+    if any(key.name == within and typing.get_origin(key.declared) is dict for key in keys):
+        return f"new keys of {within} are added with a plus: +{name}=…"
+    # A kind is chosen with its group.
+    names = [name for name in dict.fromkeys(key.name for key in keys) if not name.endswith(".kind")]
+    group, _, end = name.rpartition(".")
+    beside = [each.rpartition(".")[2] for each in names if group and each.rpartition(".")[0] == group]
+    near = [each for each in names if each.endswith(f".{name}")]  # Its end is what a person remembers of a key.
+    near += difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+    near += [f"{group}.{each}" for each in difflib.get_close_matches(end, beside, n=1)]
+    if not near and not beside:
+        near = [each for each in difflib.get_close_matches(name, names, n=1) if not name.startswith(f"{each}.")]
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"keys of {group}: {', '.join(beside)}" if beside else "see `titanlab train --cfg job` for all keys"
+
+
+def _keys(schema: type, prefix: str, option: Option | None) -> Iterator[Key]:
+    declared = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        name = prefix + field.name
+        inner: Any = declared[field.name]
+        yield Key(name=name, declared=inner, default=_default(field), option=option)
+        # The recipe's own dataclasses are groups, whose options come by themselves.
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner) and option is not None:
+            yield from _keys(inner, f"{name}.", option)
+
+
+def _default(field: dataclasses.Field[Any]) -> str | None:
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        value = field.default
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    # An empty text, or the sign for a value that must be given, is nothing to try.
+    return str(value) if isinstance(value, int | float | str) and value not in ("", "???") else None
+
+
+def _words(declared: Any) -> str:
+    parts = typing.get_args(declared)
+    if typing.get_origin(declared) in (typing.Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else _words(part) for part in parts)
+    if typing.get_origin(declared) is list:
+        return {int: "a list of whole numbers", float: "a list of numbers"}.get(parts[0], "a list of texts")
+    if dataclasses.is_dataclass(declared):
+        return "keys of its own"
+    return _WORDS.get(declared, "a value of the key's type")

@@ -1,0 +1,205 @@
+"""What a layout asks of model, sequence, batch and schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from titanlab.costs.account import ModelAccount, style_of
+from titanlab.costs.layout import Layout
+from titanlab.errors import ConfigError
+from titanlab.options import implementation
+from titanlab.parallelism.schema import Parallelism
+from titanlab.recipe.stage_pieces import as_typed
+
+# Styles of a tensor plan by the dim of a parameter that they cut; the others keep parameters whole or have none.
+CUTS = {"colwise": 0, "rowwise": 1}
+# Of one pass of one microbatch through one stage; a step's are laid out one by one before it runs.
+MOST_ACTIONS = 1_000_000
+UNEVEN = ("embedding", "head")
+
+
+def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, seq_len: int, microbatch: int) -> None:
+    """Tensor parallelism: heads, matrices and sequence can be cut.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    degree = layout.tensor
+    if degree == 1:
+        return
+    key = "parallelism.tensor"
+    if not account.tensor_plan:
+        raise ConfigError(key, degree, "the model has no plan of how to cut its layers", "try parallelism.tensor=1")
+    cuts = _cuts(account, degree)
+    usable = [n for n in divisors(account.kv_heads) if not _uncut(account, cuts, n)]
+    rule = _uncut(account, cuts, degree)
+    if rule:
+        raise ConfigError(key, degree, rule, _try(key, usable, degree))
+    _check_fsdp_cuts(layout, cuts)
+    local = microbatch * seq_len // layout.context
+    if config.sequence_parallel and local % degree:
+        rule = f"with sequence_parallel, must divide the {local} tokens that a process has of a microbatch"
+        cure = _try(key, [n for n in usable if local % n == 0], degree)
+        raise ConfigError(key, degree, rule, f"{cure}, or parallelism.sequence_parallel=false")
+
+
+class _Cut(NamedTuple):
+    """A parameter that a style of the plan cuts, for all that are cut alike."""
+
+    name: str
+    shape: tuple[int, ...]
+    style: str
+
+
+def _cuts(account: ModelAccount, degree: int) -> list[_Cut]:
+    found: dict[tuple[tuple[int, ...], str], _Cut] = {}
+    for name, shape in account.parameters.items():
+        style = style_of(account.tensor_plan, name.rpartition(".")[0])
+        if style in ("", "gathered"):
+            rule = f"the model's plan says nothing about {name}"
+            raise ConfigError(
+                "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
+            )
+        if style != "norm":
+            found.setdefault((shape, style), _Cut(name, shape, style))
+    return list(found.values())
+
+
+def _uncut(account: ModelAccount, cuts: Iterable[_Cut], degree: int) -> str:
+    """The rule that keeps a model from being cut so many times, or nothing."""
+    for heads, what in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
+        if heads % degree:
+            return f"must divide {heads} {what}"
+    for name, shape, style in cuts:
+        if style in CUTS and len(shape) > CUTS[style] and shape[CUTS[style]] % degree:
+            return f"must divide the {shape[CUTS[style]]} {('rows', 'columns')[CUTS[style]]} of {name}"
+        # The first ranks have equal parts, rounded up: with few rows nothing is left for the last.
+        if style in UNEVEN and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
+            return f"leaves a process without a row of {name}, which has {shape[0]}"
+    return ""
+
+
+def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_Cut]) -> None:
+    """What tensor parallelism cuts by rows FSDP2 cuts by rows again, in equal parts, or by columns."""
+
+    def uneven(fsdp: int) -> Iterator[_Cut]:
+        for cut in cuts:
+            rows, columns = cut.shape[0], math.prod(cut.shape[1:2])
+            if cut.style != "rowwise" and rows % (layout.tensor * fsdp) and columns % fsdp:
+                yield cut
+
+    if layout.fsdp == 1:
+        return
+    axis = "shard" if layout.shard > 1 else "context"
+    key, degree = f"parallelism.{axis}", getattr(layout, axis)
+    for name, shape, _ in uneven(layout.fsdp):
+        by_columns = f", nor its {shape[1]} columns into {layout.fsdp}" if len(shape) > 1 else ""
+        rule = (
+            f"with tensor={layout.tensor}, cannot cut the {shape[0]} rows of {name} "
+            f"into {layout.tensor * layout.fsdp} equal parts{by_columns}"
+        )
+        usable = [n for n in range(1, 2 * degree) if not any(uneven(layout.fsdp // degree * n))]
+        cure = f"{_try(key, usable, degree)}, or parallelism.tensor=1" if usable else "try parallelism.tensor=1"
+        raise ConfigError(key, degree, rule, cure)
+
+
+def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel: str) -> None:
+    """Context parallelism: the sequence can be cut in two chunks for every process.
+
+    Args:
+        kernel: of the attention, as the recipe asks for it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    chunks = 2 * layout.context
+    if layout.context == 1:
+        return
+    if not account.attention:
+        rule = "the model does not say where its attention is"
+        raise ConfigError("parallelism.context", layout.context, rule, "try parallelism.context=1")
+    if seq_len % chunks:
+        rule = f"must be a multiple of {chunks}: two chunks for each of {layout.context} context-parallel processes"
+        cure = f"try {max(1, round(seq_len / chunks)) * chunks}"
+        raise ConfigError("training.seq_len", seq_len, rule, cure)
+    if kernel == "math":
+        rule = f"writes out all scores, and context={layout.context} puts attention together of parts that are not"
+        raise ConfigError("model.attention", kernel, rule, "try auto")
+    if kernel == "flash_attn":
+        rule = f"is no kernel of torch's, of which context={layout.context} puts attention together"
+        raise ConfigError("model.attention", kernel, rule, "try auto or flash")
+
+
+def check_pipeline(
+    layout: Layout, config: Parallelism, account: ModelAccount, schedule: Any, *, microbatches: int
+) -> None:
+    """Pipeline: enough pieces for every stage, and a schedule that fits.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    degree = layout.pipeline
+    if degree == 1:
+        if config.split is not None:
+            rule = "says where a pipeline is cut, and parallelism.pipeline=1"
+            raise ConfigError("parallelism.split", as_typed(config.split), rule, "try null")
+        return
+    key = "parallelism.pipeline"
+    if not account.pieces:
+        raise ConfigError(key, degree, "the model does not say where it may be cut", "try parallelism.pipeline=1")
+    if account.tied:
+        rule = "the head is the embedding's table, which first and last stage would both have to own"
+        raise ConfigError(key, degree, rule, "try parallelism.pipeline=1, or model.tied_embeddings=false")
+    part = implementation(schedule)
+    stages = degree * getattr(schedule, "stages_per_rank", 1)
+    if stages <= account.layers:
+        # Of far too many ranks nothing is laid out.
+        part.check(schedule, ranks=degree, microbatches=microbatches)
+        stages = len(part.placement(schedule, ranks=degree))
+    if stages > account.layers:
+        rule = f"{schedule.kind} makes {stages} stages of it, more than the {account.layers} blocks of the model"
+        fits = list(range(1, min(degree - 1, account.layers // (stages // degree)) + 1))
+        other = "a schedule with fewer stages a rank" if stages > degree else "a model of more blocks"
+        raise ConfigError(key, degree, rule, f"{_try(key, fits or [1], degree)}, or {other}")
+    if stages * microbatches > MOST_ACTIONS:
+        rule = f"makes {microbatches:,} microbatches of a step, in {stages} stages: more than a schedule is made for"
+        cure = "give a smaller training.global_batch, or a larger training.microbatch"
+        raise ConfigError(key, degree, rule, cure)
+
+
+def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool) -> None:
+    """AsyncTP: hardware and compiler can do it.
+
+    Args:
+        compiled: the backend that compiles blocks; False: none does.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not config.async_tensor:
+        return
+    key = "parallelism.async_tensor"
+    if layout.tensor == 1:
+        raise ConfigError(key, True, "interleaves the collectives of tensor parallelism, and tensor=1", "try false")
+    if accelerator != "cuda":
+        raise ConfigError(key, True, "needs symmetric memory between GPUs, and this runs on a CPU", "try false")
+    if not config.sequence_parallel:
+        rule = "interleaves gathers and scatters of sequences, and sequence_parallel=false has none"
+        raise ConfigError(key, True, rule, "try parallelism.sequence_parallel=true")
+    if compiled != "inductor":
+        rule = "is done by inductor, which does not compile the blocks here"
+        raise ConfigError(key, True, rule, "try compile=block compile.backend=inductor")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _try(key: str, usable: list[int], asked: int) -> str:
+    """The usable degrees next to the one that was asked for."""
+    nearest = sorted(sorted(usable, key=lambda n: (abs(n - asked), n))[:2])
+    return f"try {key}=" + " or ".join(str(n) for n in nearest)

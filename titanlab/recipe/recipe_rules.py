@@ -1,0 +1,204 @@
+"""Every rule that crosses the groups of a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+
+from titanlab.costs.setting import Setting
+from titanlab.data import source
+from titanlab.errors import ConfigError
+from titanlab.options import account_of, implementation
+from titanlab.recipe import layout_rules
+from titanlab.recipe.memory_rules import check_addressable
+from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.schedule.action import Kind
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+SEEDS = 2**63
+# Ten times the largest clusters: what is planned for every process is then still planned at once.
+MOST_PROCESSES = 1_000_000
+
+
+def check(recipe: Recipe) -> None:
+    """Hold a resolved recipe to every rule; those on the corpus itself apply once it has been prepared.
+
+    Raises:
+        ConfigError: the first rule that it breaks.
+    """
+    check_all_but_data(recipe)
+    check_data(recipe)
+
+
+def check_all_but_data(recipe: Recipe) -> None:
+    """Hold a resolved recipe to every rule that no data is needed for.
+
+    Raises:
+        ConfigError: the first rule that it breaks.
+    """
+    for rule in (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _offload, _attention, _options):
+        rule(recipe)
+    # What a tracker lacks is told now, not when the model has been made.
+    rules = getattr(implementation(recipe.tracker), "check", None)
+    if rules is not None:
+        rules(recipe.tracker)
+
+
+def check_data(recipe: Recipe) -> None:
+    """Hold a resolved recipe to the rules on its data; those on the corpus itself apply once it has been prepared.
+
+    Raises:
+        ConfigError: the first rule that it breaks.
+    """
+    source.check(
+        recipe.data,
+        seq_len=recipe.training.seq_len,
+        global_batch=recipe.training.global_batch,
+        ranks=recipe.layout.data,
+        vocab_size=recipe.model.vocab_size,
+        validation_sequences=recipe.training.validation_sequences if recipe.training.validate_every else 0,
+    )
+
+
+def _names(recipe: Recipe) -> None:
+    for key in ("name", "sweep"):
+        value = getattr(recipe, key)
+        if not SAFE_NAME.fullmatch(value):
+            raise ConfigError(
+                key,
+                value,
+                "becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'",
+                "try " + _safe(value),
+            )
+    if recipe.repeat < 0:
+        raise ConfigError("repeat", recipe.repeat, "counts repetitions from 0", "try 0")
+    if not 0 <= recipe.seed < SEEDS:
+        raise ConfigError("seed", recipe.seed, "must lie in [0, 2⁶³)", "try 0")
+
+
+def _batch(recipe: Recipe) -> None:
+    batch, ranks = recipe.training.global_batch, recipe.layout.data
+    if batch % ranks:
+        raise ConfigError(
+            "training.global_batch",
+            batch,
+            f"must be a multiple of the {ranks} data-parallel processes",
+            f"try {_nearest_multiple(batch, ranks)}",
+        )
+    if recipe.local_batch % recipe.microbatch:
+        divisors = layout_rules.divisors(recipe.local_batch)
+        raise ConfigError(
+            "training.microbatch",
+            recipe.microbatch,
+            f"must divide the {recipe.local_batch} sequences that one process has of a step",
+            f"try {' or '.join(str(n) for n in _closest(divisors, recipe.microbatch))}",
+        )
+
+
+def _processes(recipe: Recipe) -> None:
+    if recipe.layout.world > MOST_PROCESSES:
+        rule = f"a layout has at most {MOST_PROCESSES:,} processes"
+        raise ConfigError("world", recipe.layout.world, rule, "give fewer, by smaller degrees of parallelism")
+
+
+def _layout_fits(recipe: Recipe) -> None:
+    layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
+    account = account_of(recipe.model).account(recipe.model)
+    kernel = getattr(recipe.model, "attention", "auto")
+    layout_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
+    layout_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
+    layout_rules.check_async_tensor(
+        layout,
+        config,
+        accelerator=recipe.cluster.accelerator,
+        compiled=recipe.compile.blocks and recipe.compile.backend,
+    )
+    layout_rules.check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
+    if layout.pipeline > 1:
+        pieces_by_stage(recipe)
+
+
+def _rate(recipe: Recipe) -> None:
+    warmup = recipe.optimizer.schedule.warmup(recipe.training.steps)
+    if warmup > recipe.training.steps:
+        raise ConfigError(
+            "optimizer.schedule.warmup_steps",
+            warmup,
+            f"is more than the {recipe.training.steps} steps of the run",
+            f"try {max(1, recipe.training.steps // 10)}",
+        )
+
+
+def _offload(recipe: Recipe) -> None:
+    if recipe.parallelism.cpu_offload and recipe.layout.fsdp == 1:
+        raise ConfigError(
+            "parallelism.cpu_offload",
+            True,
+            "moves sharded parameters, and nothing is sharded",
+            "try parallelism.shard=2",
+        )
+
+
+def _attention(recipe: Recipe) -> None:
+    backend = getattr(recipe.model, "attention", "auto")
+    if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient", "flash_attn"):
+        raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
+    narrow = ("flash", "cudnn", "flash_attn")
+    if recipe.cluster.accelerator == "cuda" and recipe.precision.kind == "fp32" and backend in narrow:
+        raise ConfigError(
+            "model.attention", backend, "computes in 16 bits only on a GPU", "try precision=bf16, or auto"
+        )
+    if backend == "flash_attn" and importlib.util.find_spec(backend) is None:
+        rule = "is a kernel of the package flash-attn, which is not installed"
+        raise ConfigError("model.attention", backend, rule, "pip install flash-attn, or try auto")
+
+
+def _options(recipe: Recipe) -> None:
+    """What the options themselves ask of the rest."""
+    found = setting(recipe)
+    for field in dataclasses.fields(recipe):
+        rule = getattr(getattr(recipe, field.name), "check", None)
+        if rule is not None:
+            rule(found)
+
+
+def setting(recipe: Recipe) -> Setting:
+    """A resolved recipe as its options see it."""
+    groups = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    formats = account_of(recipe.precision).account(recipe.precision)
+    return Setting(
+        model=account_of(recipe.model).account(recipe.model),
+        layout=recipe.layout,
+        seq_len=recipe.training.seq_len,
+        microbatch=recipe.microbatch,
+        accelerator=recipe.cluster.accelerator,
+        device=str(recipe.cluster.device),
+        compiled=recipe.compile.backend if recipe.compile.blocks else "",
+        sequence_parallel=recipe.parallelism.sequence_parallel,
+        cpu_offload=recipe.parallelism.cpu_offload,
+        splits_backward=_splits_backward(recipe),
+        rests_in=formats.master,
+        computes_in=formats.compute,
+        kinds={name: group.kind for name, group in groups.items() if hasattr(group, "kind")},
+    )
+
+
+def _splits_backward(recipe: Recipe) -> bool:
+    if recipe.layout.pipeline == 1:
+        return False
+    schedule = implementation(recipe.schedule)
+    actions = schedule.actions(recipe.schedule, ranks=recipe.layout.pipeline, microbatches=recipe.microbatches)
+    return any(action.kind is Kind.WEIGHT for order in actions for action in order)
+
+
+def _safe(value: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:100] or "run"
+
+
+def _nearest_multiple(value: int, unit: int) -> int:
+    return max(unit, round(value / unit) * unit)
+
+
+def _closest(values: list[int], wanted: int) -> list[int]:
+    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:2])

@@ -1,0 +1,108 @@
+"""The stages of a pipeline: which pieces of the model each has, by cost or as the recipe says."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from titanlab.costs.account import ModelAccount, Operation
+from titanlab.errors import ConfigError
+from titanlab.schedule.split import split as balanced
+
+KEY = "parallelism.split"
+# What is not a product costs time too: an element that is read and written, in FLOPs. A core moves some 1e9
+# elements a second and computes 5e10 to 1e11 FLOP/s; a GPU is a little more one-sided.
+ELEMENT_FLOPS = 100
+
+
+def stage_pieces(
+    account: ModelAccount,
+    *,
+    split: Sequence[Any] | None,
+    placement: Sequence[int],
+    block: Sequence[Operation],
+    edges: Sequence[Operation],
+) -> list[tuple[str, ...]]:
+    """Pieces of every stage, by stage.
+
+    Args:
+        split: see `Parallelism.split`.
+        placement: rank of every stage.
+        block: the operations of a block of the model.
+        edges: the operations outside of blocks, each named as its piece.
+
+    Raises:
+        ConfigError: the split does not fit the model or the number of stages.
+    """
+    pieces, stages = account.pieces, len(placement)
+    if split is None:
+        first = list(_balanced(tuple(_costs(account, block, edges)), tuple(placement)))
+    elif all(isinstance(each, int) for each in split):
+        first = _by_counts(account, list(split), stages)
+    else:
+        first = _by_names(account, [str(each) for each in split], stages)
+    return [pieces[begin:end] for begin, end in zip(first, [*first[1:], len(pieces)], strict=True)]
+
+
+@functools.cache
+def _balanced(costs: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
+    """First piece of every stage; kept, since a search may take some tenths of a second, and a sweep asks often."""
+    return tuple(balanced(costs, stages=len(placement), placement=placement))
+
+
+def _costs(account: ModelAccount, block: Sequence[Operation], edges: Sequence[Operation]) -> list[float]:
+    named = {each.name: _cost([each]) for each in edges}
+    return [_cost(block) if piece.startswith("layers.") else named.get(piece, 0.0) for piece in account.pieces]
+
+
+def _cost(operations: Sequence[Operation]) -> float:
+    return sum(each.flops + ELEMENT_FLOPS * math.prod(each.output) for each in operations)
+
+
+def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[int]:
+    """Numbers of blocks. What comes before the first block joins the first stage, what follows the last, the last."""
+    if len(counts) != stages:
+        rule = f"has {len(counts)} numbers of blocks, and the schedule has {stages} stages"
+        raise ConfigError(KEY, as_typed(counts), rule, f"try null for a balanced split, or give {stages} numbers")
+    if min(counts) < 0 or sum(counts) != account.layers or 0 in counts[1:-1]:
+        rule = f"must add up to the model's {account.layers} blocks"
+        if 0 in counts[1:-1] or min(counts) < 0:
+            rule += ", with one at least for each stage between first and last"
+        raise ConfigError(KEY, as_typed(counts), rule, "try null for a balanced split")
+    blocks = [place for place, piece in enumerate(account.pieces) if piece.startswith("layers.")]
+    begins = [sum(counts[:stage]) for stage in range(1, stages)]
+    first = [0, *(blocks[begin] if begin < len(blocks) else blocks[-1] + 1 for begin in begins)]
+    return _increasing(account, counts, first)
+
+
+def _by_names(account: ModelAccount, names: list[str], stages: int) -> list[int]:
+    if len(names) != stages - 1:
+        rule = f"must name a piece for each of the {stages - 1} stages after the first, and names {len(names)}"
+        raise ConfigError(KEY, as_typed(names), rule, "try null for a balanced split")
+    unknown = [name for name in names if name not in account.pieces]
+    if unknown:
+        rule = f"the model has no piece {unknown[0]}"
+        raise ConfigError(KEY, as_typed(names), rule, f"its pieces are {_listed(account.pieces)}")
+    return _increasing(account, names, [0, *(account.pieces.index(name) for name in names)])
+
+
+def _increasing(account: ModelAccount, given: Sequence[object], first: list[int]) -> list[int]:
+    ends = [*first[1:], len(account.pieces)]
+    for stage, (begin, end) in enumerate(zip(first, ends, strict=True)):
+        if begin >= end:
+            rule = f"stage {stage} would begin with {account.pieces[begin]} and end before {account.pieces[end]}"
+            cure = "name pieces in the order of the forward pass, each once, or null for a balanced split"
+            raise ConfigError(KEY, as_typed(given), rule, cure)
+    return first
+
+
+def as_typed(split: Sequence[object]) -> str:
+    """A split as it is written in an override."""
+    return f"[{','.join(str(each) for each in split)}]"
+
+
+def _listed(pieces: Sequence[str]) -> str:
+    shown = [*pieces[:2], "…", *pieces[-3:]] if len(pieces) > 6 else pieces
+    return ", ".join(shown)

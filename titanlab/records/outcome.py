@@ -1,0 +1,287 @@
+"""How runs end: the whole taxonomy, and the schema of result.json.
+
+Every end is a result. `classify` names the end of a process that raised, `from_exit` the end of one that
+left nothing but its exit code, `first_cause` the rank whose failure made all the others fail.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from titanlab.errors import TitanlabError
+from titanlab.records.failure_signs import kind_name, mere_echo
+from titanlab.system.atomic_file import finite
+from titanlab.system.disk import disk_fault
+
+SCHEMA = 1
+# Types of its keys in JSON; a pair with None may be null.
+KINDS: Mapping[str, Any] = {
+    "kind": str,
+    "step": int,
+    "steps": (int, None),
+    "attempt": int,
+    "rank": (int, None),
+    "cause": (str, None),
+    "traceback": (str, None),
+    "exit_code": (int, None),
+    "ended": float,
+    "metrics": dict,
+    "scheduler": (dict, None),
+}
+_CAUSE_LIMIT = 500
+_TRACEBACK_LIMIT = 20_000
+
+
+class OutcomeKind(enum.StrEnum):
+    """The word for an end, with what it means, how the process exits, and what may follow."""
+
+    DONE = "done"
+    OOM = "oom"
+    HANG = "hang"
+    NAN = "nan"
+    CRASH = "crash"
+    PREEMPTED = "preempted"
+    WALLTIME = "walltime"
+    NODE_FAIL = "node_fail"
+    CANCELLED = "cancelled"
+    INFEASIBLE = "infeasible"
+    DATA = "data"
+
+    @property
+    def meaning(self) -> str:
+        """One sentence for people."""
+        return _TRAITS[self].meaning
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process; each kind has its own, so that a process without a result still says it."""
+        return _TRAITS[self].exit_code
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether going on from the last checkpoint can succeed with the same recipe."""
+        return _TRAITS[self].may_continue
+
+    @property
+    def automatic(self) -> bool:
+        """Whether a scheduler should continue it without asking a person: the run was not at fault."""
+        return _TRAITS[self].automatic
+
+
+@dataclass(frozen=True)
+class _Traits:
+    exit_code: int
+    meaning: str
+    may_continue: bool
+    automatic: bool = False
+
+
+# Codes keep clear of what others mean by theirs: 2 is bad usage everywhere, 65 and 75 are sysexits.h's
+# words for bad data and for "try again", 124 to 127 belong to timeout and the shell, 128+N to signal N.
+_TRAITS: Mapping[OutcomeKind, _Traits] = {
+    OutcomeKind.DONE: _Traits(0, "all steps are done", False),
+    OutcomeKind.CRASH: _Traits(1, "an error that no other word fits; the traceback says which", True),
+    OutcomeKind.INFEASIBLE: _Traits(2, "the recipe breaks a rule; nothing was trained", False),
+    OutcomeKind.DATA: _Traits(65, "the corpus, its tokenizer or its source could not be read", True),
+    OutcomeKind.OOM: _Traits(70, "memory ran out, on the device or on the host", False),
+    OutcomeKind.HANG: _Traits(71, "a step or a collective did not finish in time", True),
+    OutcomeKind.NAN: _Traits(72, "the loss or the gradient is not a finite number", False),
+    OutcomeKind.NODE_FAIL: _Traits(73, "a machine or a device failed", True, automatic=True),
+    OutcomeKind.PREEMPTED: _Traits(75, "told to stop, by the scheduler or by SIGTERM", True, automatic=True),
+    OutcomeKind.WALLTIME: _Traits(76, "the time that it was given is over", True, automatic=True),
+    OutcomeKind.CANCELLED: _Traits(130, "a person or a parent process stopped it", True),
+}
+_BY_EXIT_CODE = {traits.exit_code: kind for kind, traits in _TRAITS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The end of one attempt at a run; what result.json holds.
+
+    Attributes:
+        kind: the word for it.
+        step: last finished optimizer step.
+        steps: how many there were to be; None where unknown.
+        attempt: number of the attempt, from 1.
+        rank: whose failure it was; None for ends that are no rank's own.
+        cause: its first line; None for a run that is done.
+        traceback: of the failing rank.
+        exit_code: of the failing process; -N where signal N ended it; None while it was alive to tell.
+        echo: the process failed because another one had: a lost connection, a handed-on signal.
+        ended: seconds since the epoch.
+        metrics: medians after warm-up, last loss and the like, under the names of metrics.jsonl.
+        scheduler: what the scheduler says of the job: `job_id`, `state`, `exit_code`; None where it was not asked.
+    """
+
+    kind: OutcomeKind
+    step: int = 0
+    steps: int | None = None
+    attempt: int = 1
+    rank: int | None = None
+    cause: str | None = None
+    traceback: str | None = None
+    exit_code: int | None = None
+    echo: bool = False
+    ended: float = field(default_factory=time.time)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: Mapping[str, Any] | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What result.json holds: plain values, null where a number is not finite."""
+        mapping: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self), "kind": self.kind.value})
+        return mapping
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Outcome:
+    """The outcome in a result.json; keys that a later version may have added are ignored.
+
+    Raises:
+        TitanlabError: it was written under a schema that this version does not know.
+    """
+    if mapping.get("schema") != SCHEMA:
+        written = mapping.get("schema")
+        raise TitanlabError(f"result.json: schema {written} is not {SCHEMA}; use the titanlab that wrote it")
+    known = {f.name for f in fields(Outcome)}
+    values = {key: value for key, value in mapping.items() if key in known}
+    return Outcome(**{**values, "kind": OutcomeKind(values["kind"])})
+
+
+def classify(error: BaseException) -> OutcomeKind:
+    """The word for an exception that ended a run, by its type's name and its message: torch is not imported."""
+    return OutcomeKind(kind_name(error))
+
+
+def from_exception(error: BaseException, *, step: int = 0, rank: int | None = None, attempt: int = 1) -> Outcome:
+    """The outcome of a rank that raised."""
+    text = "".join(traceback.format_exception(error))
+    return Outcome(
+        kind=classify(error),
+        step=step,
+        rank=rank,
+        attempt=attempt,
+        cause=disk_fault(error) or first_line(error),
+        # A person's mistake is told in one line; where the code stood does not matter.
+        traceback=None if isinstance(error, TitanlabError) else text[-_TRACEBACK_LIMIT:],
+        exit_code=exit_code(error),
+        echo=mere_echo(error),
+    )
+
+
+def exit_code(error: BaseException) -> int:
+    """With what code a process should end after an exception: always 2 after a person's mistake."""
+    if isinstance(error, TitanlabError) and error.exit_code == OutcomeKind.INFEASIBLE.exit_code:
+        return error.exit_code
+    return classify(error).exit_code
+
+
+def from_exit(
+    code: int, *, step: int = 0, rank: int | None = None, attempt: int = 1, memory: str | None = None
+) -> Outcome:
+    """The outcome of a process that left nothing but its exit code.
+
+    Args:
+        code: 128+N and -N both mean that signal N ended it, as shells and Python say it.
+        memory: what shows that a SIGKILL was for want of memory, see `MemoryKills.rose`; None: nothing does.
+    """
+    number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
+    # An exit code of 0 without a result is no success: an out-of-memory handler may have ended the process so.
+    kind = _BY_EXIT_CODE.get(code, OutcomeKind.CRASH) if code else OutcomeKind.CRASH
+    if number is not None:
+        kind, cause, echo = _from_signal(number)
+        if number == signal.SIGKILL and memory is not None:
+            kind, cause = OutcomeKind.OOM, f"killed by SIGKILL: {memory}"
+    elif kind is OutcomeKind.CRASH:
+        cause, echo = f"ended with exit code {code} and left no result; its log says more", False
+    else:
+        cause, echo = f"ended with exit code {code}: {kind.meaning}", False
+    return Outcome(
+        kind=kind,
+        step=step,
+        rank=rank,
+        attempt=attempt,
+        cause=cause,
+        exit_code=code if number is None else -number,
+        echo=echo,
+    )
+
+
+def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
+    """Of several ranks' failures the one that made the others fail.
+
+    A failure with a reason of its own wins over a mere echo of another's, one that a rank could still
+    report over a bare exit code, then the earliest. Of ranks that hang, one that does not answer, then the one that
+    got least far.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = list(outcomes)
+    first = min(known, key=lambda each: (each.echo, each.traceback is None, each.ended, each.rank or 0))
+    if first.kind is not OutcomeKind.HANG:
+        return first
+    hung = [each for each in known if each.kind is OutcomeKind.HANG]
+    return min(
+        hung,
+        key=lambda each: (
+            each.echo,
+            not is_silent(each),
+            each.traceback is None,
+            each.step,
+            each.ended,
+            each.rank or 0,
+        ),
+    )
+
+
+def is_silent(outcome: Outcome) -> bool:
+    """Whether it is the note of a rank that did not answer, which somebody else wrote while others hung."""
+    told_nothing = outcome.traceback is None and outcome.exit_code is None
+    return outcome.kind is OutcomeKind.HANG and told_nothing and not outcome.echo
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of an exception's message, of bounded length; a person's mistake as it is."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (Ctrl-C)"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    if not isinstance(error, TitanlabError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _CAUSE_LIMIT else text[: _CAUSE_LIMIT - 3] + "..."
+
+
+_SIGNALS: Mapping[int, tuple[OutcomeKind, str, bool]] = {
+    signal.SIGKILL: (
+        OutcomeKind.CRASH,
+        "killed by SIGKILL; who sent it is not known: a person, a scheduler, or the kernel for want of memory",
+        False,
+    ),
+    signal.SIGTERM: (OutcomeKind.CANCELLED, "asked to end by SIGTERM", True),
+    signal.SIGINT: (OutcomeKind.CANCELLED, "interrupted by SIGINT (Ctrl-C)", True),
+    signal.SIGHUP: (OutcomeKind.CANCELLED, "its terminal was closed (SIGHUP)", True),
+    signal.SIGUSR1: (OutcomeKind.PREEMPTED, "ended by SIGUSR1, with which schedulers warn", False),
+    signal.SIGUSR2: (OutcomeKind.PREEMPTED, "ended by SIGUSR2, with which schedulers warn", False),
+    signal.SIGXCPU: (OutcomeKind.WALLTIME, "its limit of CPU time is used up (SIGXCPU)", False),
+    signal.SIGABRT: (
+        OutcomeKind.CRASH,
+        "aborted by SIGABRT: an assertion in native code, or NCCL's watchdog; the rank's log says which",
+        False,
+    ),
+    signal.SIGSEGV: (OutcomeKind.CRASH, "segmentation fault (SIGSEGV) in native code", False),
+    signal.SIGBUS: (OutcomeKind.CRASH, "bus error (SIGBUS): /dev/shm is full, or a mapped file became shorter", False),
+    signal.SIGILL: (OutcomeKind.CRASH, "illegal instruction (SIGILL): a binary made for another CPU", False),
+    signal.SIGFPE: (OutcomeKind.CRASH, "arithmetic fault (SIGFPE) in native code", False),
+}
+
+
+def _from_signal(number: int) -> tuple[OutcomeKind, str, bool]:
+    if number in _SIGNALS:
+        return _SIGNALS[number]
+    names = {int(each): each.name for each in signal.Signals}
+    return OutcomeKind.CRASH, f"ended by {names.get(number, f'signal {number}')}", False

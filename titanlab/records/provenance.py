@@ -1,0 +1,221 @@
+"""env.json: what code on what machine made a run. Recorded, never part of a run's identity, never secret."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import titanlab
+from titanlab.records.git_state import GitState, git_state
+
+SCHEMA = 1
+PACKAGES = (
+    *("torch", "torchao", "triton", "numpy", "safetensors", "hydra-core", "omegaconf", "PyYAML", "submitit"),
+    *("datasets", "huggingface-hub", "sentencepiece", "tokenizers", "pyarrow", "pandas"),
+    *("wandb", "tensorboard", "rich", "matplotlib"),
+)
+# Environment variables that change what a training computes, or how fast: these names, and no others. A family such as
+# NCCL_* would let in what anybody calls so, a key among it.
+_VARIABLES = frozenset(
+    """
+    CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
+    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE NVIDIA_TF32_OVERRIDE
+    NCCL_ALGO NCCL_AVOID_RECORD_STREAMS NCCL_BUFFSIZE NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_CTA_POLICY
+    NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE NCCL_IB_ADAPTIVE_ROUTING
+    NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_QPS_PER_CONNECTION
+    NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_SPLIT_DATA_ON_QPS NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_IGNORE_CPU_AFFINITY
+    NCCL_LAUNCH_MODE NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_MNNVL_ENABLE NCCL_NET
+    NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_NET_PLUGIN NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVLS_ENABLE
+    NCCL_P2P_DIRECT_DISABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_PXN_DISABLE NCCL_SHM_DISABLE
+    NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN
+    NCCL_WORK_FIFO_DEPTH
+    FI_EFA_FORK_SAFE FI_EFA_USE_DEVICE_RDMA FI_PROVIDER UCX_NET_DEVICES UCX_TLS GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME
+    OMP_NUM_THREADS OMP_PROC_BIND OMP_PLACES OMP_SCHEDULE OMP_DYNAMIC OMP_WAIT_POLICY MKL_NUM_THREADS MKL_DYNAMIC
+    MKL_CBWR MKL_ENABLE_INSTRUCTIONS KMP_AFFINITY KMP_BLOCKTIME OPENBLAS_NUM_THREADS
+    TORCH_LOGS TORCH_COMPILE_DEBUG TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE TORCH_DISTRIBUTED_DEBUG TORCH_CPP_LOG_LEVEL
+    TORCH_SHOW_CPP_STACKTRACES TORCH_USE_CUDA_DSA TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT
+    TORCH_CUDNN_V8_API_DISABLED TORCH_FR_BUFFER_SIZE TORCH_SYMM_MEM_DISABLE_MULTICAST
+    TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_DUMP_ON_TIMEOUT
+    TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_ENABLE_TIMING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC
+    TORCH_NCCL_HIGH_PRIORITY TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_USE_COMM_NONBLOCKING
+    TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_FORCE_DISABLE_CACHES
+    TORCHINDUCTOR_FREEZING TORCHINDUCTOR_FX_GRAPH_CACHE TORCHINDUCTOR_MAX_AUTOTUNE
+    TORCHINDUCTOR_MAX_AUTOTUNE_GEMM TORCHINDUCTOR_COORDINATE_DESCENT_TUNING
+    PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NVML_BASED_CUDA_CHECK
+    PYTORCH_JIT TRITON_CACHE_DIR TRITON_DEBUG TRITON_INTERPRET
+    TOKENIZERS_PARALLELISM PYTHONHASHSEED RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+    TITANLAB_CACHE HF_HUB_OFFLINE HF_HOME LD_PRELOAD
+    SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_PARTITION SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_NTASKS SLURM_NNODES
+    SLURM_NODEID SLURM_RESTART_COUNT SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE
+    SLURM_CLUSTER_NAME SLURM_SUBMIT_HOST
+    """.split()
+)
+# `token` as a word of its own: tokenizers and tokens_seen are no secrets.
+_SECRET_NAME = (
+    r"[\w.-]*(?:(?<![a-z])token(?![a-z])|(?:access|auth|hub|api)token|secret|passw(?:or)?d|passphrase|credential"
+    r"|(?:api|access|private|auth)[_-]?key)[\w.-]*"
+)
+# Forms that say what they are: Hugging Face, GitHub, OpenAI-like, wandb, AWS, Slack, a login in an address …
+_SECRETS = (
+    re.compile(
+        r"()(\bhf_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bsk-[\w-]{16,}|\bwandb_v1_\w{8,})"
+    ),
+    re.compile(r"()(\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bxox[abprs]-[\w-]{10,})"),
+    re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^/\s@]+)(?=@)"),
+    # … an older wandb key, which is 40 hexadecimal digits as a git commit is, beside the word …
+    re.compile(r"(?i)(wandb[^\n]{0,40}?\b)([0-9a-f]{40})\b"),
+    # … and long literals with digits under a telling name. Code such as `token = decode(x)` stays.
+    re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)((?=[\w+/=-]*\d)[\w+/=-]{{16,}})"),
+)
+# On a command line there is no code: whatever has a telling name goes.
+_NAMED = re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}[\"']?\s*[=:]\s*)([^\s,}}]+)")
+_HIDDEN = "[hidden]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where a run comes from.
+
+    Attributes:
+        record: the content of env.json.
+        patch: the difference of the code to its commit, of bounded size; None where there is none.
+    """
+
+    record: Mapping[str, Any]
+    patch: str | None
+
+
+def collect(
+    *,
+    devices: Mapping[str, Any],
+    launcher: str,
+    arguments: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Provenance:
+    """What there is to know about this process, its code and its host; takes some 50 ms.
+
+    Args:
+        devices: facts about the accelerators that only the caller knows: name, count, memory_gib …
+        launcher: what started the ranks: `local`, `torchrun`, `slurm`.
+        arguments: the command line; None: this process's.
+        environ: environment variables; None: this process's.
+    """
+    package = Path(titanlab.__file__).parent
+    git = git_state(package)
+    patch = None if git is None or not git.patch else redact(git.patch)
+    record = {
+        "schema": SCHEMA,
+        "time": time.time(),
+        "command": redacted_arguments(sys.argv if arguments is None else arguments),
+        "launcher": launcher,
+        "code": _code(package, git),
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "packages": versions(PACKAGES),
+        "platform": {
+            "system": platform.system(),
+            "release": platform.release(),
+            "machine": platform.machine(),
+            "libc": " ".join(platform.libc_ver()).strip(),
+        },
+        "host": _host(),
+        "devices": dict(devices),
+        "environment": variables(os.environ if environ is None else environ),
+    }
+    return Provenance(record=record, patch=patch)
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those packages that are installed; none is imported."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that matter to a training; those that may hold a secret are never among them."""
+    return {name: redact(value) for name, value in sorted(environ.items()) if name in _VARIABLES}
+
+
+def redact(text: str) -> str:
+    """The text with everything that looks like a password, key or token taken out."""
+    for pattern in _SECRETS:
+        text = pattern.sub(lambda match: match[1] + _HIDDEN, text)
+    return text
+
+
+def redacted_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line without secrets, also where option and value are two words."""
+    shown = []
+    hides_next = False
+    for argument in arguments:
+        shown.append(_HIDDEN if hides_next else _NAMED.sub(lambda match: match[1] + _HIDDEN, redact(argument)))
+        hides_next = bool(re.fullmatch(rf"--?{_SECRET_NAME}", argument, re.IGNORECASE))
+    return shown
+
+
+def code_fingerprint(package: Path) -> str:
+    """Hash of a package's Python files: tells whether two runs were made by the same code, with git or without."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _code(package: Path, git: GitState | None) -> dict[str, Any]:
+    code: dict[str, Any] = {"version": titanlab.__version__, "fingerprint": code_fingerprint(package), "git": None}
+    if git is not None:
+        code["git"] = {
+            "sha": git.sha,
+            "branch": git.branch,
+            "dirty": git.dirty,
+            "untracked": list(git.untracked),
+            "patch": "code.patch" if git.patch else None,
+            "patch_complete": git.patch_complete,
+        }
+    return code
+
+
+def _host() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": socket.gethostname(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "memory_gib": _memory_gib(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    match = re.search(r"^(?:model name|Model|Processor|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2)
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,78 @@
+"""Finding runs: all of a folder, or the one that a person means."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from titanlab.errors import ConfigError
+from titanlab.records.run_folder import RunFolder
+
+_HASH = re.compile(r"[0-9a-f]{4,64}")
+
+
+def list_runs(runs: Path | str, sweep: str | None = None) -> list[RunFolder]:
+    """All runs under a folder of runs, or those of one sweep, by path. None where there is no such folder."""
+    pattern = f"{sweep or '*'}/*/config.yaml"
+    found = (path.parent for path in Path(runs).expanduser().glob(pattern))
+    # A name with a leading dot is a folder in the making.
+    return [RunFolder(path) for path in sorted(found) if not path.name.startswith(".")]
+
+
+def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
+    """The run that a person names: by path, by `sweep/folder`, folder's name, label, or first digits of its hash.
+
+    The first of these ways that fits anything decides.
+
+    Raises:
+        ConfigError: no run fits, or several do; or its files are damaged, or of another version.
+    """
+    run = _fitting(text, runs)
+    run.check_files()
+    return run
+
+
+def _fitting(text: str, runs: Path | str) -> RunFolder:
+    for path in (Path(text).expanduser(), Path(runs).expanduser() / text):
+        if text and (path / "config.yaml").is_file():
+            return RunFolder(path)
+    known = list_runs(runs)
+    wanted = text.strip("/").lower()
+    for matches in (
+        [run for run in known if run.path.name == text],
+        [run for run in known if run.name == text],
+        [run for run in known if _HASH.fullmatch(wanted) and _has_hash(run, wanted)],
+    ):
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise ConfigError("run", text, f"fits {len(matches)} runs under {runs}", f"try {_some(matches)}")
+    raise ConfigError("run", text, f"fits no run under {runs}", _advice(text, known))
+
+
+def _has_hash(run: RunFolder, digits: str) -> bool:
+    if not run.hash8 or not run.hash8.startswith(digits[:8]):
+        return False
+    if len(digits) <= 8:
+        return True
+    try:
+        identity = run.identity()
+    except ConfigError:
+        return False
+    return identity is None or identity.sha256.startswith(digits)
+
+
+def _some(runs: Iterable[RunFolder]) -> str:
+    names = [f"{run.sweep}/{run.path.name}" for run in runs]
+    return " or ".join(names[:4]) + (" …" if len(names) > 4 else "")
+
+
+def _advice(text: str, known: list[RunFolder]) -> str:
+    if not known:
+        return "train one first (titanlab train), or say where runs are (--runs FOLDER)"
+    names = {run.path.name: run for run in known}
+    near = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
+    latest = sorted(known, key=lambda run: run.path.stat().st_mtime, reverse=True)[:3]
+    return f"try {_some([names[name] for name in near] or latest)}"

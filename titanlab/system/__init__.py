@@ -1,0 +1,1 @@
+"""Processes, files, imports and the hub, as this package uses them."""

@@ -1,0 +1,274 @@
+"""What a person sees: a table at the start, a line that lives, a panel at the end.
+
+On a terminal the line is redrawn in place; in a pipe or a log there is one plain line for each group of
+steps. `NO_COLOR` and dumb terminals are honoured. Nothing here can end a run: output that nobody takes
+any more is dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from titanlab.terminal.progress import COLOURS, PLAIN, Progress, live_line, loss_text, plain_line
+
+Rows = Sequence[tuple[str, object]]
+Tone = Literal["good", "halted", "bad"]
+
+_REDRAW_SECONDS = 0.2
+_CLEAR_LINE = "\r\x1b[2K"
+_TONES: Mapping[str, str] = {"good": "green", "halted": "yellow", "bad": "red"}
+_SIGNS = {"warning": "\x1b[33m", "error": "\x1b[31m"}
+
+
+class Console:
+    """One process's voice; give ranks that have nothing to say `quiet=True`.
+
+    Args:
+        stream: for everything but warnings and errors; None: standard output.
+        errors: for warnings and errors; None: standard error.
+        log_file: also gets every line, plain and with the time of day; added to if it is there.
+        quiet: only warnings and errors.
+        environ: where NO_COLOR and TERM are read; None: this process's.
+        clock: seconds that only go forward, for the pace of redrawing.
+        time_of_day: the text before each line of the log file.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        errors: TextIO | None = None,
+        log_file: Path | None = None,
+        quiet: bool = False,
+        environ: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        time_of_day: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
+    ) -> None:
+        environ = os.environ if environ is None else environ
+        self._stream = sys.stdout if stream is None else stream
+        self._errors = sys.stderr if errors is None else errors
+        self._log = None if log_file is None else log_file.open("a", encoding="utf-8", buffering=1)
+        self._quiet = quiet
+        self._environ = environ
+        self._clock = clock
+        self._time_of_day = time_of_day
+        self._capable = _is_capable(self._stream, environ)
+        self._style = COLOURS if self._capable and not environ.get("NO_COLOR") else PLAIN
+        self._unicode = _can_show(self._stream, "━╸┄▁█╭")
+        self._losses: collections.deque[float] = collections.deque(maxlen=64)
+        self._latest: Progress | None = None
+        self._drawn_at = -float("inf")
+        self._drawn = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a line that is redrawn in place."""
+        return self._capable and not self._quiet
+
+    def start(self, title: str, rows: Rows) -> None:
+        """The table of a run's facts: (label, value) each."""
+        self._block(title, rows, border="cyan")
+
+    def step(self, progress: Progress) -> None:
+        """A step is over. Redraws the live line, at most five times a second; elsewhere does nothing."""
+        self._latest = progress
+        if self.is_live and self._clock() - self._drawn_at >= _REDRAW_SECONDS:
+            self._draw()
+
+    def log(self, progress: Progress) -> None:
+        """A group of steps is over: one plain line where nothing is live, and in the log file."""
+        if progress.loss is not None:
+            self._losses.append(progress.loss)
+        line = plain_line(progress)
+        self._to_log(line)
+        if self.is_live:
+            self.step(progress)
+        elif not self._quiet:
+            self._write(self._stream, line + "\n")
+
+    def validated(self, step: int, steps: int, loss: float) -> None:
+        """The held-out part's loss after a step."""
+        self.note(f"step {step:>{len(str(steps))}}/{steps}  validation loss {loss_text(loss)}")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._to_log(text)
+        if not self._quiet:
+            self._above(self._stream, text + "\n")
+
+    def warn(self, text: str) -> None:
+        """One line on standard error: something is not as it should be, and the run goes on."""
+        self._message("warning", text)
+
+    def error(self, text: str) -> None:
+        """One line on standard error."""
+        self._message("error", text)
+
+    def end(self, title: str, rows: Rows, *, tone: Tone = "good", next_steps: Sequence[str] = ()) -> None:
+        """The panel of a run's end, and commands to try next; those stand alone, so that they can be copied."""
+        self.settle()
+        self._block(title, rows, border=_TONES[tone])
+        if next_steps:
+            self.note("\n".join(["next:", *(f"  {line}" for line in next_steps)]))
+
+    def settle(self) -> None:
+        """Draw the live line for the last time and leave it where it is; the next one starts below."""
+        if self.is_live and self._latest is not None:
+            self._draw()
+            self._write(self._stream, "\n")
+        self._latest, self._drawn = None, False
+
+    def close(self) -> None:
+        """Leave the cursor on a line of its own and give the log file back."""
+        self.settle()
+        if self._log is not None:
+            with contextlib.suppress(OSError):
+                self._log.close()
+            self._log = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _draw(self) -> None:
+        if self._latest is None:
+            return
+        line = live_line(
+            self._latest, self._losses, columns=_columns(self._stream), style=self._style, unicode=self._unicode
+        )
+        self._write(self._stream, _CLEAR_LINE + line)
+        self._drawn, self._drawn_at = True, self._clock()
+
+    def _above(self, stream: TextIO, text: str) -> None:
+        """Write whole lines; a live line makes room and comes back below them."""
+        was_drawn = self._drawn
+        if was_drawn:
+            self._write(self._stream, _CLEAR_LINE)
+            self._drawn = False
+        self._write(stream, text)
+        if was_drawn:
+            self._draw()
+
+    def _message(self, word: str, text: str) -> None:
+        line = " ".join(text.split())
+        self._to_log(f"{word}: {line}")
+        self._above(self._errors, _message_line(word, line, self._errors, self._environ))
+
+    def _block(self, title: str, rows: Rows, *, border: str) -> None:
+        plain = _plain_block(title, rows)
+        self._to_log(plain)
+        if self._quiet:
+            return
+        if not self.is_live:
+            self._write(self._stream, plain + "\n")
+            return
+        self._write(self._stream, self._panel(title, rows, border))
+
+    def _panel(self, title: str, rows: Rows, border: str) -> str:
+        # Not at the top: `titanlab --help` comes without it.
+        from rich import box
+        from rich.console import Console as RichConsole
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        coloured = self._style is not PLAIN
+        table = Table.grid(padding=(0, 3))
+        table.add_column(style="dim" if coloured else "", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, value in rows:
+            table.add_row(Text(label), Text(str(value)))
+        rich = RichConsole(
+            file=io.StringIO(),
+            force_terminal=True,
+            color_system="standard" if coloured else None,
+            width=_columns(self._stream) - 1,
+            legacy_windows=False,
+        )
+        lines = box.ROUNDED if self._unicode else box.ASCII
+        heading = Text(title, style="bold" if coloured else "")
+        colour = border if coloured else ""
+        with rich.capture() as capture:
+            rich.print(Panel(table, title=heading, title_align="left", border_style=colour, box=lines, expand=False))
+        return capture.get()
+
+    def _to_log(self, text: str) -> None:
+        if self._log is None:
+            return
+        now = self._time_of_day()
+        for line in text.splitlines():
+            self._write(self._log, f"{now}  {line}\n")
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        try:
+            stream.write(text if _can_show(stream, text) else _simplified(text, stream))
+            stream.flush()
+        except BrokenPipeError:
+            # Whoever read this has gone (`| head`). Without a place to go, what is still in the buffer
+            # would fail again when the interpreter ends and spoil its exit code.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (OSError, ValueError):
+            pass  # A full disk, a terminal that is gone, a closed file: the run matters more.
+
+
+def error_line(text: str, *, errors: TextIO | None = None, environ: Mapping[str, str] | None = None) -> None:
+    """One line on standard error, for a process that has no console."""
+    stream = sys.stderr if errors is None else errors
+    line = _message_line("error", " ".join(text.split()), stream, os.environ if environ is None else environ)
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(line if _can_show(stream, line) else _simplified(line, stream))
+        stream.flush()
+
+
+def _message_line(word: str, line: str, stream: TextIO, environ: Mapping[str, str]) -> str:
+    if _is_capable(stream, environ) and not environ.get("NO_COLOR"):
+        return f"{_SIGNS[word]}{word}:{COLOURS.off} {line}\n"
+    return f"{word}: {line}\n"
+
+
+def _plain_block(title: str, rows: Rows) -> str:
+    width = max((len(label) for label, _ in rows), default=0)
+    return "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
+
+
+def _is_capable(stream: Any, environ: Mapping[str, str]) -> bool:
+    """Whether a stream is a terminal that can move its cursor."""
+    try:
+        return bool(stream.isatty()) and environ.get("TERM", "") not in ("", "dumb", "unknown")
+    except (AttributeError, ValueError):
+        return False
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        columns = 0
+    return columns or 80
+
+
+def _can_show(stream: TextIO, text: str) -> bool:
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _simplified(text: str, stream: TextIO) -> str:
+    """The text without what the stream's encoding has no sign for."""
+    encoding = stream.encoding or "ascii"
+    # One sign for one, so that tables stay straight.
+    text = text.translate(str.maketrans("·×µ…−–", "-xu.--"))
+    return text.encode(encoding, errors="replace").decode(encoding)

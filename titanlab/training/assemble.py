@@ -1,0 +1,260 @@
+"""Assembly: from a recipe to one function that trains a step. The parts meet here and in `stage`, and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlab.compile.blocks import compile_function
+from titanlab.data.source import Batch
+from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.world import World
+from titanlab.options import account_of, implementation
+from titanlab.parallelism.context import positions
+from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
+from titanlab.precision.loss_scale import LossScale
+from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.training.stage import Stage, build_stage, dtypes_of, together
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class StepBatch(NamedTuple):
+    """One rank's share of a step, on its device.
+
+    tokens: [sequences, seq of this rank] int64
+    labels: [sequences, seq of this rank] int64; -100 does not count
+    valid: labels that count and for which this rank answers: of ranks that compute the same loss, one does
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    valid: int
+
+
+class Sums(NamedTuple):
+    """What one rank adds to a step's totals.
+
+    loss_sum: float32 scalar, cross-entropy summed over the valid labels for which the rank answers
+    tokens: number of those labels
+    """
+
+    loss_sum: torch.Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembled:
+    """A model ready to train.
+
+    Attributes:
+        model: a module that has all parameters of this rank, named as in the model's account.
+        place: this rank's part of its data-parallel rank's sequences, on its device.
+        forward_backward: runs all microbatches of a step; leaves gradients of
+            loss_sum / recipe.tokens_per_step · scale of the loss, summed over data-parallel ranks.
+        loss_scale: that scale; it also takes the optimizer's step, or leaves it out.
+        evaluate: the same sums without gradients, for up to `evaluation_rows` sequences.
+        after_update: to be called when parameters have changed, and before the first step.
+        after_first_step: to be called by all ranks when the process's first `forward_backward` is over; raises
+            ConfigError if something that the recipe asks for has not come about.
+    """
+
+    model: nn.Module
+    place: Callable[[Batch], StepBatch]
+    forward_backward: Callable[[StepBatch], Sums]
+    loss_scale: LossScale
+    evaluate: Callable[[StepBatch], Sums]
+    evaluation_rows: int
+    after_update: Callable[[], None] = lambda: None
+    after_first_step: Callable[[], None] = lambda: None
+
+
+def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
+    """Build, spread, materialise and initialise the recipe's model."""
+    loss, loss_scale, check = _loss(recipe, mesh), _loss_scale(recipe, world), _first_step_check(recipe, world)
+    if recipe.layout.pipeline > 1:
+        return replace(_pipelined(recipe, world, mesh, loss, loss_scale), after_first_step=check)
+    stage = build_stage(recipe, world, mesh)
+    answers = mesh.place("tensor") == 0
+    # A model that is given whole sequences knows by itself where each token is.
+    positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
+    return Assembled(
+        model=stage.model,
+        place=_placer(recipe, world, mesh, answers=answers),
+        forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, answers=answers),
+        loss_scale=loss_scale,
+        evaluate=_evaluator(stage, recipe, loss, positions, answers=answers),
+        evaluation_rows=recipe.microbatch,
+        after_update=_updater(recipe, stage.model),
+        after_first_step=check,
+    )
+
+
+def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale: LossScale) -> Assembled:
+    """One stage or several on this rank, and the schedule that runs them."""
+    # Half a second that other layouts do not need.
+    from titanlab.parallelism.pipeline import Pipeline
+
+    schedule = implementation(recipe.schedule)
+    ranks, place = recipe.layout.pipeline, mesh.place("pipeline")
+    placement = schedule.placement(recipe.schedule, ranks=ranks)
+    pieces = pieces_by_stage(recipe)
+    built = {
+        number: build_stage(recipe, world, mesh, pieces=pieces[number])
+        for number, rank in enumerate(placement)
+        if rank == place
+    }
+    divides_by = next(iter(built.values())).sharded.divides_by
+    pipeline = Pipeline(
+        {number: stage.model for number, stage in built.items()},
+        actions=schedule.actions(recipe.schedule, ranks=ranks, microbatches=recipe.microbatches),
+        placement=placement,
+        group=mesh.axis("pipeline").get_group(),
+        device=world.device,
+        loss=loss,
+        scale=loss_scale.multiplier(divides_by / recipe.tokens_per_step),
+        hidden_shape=_hidden_shape(recipe),
+        hidden_dtype=dtypes_of(recipe).compute,
+        microbatch=recipe.microbatch,
+    )
+    answers = mesh.place("tensor") == 0 and placement[-1] == place
+    positions = _positions(recipe, world, mesh)
+
+    def forward_backward(batch: StepBatch) -> Sums:
+        total = pipeline.forward_backward(batch.tokens, batch.labels, positions)
+        for stage in built.values():
+            stage.finish_gradients()
+        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+
+    @torch.no_grad()
+    def evaluate(batch: StepBatch) -> Sums:
+        total = pipeline.evaluate(batch.tokens, batch.labels, positions)
+        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+
+    model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
+    return Assembled(
+        model=model,
+        place=_placer(recipe, world, mesh, answers=answers),
+        forward_backward=forward_backward,
+        loss_scale=loss_scale,
+        evaluate=evaluate,
+        evaluation_rows=recipe.local_batch,
+        after_update=_updater(recipe, model),
+    )
+
+
+def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
+    """What a precision does with new parameters: nothing, for most."""
+    update = getattr(implementation(recipe.precision), "after_update", None)
+    return (lambda: None) if update is None else (lambda: update(recipe.precision, model))
+
+
+def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
+    """Begins before anything is compiled."""
+    if not recipe.parallelism.async_tensor:
+        return lambda: None
+    from titanlab.compile.async_tensor import FusionCheck
+
+    return functools.partial(FusionCheck().check_fused, world.gather)
+
+
+def _hidden_shape(recipe: Recipe) -> tuple[int, int, int]:
+    """Of what goes from stage to stage for a microbatch."""
+    layout, width = recipe.layout, account_of(recipe.model).account(recipe.model).dim
+    seq_len = recipe.training.seq_len // layout.context
+    if layout.tensor > 1 and recipe.parallelism.sequence_parallel:
+        return (1, recipe.microbatch * seq_len // layout.tensor, width)
+    return (recipe.microbatch, seq_len, width)
+
+
+def _loss(recipe: Recipe, mesh: Mesh) -> Loss:
+    compiled = functools.partial(compile_function, config=recipe.compile)
+    if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
+        group = mesh.axis("tensor").get_group()
+        return SplitLoss(group, vocab_size=recipe.model.vocab_size, compiled=compiled)
+    return compiled(loss_sum)
+
+
+def _loss_scale(recipe: Recipe, world: World) -> LossScale:
+    bring = getattr(implementation(recipe.precision), "loss_scale", None)
+    return bring(recipe.precision, world.device) if bring is not None else LossScale()
+
+
+def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
+    """The place of each of this rank's tokens in its sequence: [seq of this rank] int64."""
+    layout, seq_len = recipe.layout, recipe.training.seq_len
+    if layout.context == 1:
+        return torch.arange(seq_len, device=world.device)
+    return positions(seq_len, ranks=layout.context, rank=mesh.place("context")).to(world.device)
+
+
+def _placer(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Callable[[Batch], StepBatch]:
+    chosen = _positions(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
+
+    def place(batch: Batch) -> StepBatch:
+        tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+        if chosen is not None:
+            tokens, labels = tokens[:, chosen], labels[:, chosen]
+        valid = int((labels != IGNORE).sum()) if answers else 0
+        if world.device.type != "cpu":
+            tokens = tokens.pin_memory().to(world.device, non_blocking=True)
+            labels = labels.pin_memory().to(world.device, non_blocking=True)
+        return StepBatch(tokens, labels, valid)
+
+    return place
+
+
+def _trainer(
+    stage: Stage,
+    recipe: Recipe,
+    loss: Loss,
+    loss_scale: LossScale,
+    positions: torch.Tensor | None,
+    *,
+    answers: bool,
+) -> Callable[[StepBatch], Sums]:
+    # A constant known to all ranks: dividing by it here keeps gradients small in low precision, and
+    # the loop corrects them exactly where fewer labels were valid.
+    sharded = stage.sharded
+    scale = loss_scale.multiplier(sharded.divides_by / recipe.tokens_per_step)
+    size = recipe.microbatch
+
+    def forward_backward(batch: StepBatch) -> Sums:
+        total: torch.Tensor | None = None
+        count = batch.tokens.shape[0]
+        for start in range(0, count, size):
+            rows = slice(start, start + size)
+            with sharded.microbatch(last=start + size >= count):
+                found = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
+                (found * scale).backward()
+            found = found.detach()
+            total = found if total is None else total + found
+        assert total is not None
+        stage.finish_gradients()
+        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+
+    return forward_backward
+
+
+def _evaluator(
+    stage: Stage, recipe: Recipe, loss: Loss, positions: torch.Tensor | None, *, answers: bool
+) -> Callable[[StepBatch], Sums]:
+    @torch.no_grad()
+    def evaluate(batch: StepBatch) -> Sums:
+        tokens, labels = batch.tokens, batch.labels
+        if recipe.layout.tensor > 1 or recipe.compile.compiles:
+            # The tokens of a full microbatch can be shared out over the ranks, those of less perhaps not; and they
+            # are of the shape that has been compiled.
+            missing = recipe.microbatch - tokens.shape[0]
+            tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
+        found = loss(stage.sharded.forward(tokens, positions), labels)
+        stage.sharded.release()
+        return Sums(found if answers else torch.zeros_like(found), batch.valid)
+
+    return evaluate

@@ -1,0 +1,193 @@
+"""Conformance: is a model what its account says? For the tests of whoever brings a model.
+
+    assert faults(MyModel(dim=64, layers=3, …)) == []
+
+What trains equally in every layout is `titanlab.parity.parity`'s to say; here nothing is started.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlab.costs import flops
+from titanlab.costs.account import ModelAccount, Operation, style_of
+from titanlab.model.contract import LanguageModel
+from titanlab.options import account_of, implementation
+from titanlab.parallelism.tensor import STYLES
+from titanlab.training.stage import thin
+from titanlab.weights.initialise import initialise
+
+# Of logits that two ways of calling one model give, relative: sums are the same, in the same order.
+_ROUNDING = 1e-6
+
+
+def faults(config: Any, *, batch: int = 2, seq_len: int = 16) -> list[str]:
+    """What a model's module and its account do not agree on, one line each; empty: nothing was found.
+
+    Args:
+        config: the model's schema, of a small model with two blocks or more: it is run on the CPU.
+        batch, seq_len: of the tokens that it is run on.
+    """
+    part, declared = implementation(config), account_of(config)
+    account: ModelAccount = declared.account(config)
+    with torch.device("meta"):
+        model: LanguageModel = part.build(config, seq_len=seq_len)
+    sizes = {"batch": batch, "seq_len": seq_len}
+    block, edges = declared.block_operations(config, **sizes), declared.edge_operations(config, **sizes)
+    values = declared.initial_values(config)
+    found = [*_parameters(model, account, values), *_pieces(model, account), *_plan(model, account)]
+    if not found:
+        # The rest asks for what was just looked at.
+        found += [*_operations(model, account, block, edges, **sizes), *_per_token(account, block, edges, **sizes)]
+        found += _stages(lambda: part.build(config, seq_len=seq_len), account, values, **sizes)
+    return found
+
+
+def _parameters(model: nn.Module, account: ModelAccount, values: Any) -> Iterator[str]:
+    held = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in (*held, *(set(account.parameters) - set(held))):
+        if held.get(name) != account.parameters.get(name):
+            yield f"parameters: {name} is {held.get(name)} in the module, {account.parameters.get(name)} in the account"
+    if list(held) != list(account.parameters) and not held.keys() ^ account.parameters.keys():
+        yield "parameters: the account has them in another order than the module"
+    for name in model.state_dict().keys() - held.keys():
+        yield f"parameters: checkpoints would hold {name} too; a buffer should not be persistent"
+    for name in held.keys() ^ values.keys():
+        yield f"initial_values: {name} is in only one of initial_values and module"
+    for name in (account.embedding, *account.lookups, *account.tied.values()):
+        if name not in held:
+            yield f"account: {name} is named, and no parameter"
+    for name in account.tied.keys() & held.keys():
+        yield f"tied: {name} has storage of its own"
+
+
+def _pieces(model: LanguageModel, account: ModelAccount) -> Iterator[str]:
+    blocks = [f"layers.{index}" for index in range(account.layers)]
+    if [f"layers.{name}" for name in model.layers] != blocks:
+        yield f"layers: the module has {list(model.layers)}, the account {account.layers}"
+    modules = dict(model.named_modules())
+    if account.pieces:
+        if [piece for piece in account.pieces if piece.startswith("layers.")] != blocks:
+            yield "pieces: the blocks are not there, all and in order"
+        for piece in set(account.pieces) - set(modules):
+            yield f"pieces: there is no module {piece}"
+        for name in account.parameters:
+            if not any(name.startswith(f"{piece}.") for piece in account.pieces):
+                yield f"pieces: none of them has {name}"
+    if account.attention:
+        for piece in blocks:
+            if f"{piece}.{account.attention}" not in modules:
+                yield f"attention: there is no module {piece}.{account.attention}"
+
+
+def _plan(model: nn.Module, account: ModelAccount) -> Iterator[str]:
+    if not account.tensor_plan:
+        return
+    modules = [name for name, _ in model.named_modules()]
+    for path, style in account.tensor_plan.items():
+        if style not in STYLES:
+            yield f"tensor_plan: {path} is to be {style}, and there is {', '.join(STYLES)}"
+        if not any(path.count(".") == name.count(".") and fnmatch.fnmatchcase(name, path) for name in modules):
+            yield f"tensor_plan: there is no module {path}"
+    for name in account.parameters:
+        if style_of(account.tensor_plan, name.rpartition(".")[0]) in ("", "gathered"):
+            yield f"tensor_plan: nothing is said about {name}"
+
+
+def _operations(
+    model: nn.Module,
+    account: ModelAccount,
+    block: list[Operation],
+    edges: list[Operation],
+    *,
+    batch: int,
+    seq_len: int,
+) -> Iterator[str]:
+    """FLOPs and output shapes of every operation that has a module's name; FLOPs of all."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _, __, output, name=name: shapes.update({name: tuple(output.shape)}))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(batch, seq_len, dtype=torch.int64, device="meta"))
+    root = type(model).__name__
+    counted = {name.removeprefix(f"{root}."): sum(c.values()) for name, c in counter.get_flop_counts().items()}
+    declared = {f"layers.{index}.{each.name}": each for index in range(account.layers) for each in block}
+    declared.update({each.name: each for each in edges})
+    for name, operation in declared.items():
+        if name not in shapes:
+            continue
+        if shapes[name] != operation.output:
+            yield f"operations: {name} gives {shapes[name]}, not {operation.output}"
+        if counted.get(name, 0) != operation.flops:
+            yield f"operations: {name} takes {counted.get(name, 0)} FLOPs, not {operation.flops}"
+    for name, number in Counter(each.name for each in (*block, *edges)).items():
+        if number > 1:
+            yield f"operations: {name} is there {number} times"
+    for edge in edges:
+        if account.pieces and edge.name not in account.pieces:
+            yield f"operations: {edge.name} is outside of the blocks, and no piece"
+    total, said = counter.get_total_flops(), account.layers * flops.forward(block) + flops.forward(edges)
+    if total != said:
+        yield f"operations: a forward pass takes {total} FLOPs, not {said}"
+
+
+def _per_token(
+    account: ModelAccount, block: list[Operation], edges: list[Operation], *, batch: int, seq_len: int
+) -> Iterator[str]:
+    """The convention's FLOPs are three forward passes, and six for each scalar that multiplies nothing."""
+    forward = account.layers * flops.forward(block) + flops.forward(edges)
+    vectors = sum(math.prod(shape) for shape in account.parameters.values() if len(shape) < 2)
+    wanted = 3 * forward // (batch * seq_len) + 6 * vectors
+    found = flops.per_token(account, seq_len=seq_len)
+    if found != wanted:
+        cause = "is a table missing in lookups?"
+        yield f"FLOPs: the sizes in the account make {found} a token, its operations {wanted}; {cause}"
+
+
+def _stages(build: Any, account: ModelAccount, values: Any, *, batch: int, seq_len: int) -> Iterator[str]:
+    """Cut before any of its pieces but those of a tied head, the model computes what it computes whole."""
+
+    def made(kept: tuple[str, ...]) -> LanguageModel:
+        with torch.device("meta"):
+            model: LanguageModel = build()
+        if kept != account.pieces:
+            thin(model, account.pieces, kept)
+        model.to_empty(device="cpu")
+        model.init_buffers("cpu")
+        initialise(model, values, 0)
+        return model
+
+    tokens = torch.arange(batch * seq_len).view(batch, seq_len) % account.vocab_size
+    positions = torch.arange(seq_len)
+    with torch.no_grad():
+        whole = made(account.pieces)(tokens)
+        if tuple(whole.shape) != (batch, seq_len, account.vocab_size):
+            yield f"forward: logits are {tuple(whole.shape)}, not {(batch, seq_len, account.vocab_size)}"
+        if not _equal(whole, made(account.pieces)(tokens, positions)):
+            yield "forward: positions 0, 1, … make another result than none"
+        cuts = range(1, len(account.pieces)) if not account.tied else ()
+        for cut in cuts:
+            name = account.pieces[cut]
+            try:
+                hidden = made(account.pieces[:cut])(tokens, positions)
+                after = made(account.pieces[cut:])(hidden, positions)
+            # Whatever it is that a stage cannot do without the others.
+            except Exception as error:
+                yield f"pieces: cut before {name}, the model fails ({type(error).__name__}: {error})"
+                continue
+            if hidden.shape != (batch, seq_len, account.dim):
+                yield f"pieces: before {name} the stream is {tuple(hidden.shape)}"
+            if not _equal(whole, after):
+                yield f"pieces: cut before {name}, the model computes something else"
+
+
+def _equal(reference: Tensor, other: Tensor) -> bool:
+    return reference.shape == other.shape and bool((reference - other).norm() <= _ROUNDING * reference.norm())

@@ -1,0 +1,132 @@
+"""What is told about a run: the table at its start, the panel at its end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from titanlab.checkpoint.position import Position
+from titanlab.costs import flops, meter
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.meter import Work
+from titanlab.options import account_of, implementation
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.terminal.numerals import duration, grouped, short
+from titanlab.training.peak import peak_flops
+
+CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
+
+
+def model_account(recipe: Recipe) -> ModelAccount:
+    """The recipe's model, as data."""
+    account: ModelAccount = account_of(recipe.model).account(recipe.model)
+    return account
+
+
+def work(recipe: Recipe, device: torch.device) -> Work:
+    """The constants from which throughput becomes TFLOP/s and MFU."""
+    compute = implementation(recipe.precision).dtypes(recipe.precision).compute
+    reason = getattr(recipe.precision, "no_mfu", "")
+    peak, source = (None, reason) if reason else peak_flops(recipe.cluster, device, compute)
+    return Work(
+        devices=recipe.layout.world,
+        flops_per_token=flops.per_token(model_account(recipe), seq_len=recipe.training.seq_len),
+        convention=CONVENTION,
+        peak_flops=peak,
+        peak_source=source,
+    )
+
+
+def start_rows(
+    recipe: Recipe, run: RunFolder, device: torch.device, constants: Work, position: Position
+) -> list[tuple[str, object]]:
+    """The table at the start."""
+    account = model_account(recipe)
+    training = recipe.training
+    vocabulary = grouped(account.vocab_size)
+    accumulation = recipe.local_batch // recipe.microbatch
+    batch = f"{training.global_batch} sequences of {grouped(training.seq_len)}"
+    if accumulation > 1:
+        batch += f", in {accumulation} microbatches of {recipe.microbatch}"
+    processes = f"{recipe.layout.world} process" + ("es" if recipe.layout.world > 1 else "")
+    rows: list[tuple[str, object]] = [
+        ("model", f"{recipe.model.kind}, {account.layers} layers of {grouped(account.dim)}, vocabulary {vocabulary}"),
+        ("parameters", grouped(account.parameter_count)),
+        ("layout", f"{recipe.layout.label}, {processes} on {device.type}"),
+        ("precision", _precision(recipe, account)),
+        *_techniques(recipe),
+        ("tokens per step", f"{grouped(recipe.tokens_per_step)} ({batch})"),
+        ("FLOPs per token", f"{short(constants.flops_per_token)} ({CONVENTION})"),
+        ("peak per device", _peak(constants)),
+        ("data", recipe.data.kind),
+        ("steps", grouped(training.steps)),
+        ("folder", _shown(run.path)),
+    ]
+    if position.step:
+        rows.insert(0, ("resumes at step", grouped(position.step)))
+    return rows
+
+
+def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
+    """What is done beside the layout, where something is."""
+    compiled = " and ".join(name for name in ("blocks", "loss") if getattr(recipe.compile, name))
+    rows: list[tuple[str, object]] = []
+    if recipe.ac.kind != "none":
+        rows.append(("checkpointing", recipe.ac.kind))
+    if compiled:
+        rows.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
+    return rows
+
+
+def end_rows(outcome: Outcome, run: RunFolder) -> list[tuple[str, object]]:
+    """The panel at the end."""
+    figures = outcome.metrics
+    rows: list[tuple[str, object]] = [("steps", f"{grouped(outcome.step)} of {grouped(outcome.steps or 0)}")]
+    if outcome.cause:
+        rows.append(("cause", outcome.cause))
+    if figures.get("first_loss") is not None and figures.get(meter.LOSS) is not None:
+        rows.append(("loss", f"{figures['first_loss']:.4f} → {figures[meter.LOSS]:.4f}"))
+    if figures.get(meter.VALIDATION_LOSS) is not None:
+        rows.append(("validation loss", f"{figures[meter.VALIDATION_LOSS]:.4f}"))
+    if figures.get(meter.TOKENS_PER_SECOND):
+        speed = f"{grouped(figures[meter.TOKENS_PER_SECOND])} tokens/s per device"
+        if figures.get(meter.MFU) is not None:
+            speed += f", MFU {figures[meter.MFU]:.1f}% ({figures['peak_source']})"
+        rows.append(("median speed", speed))
+    rows.append(("time in steps", duration(figures.get(meter.TRAIN_SECONDS) or 0.0)))
+    rows.append(("folder", _shown(run.path)))
+    return rows
+
+
+def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
+    """Commands that make sense after this end."""
+    folder = _shown(run.path)
+    if outcome.kind is OutcomeKind.DONE:
+        sample = [f'titanlab generate {folder} --prompt "def "'] if run.tokenizer.is_dir() else []
+        return [*sample, f"less {folder}/metrics.jsonl"]
+    if outcome.kind.may_continue:
+        return [f"titanlab resume {folder}"]
+    return [f"less {folder}/logs/rank-0.log"]
+
+
+def _peak(constants: Work) -> str:
+    if constants.peak_flops is None:
+        return constants.peak_source if constants.peak_source.startswith("no MFU") else "unknown: no MFU"
+    return f"{constants.peak_flops / 1e12:.3g} TFLOP/s ({constants.peak_source})"
+
+
+def _precision(recipe: Recipe, account: ModelAccount) -> str:
+    """The option, and what it says of itself."""
+    describe = getattr(recipe.precision, "describe", None)
+    if describe is None:
+        return str(recipe.precision.kind)
+    cluster = recipe.cluster
+    return str(describe(account, accelerator=cluster.accelerator, device=str(cluster.device)))
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)

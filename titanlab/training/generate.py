@@ -1,0 +1,125 @@
+"""Sampling: text from a run's checkpoint, or from a folder of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlab.checkpoint.folders import find
+from titanlab.checkpoint.store import load_model
+from titanlab.data import tokenizer as tokenizers
+from titanlab.distributed.ranks import ALONE
+from titanlab.distributed.world import open_world
+from titanlab.errors import ConfigError
+from titanlab.model.contract import LanguageModel
+from titanlab.options import implementation
+from titanlab.recipe.composition.frozen import frozen_recipe
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.run_folder import RunFolder
+from titanlab.training.stage import default_dtype, dtypes_of
+from titanlab.weights.fill import fill
+from titanlab.weights.folder import is_weights_folder
+from titanlab.weights.huggingface.folder import is_hf_folder
+from titanlab.weights.source import usual_dtype
+from titanlab.weights.starting_weights import open_folder
+
+# Tokens of context at most: a folder of weights may say 131,072, and all of them are computed anew for each token.
+_MOST_CONTEXT = 4096
+
+
+def generate(
+    run: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Iterator[str]:
+    """The text that follows the prompt, piece by piece as it is sampled.
+
+    Args:
+        run: folder of a run, whose latest checkpoint is used, or of weights: imported, or Hugging Face's.
+        tokens: how many to sample at most; an end-of-text token ends earlier.
+        temperature: 0 takes the likeliest token every time.
+        top_k: sample among this many likeliest tokens only; 0: among all.
+
+    Raises:
+        ConfigError: no checkpoint, or data without a tokenizer.
+    """
+    source = open_folder(run, "run")
+    tokenizer = tokenizers.load(_tokenizer_folder(run), "run")
+    with open_world(ALONE, accelerator=device, seed=seed, deterministic=False) as world:
+        if source is not None:
+            seq_len = min(int(source.about.get("max_position_embeddings") or _MOST_CONTEXT), _MOST_CONTEXT)
+            model = _empty(source.model, seq_len, getattr(torch, usual_dtype(source)), world.device)
+            fill(model, source)
+        else:
+            checkpoint = find(str(run), "run")
+            recipe = frozen_recipe(RunFolder(run))
+            seq_len = recipe.training.seq_len
+            model = _load(recipe, checkpoint, world.device)
+    ids = tokenizer.encode(prompt)
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    if not (begin or ids):
+        raise ConfigError("--prompt", prompt, "is empty, and this tokenizer has no beginning of text", "give a prompt")
+    generator = torch.Generator(world.device).manual_seed(seed)
+    # With the prompt: alone, a first word would lose the space before it.
+    shown = len(tokenizer.decode(ids))
+    for _ in range(tokens):
+        context = [*begin, *ids][-seq_len:]
+        token = _next(model, context, temperature, top_k, generator, tokenizer.vocab_size)
+        if token == tokenizer.eos_id:
+            break
+        ids.append(token)
+        # Bytes of one character may come in several tokens: only whole characters are shown.
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+
+
+def _tokenizer_folder(run: Path) -> Path:
+    if is_hf_folder(run):
+        return run
+    folder = RunFolder(run).tokenizer
+    if not folder.is_dir():
+        if is_weights_folder(run):
+            raise ConfigError("run", run, "has no tokenizer", "import a model whose folder has one")
+        raise ConfigError("run", run, "was trained on data without a tokenizer", "train on data=stdlib or data=files")
+    return folder
+
+
+def _load(recipe: Recipe, checkpoint: Path, device: torch.device) -> LanguageModel:
+    model = _empty(recipe.model, recipe.training.seq_len, dtypes_of(recipe).master, device)
+    load_model(checkpoint, "run", model)
+    return model
+
+
+def _empty(config: Any, seq_len: int, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    with torch.device("meta"), default_dtype(dtype):
+        model: LanguageModel = implementation(config).build(config, seq_len=seq_len)
+    model.to_empty(device=device)
+    model.init_buffers(device)
+    model.eval()
+    return model
+
+
+@torch.inference_mode()
+def _next(
+    model: nn.Module, ids: list[int], temperature: float, top_k: int, generator: torch.Generator, vocab_size: int
+) -> int:
+    tokens = torch.tensor([ids], device=generator.device)
+    # The model's vocabulary may be padded beyond the tokenizer's.
+    logits = model(tokens)[0, -1, :vocab_size].float()
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        cut = logits.topk(min(top_k, logits.numel())).values[-1]
+        logits = logits.masked_fill(logits < cut, float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))

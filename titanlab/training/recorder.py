@@ -1,0 +1,319 @@
+"""The record of a run while it happens: metrics.jsonl, status.json, tracker, console, result.json.
+
+Only the rank that logs writes; on the others the same object measures nothing and says nothing, so that
+the story in train.py has no branches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from titanlab.checkpoint.position import Position
+from titanlab.compile.watch import Watch
+from titanlab.costs import meter
+from titanlab.costs.meter import Meter
+from titanlab.costs.traffic_table import flat, lines
+from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.traffic import axis_groups, traced
+from titanlab.distributed.world import World
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.failure_signs import mere_echo
+from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_status import Status
+from titanlab.terminal.console import Console
+from titanlab.terminal.progress import Progress
+from titanlab.tracker.protocol import open_tracker
+from titanlab.training import facts
+from titanlab.training.totals import Totals
+from titanlab.training.tracked_run import tracked_run
+
+_STATUS_SECONDS = 1.0
+
+
+class Recorder:
+    """What train.py tells, and nothing of where it goes."""
+
+    tracker_id: str | None = None
+
+    def start(self) -> None:
+        """The first step begins."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Inside, the run waits for data."""
+        return contextlib.nullcontext()
+
+    def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
+        """Inside, a step computes and communicates; the first one is looked at."""
+        return contextlib.nullcontext()
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Inside, a checkpoint is written."""
+        return contextlib.nullcontext()
+
+    def warn(self, text: str) -> None:
+        """Something is not as it should be, and the run goes on."""
+
+    def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
+        """Inside, held-out sequences are evaluated; yields what takes their loss."""
+        return contextlib.nullcontext(lambda loss: None)
+
+    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
+        """A step's totals have arrived."""
+
+    def finish(self, outcome: Outcome) -> Outcome:
+        """The run has ended. Returns the outcome with what was measured."""
+        return outcome
+
+
+class LoggingRecorder(Recorder):
+    """The recorder of the rank that logs."""
+
+    def __init__(
+        self, recipe: Recipe, run: RunFolder, world: World, *, attempt: int, position: Position, console: Console
+    ) -> None:
+        self._recipe = recipe
+        self._run = run
+        self._world = world
+        self._attempt = attempt
+        self._console = console
+        self._steps = recipe.training.steps
+        work = facts.work(recipe, world.device)
+        self._meter = Meter(work, warmup_steps=recipe.training.unmeasured_steps, tokens_seen=position.tokens)
+        self._metrics = run.open_metrics(attempt, resumed_step=position.step)
+        described = tracked_run(recipe, run, attempt=attempt, resumed_step=position.step, id=position.tracker)
+        self._tracker = open_tracker(recipe.tracker, described, warn=console.warn)
+        self.tracker_id = described.id
+        self._status_at = 0.0
+        self._traced = False
+        self._step = position.step
+        self._latest: dict[str, object] = {}
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        self._validation_loss: float | None = None
+        self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
+        console.start(f"titanlab · {recipe.name}", facts.start_rows(recipe, run, world.device, work, position))
+
+    def start(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._world.device)
+        self._write_status("running")
+        self._meter.begin()
+
+    def loading(self) -> AbstractContextManager[None]:
+        return self._meter.loading_data()
+
+    def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
+        if self._traced or self._world.size == 1:
+            return contextlib.nullcontext()
+        self._traced = True
+        return self._tracing(mesh)
+
+    @contextlib.contextmanager
+    def _tracing(self, mesh: Mesh) -> Iterator[None]:
+        with traced(axis_groups(mesh)) as traffic:
+            yield
+        rows = traffic.rows()
+        self._metrics.write("traffic", self._step + 1, flat(rows))
+        self._tracker.log(self._step + 1, dict(flat(rows)))
+        for number, line in enumerate(lines(rows)):
+            self._console.note(f"{'sent per step by rank 0  ' if not number else ' ' * 25}{line}")
+
+    def warn(self, text: str) -> None:
+        self._console.warn(text)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        with self._meter.paused():
+            self._write_status("saving")
+            yield
+            self._write_status("running")
+
+    @contextlib.contextmanager
+    def validating(self, step: int) -> Iterator[Callable[[float], None]]:
+        def report(loss: float) -> None:
+            self._validation_loss = loss
+            row = {meter.VALIDATION_LOSS: loss}
+            self._metrics.write("validation", step, row)
+            self._tracker.log(step, row)
+            self._console.validated(step, self._steps, loss)
+
+        with self._meter.paused():
+            yield report
+            self._watch.after_validation(step)
+
+    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
+        self._meter.leave_out(self._watch.after_step(step, first=self._meter.steps == 0))
+        seconds = self._meter.end_step(totals.tokens)
+        self._step = step
+        self._last_loss = totals.loss
+        if self._first_loss is None:
+            self._first_loss = totals.loss
+        bad = not totals.finite
+        if step % self._recipe.training.log_every and step not in (1, self._steps) and not bad:
+            if self._console.is_live:
+                self._console.step(self._progress(step, totals, rate, step_seconds=seconds))
+            return
+        with self._meter.paused():
+            self._log(step, totals, rate=rate, tokens_seen=tokens_seen)
+
+    def _log(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
+        speed = self._meter.window()
+        row: dict[str, object] = {
+            meter.LOSS: totals.loss,
+            meter.GRAD_NORM: totals.grad_norm,
+            meter.LEARNING_RATE: rate,
+            meter.TOKENS_SEEN: tokens_seen,
+            **_scaling(totals),
+            **speed.metrics(),
+            **self._watch.metrics(),
+            **memory(self._world.device),
+        }
+        self._metrics.write("train", step, row)
+        self._tracker.log(step, row)
+        self._latest = row
+        progress = self._progress(step, totals, rate, step_seconds=speed.step_seconds)
+        self._console.log(
+            replace(
+                progress,
+                tokens_per_second=speed.tokens_per_second,
+                mfu_percent=speed.mfu_percent,
+                data_seconds=speed.data_seconds,
+                memory_gib=peak_memory_gib(self._world.device),
+                warming_up=speed.warming_up,
+            )
+        )
+        if time.monotonic() - self._status_at >= _STATUS_SECONDS:
+            self._write_status("running")
+
+    def finish(self, outcome: Outcome) -> Outcome:
+        summary = {**self._summary(), **memory(self._world.device)}
+        outcome = replace(outcome, metrics=summary)
+        self._metrics.close()
+        self._tracker.finish({**summary, "outcome": outcome.kind.value}, exit_code=outcome.kind.exit_code)
+        self._run.write_result(outcome)
+        tone = "good" if outcome.kind is OutcomeKind.DONE else "halted" if outcome.kind.may_continue else "bad"
+        self._console.end(
+            f"{outcome.kind.value}: {outcome.kind.meaning}",
+            facts.end_rows(outcome, self._run),
+            tone=tone,  # type: ignore[arg-type]
+            next_steps=facts.next_steps(outcome, self._run),
+        )
+        return outcome
+
+    def abandon(self, error: BaseException) -> None:
+        """This rank has raised: close what is open; whoever started it writes the result."""
+        # Of an echo the word is another rank's, and not known here.
+        word = {} if mere_echo(error) else {"outcome": classify(error).value}
+        # On a full disk these fail too: what the run failed of is said, and not that.
+        with contextlib.suppress(OSError):
+            self._metrics.close()
+        with contextlib.suppress(OSError):
+            self._tracker.finish({**self._summary(), **word}, exit_code=exit_code(error))
+
+    def _summary(self) -> dict[str, object]:
+        """Medians after warm-up, totals and last losses."""
+        return {
+            **self._meter.summary(),
+            "first_loss": self._first_loss,
+            meter.LOSS: self._last_loss,
+            meter.VALIDATION_LOSS: self._validation_loss,
+            **self._watch.metrics(),
+        }
+
+    def _progress(self, step: int, totals: Totals, rate: float, *, step_seconds: float) -> Progress:
+        return Progress(
+            step=step,
+            steps=self._steps,
+            loss=totals.loss,
+            grad_norm=totals.grad_norm,
+            learning_rate=rate,
+            tokens_per_second=totals.tokens / self._world.size / max(step_seconds, 1e-9),
+            devices=self._world.size,
+            step_seconds=step_seconds,
+            seconds_left=self._meter.seconds_left(self._steps - step),
+        )
+
+    def _write_status(self, state: str) -> None:
+        self._status_at = time.monotonic()
+        self._run.write_status(
+            Status(
+                state=state,
+                step=self._step,
+                steps=self._steps,
+                attempt=self._attempt,
+                seconds_left=self._meter.seconds_left(self._steps - self._step),
+                metrics=self._latest,
+            )
+        )
+
+
+@contextlib.contextmanager
+def open_recorder(
+    recipe: Recipe, run: RunFolder, world: World, *, attempt: int, position: Position
+) -> Iterator[Recorder]:
+    """The recorder for this rank: a silent one unless it logs."""
+    if not world.logs:
+        yield Recorder()
+        return
+    with _console(run.logs / "rank-0.log") as console:
+        recorder = LoggingRecorder(recipe, run, world, attempt=attempt, position=position, console=console)
+        try:
+            yield recorder
+        except BaseException as error:
+            recorder.abandon(error)
+            raise
+
+
+@contextlib.contextmanager
+def _console(log: Path) -> Iterator[Console]:
+    """This terminal and the log; the log alone, with the time of day, where all that is printed goes there anyway."""
+    if "TITANLAB_LOG" not in os.environ:
+        with Console(log_file=log) as console:
+            yield console
+        return
+    with Path(os.devnull).open("w") as nowhere, Console(nowhere, errors=nowhere, log_file=log) as console:
+        yield console
+
+
+def _scaling(totals: Totals) -> dict[str, object]:
+    """Of a precision that scales its loss: the step's scale, and how many steps have updated nothing so far."""
+    if totals.scaled is None:
+        return {}
+    return {meter.LOSS_SCALE: totals.scaled.scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
+
+
+def memory(device: torch.device) -> dict[str, object]:
+    """Peaks of memory so far: the allocator's on a GPU, the process's resident memory on CPU."""
+    if device.type != "cuda":
+        return {"memory/max_resident(GiB)": peak_memory_gib(device)}
+    stats = torch.cuda.memory_stats(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    return {
+        meter.MEMORY_ACTIVE: active / 2**30,
+        "memory/max_active(%)": 100 * active / total,
+        meter.MEMORY_RESERVED: reserved / 2**30,
+        "memory/max_reserved(%)": 100 * reserved / total,
+        "memory/num_alloc_retries": stats["num_alloc_retries"],
+        "memory/num_ooms": stats["num_ooms"],
+    }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of this rank: reserved by the allocator on a GPU, resident on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    # Linux counts kibibytes, macOS bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

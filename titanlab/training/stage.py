@@ -1,0 +1,168 @@
+"""Building the model, or a stage of a pipeline: from modules on meta to this rank's parameters with initial values.
+
+meta → precision → tensor → context → ac → compile → shard → materialise → initial values, in this order and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from titanlab.compile.blocks import compile_blocks
+from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.world import World
+from titanlab.model.contract import LanguageModel
+from titanlab.options import account_of, implementation
+from titanlab.parallelism.context import spread_attention
+from titanlab.parallelism.gradients import sum_gradients
+from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
+from titanlab.parallelism.tensor import Cut, parallelise
+from titanlab.precision.dtypes import Dtypes
+from titanlab.precision.parts import keep_in_fp32
+from titanlab.recipe.recipe import Recipe
+from titanlab.weights.initialise import initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A model, or some pieces of it, ready to compute.
+
+    Attributes:
+        model: its modules; call `sharded.forward`.
+        sharded: how it is spread over data-parallel ranks.
+        summands: parameters whose gradients still have to be summed over the tensor axis after the backward.
+        summed_in: the dtype of that sum.
+        mesh: of all ranks.
+    """
+
+    model: LanguageModel
+    sharded: Sharded
+    summands: Sequence[nn.Parameter]
+    summed_in: torch.dtype
+    mesh: Mesh
+
+    def finish_gradients(self) -> None:
+        """What is left to do when a step's backward passes are over."""
+        if self.summands:
+            sum_gradients(self.summands, self.mesh.axis("tensor").get_group(), self.summed_in)
+
+
+def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[str] | None = None) -> Stage:
+    """Build, cut, shard, materialise and initialise the recipe's model, or some pieces of it."""
+    layout, config = recipe.layout, recipe.parallelism
+    part, account = implementation(recipe.model), account_of(recipe.model).account(recipe.model)
+    precision, dtypes = implementation(recipe.precision), dtypes_of(recipe)
+    with torch.device("meta"), default_dtype(dtypes.master):
+        model: LanguageModel = part.build(recipe.model, seq_len=recipe.training.seq_len)
+    if pieces is not None:
+        thin(model, account.pieces, pieces)
+    model = precision.convert(recipe.precision, model, world.device)
+    summands: frozenset[str] = frozenset()
+    if layout.tensor > 1:
+        cut = Cut(
+            mesh=mesh.axis("tensor"),
+            seq_len=recipe.training.seq_len // layout.context,
+            sequence_parallel=config.sequence_parallel,
+            loss_parallel=config.loss_parallel,
+            products=precision.tensor_styles(recipe.precision),
+        )
+        summands = parallelise(model, account.tensor_plan, cut)
+    if layout.context > 1:
+        spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
+    implementation(recipe.ac).apply(recipe.ac, {int(index): block for index, block in model.layers.items()})
+    compile_blocks(
+        model.layers.values(),
+        recipe.compile,
+        async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
+        memory_budget=getattr(recipe.ac, "budget", None),
+    )
+    sharded = _spread(model, recipe, world, mesh)
+    held = [parameter for name, parameter in model.named_parameters() if name in summands]
+    # Few numbers, which need not be rounded once more.
+    summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
+    return Stage(model=model, sharded=sharded, summands=held, summed_in=summed_in, mesh=mesh)
+
+
+def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> Sharded:
+    """Give the model its storage and initial values, and data-parallel ranks a way for their gradients to meet."""
+    layout, dtypes = recipe.layout, dtypes_of(recipe)
+    if layout.replicate > 1 and layout.world == layout.replicate and not dtypes.mixed:
+        materialise(model, recipe, world)
+        return replicate_model(model, mesh.axis("replicate"))
+    sharded = keep_whole(model)
+    if layout.data * layout.context > 1 or dtypes.mixed:
+        # FSDP2 also casts for compute, so that one process in bf16 computes what many do; and it reduces the
+        # gradients of replicas where DDP cannot: under split backwards, and those of DTensors.
+        units = keep_in_fp32(model, account_of(recipe.model).account(recipe.model), dtypes)
+        sharded = fully_shard_model(
+            model,
+            list(model.layers.values()),
+            mesh.data_parallel,
+            dtypes,
+            reshard_after_forward=_reshards(recipe),
+            cpu_offload=recipe.parallelism.cpu_offload,
+            whole=units.whole,
+            apart=units.apart,
+        )
+    materialise(model, recipe, world)
+    return sharded
+
+
+def thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> None:
+    """Take from a model on meta what other stages have."""
+    for piece in pieces:
+        if piece not in kept:
+            container, _, key = piece.rpartition(".")
+            owner = model.get_submodule(container)
+            if isinstance(owner, nn.ModuleDict):
+                del owner[key]
+            else:
+                setattr(owner, key, None)
+
+
+def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
+    """A module that has the given pieces of several stages, under the names that they have in the whole model."""
+    whole = nn.Module()
+    for piece, stage in owners.items():
+        container, _, key = piece.rpartition(".")
+        if container and container not in dict(whole.named_children()):
+            whole.add_module(container, nn.Module())
+        whole.get_submodule(container).add_module(key, stage.get_submodule(piece))
+    return whole
+
+
+def _reshards(recipe: Recipe) -> bool:
+    """Whether a block lets go of its parameters between forward and backward.
+
+    Not in a pipeline, unless it is asked for: it would gather them for each microbatch.
+    """
+    choice = recipe.parallelism.reshard_after_forward
+    return choice == "always" or (choice == "auto" and recipe.layout.pipeline == 1)
+
+
+def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:
+    """Give a model on meta its storage, this rank's part only, and its initial values."""
+    model.to_empty(device="cpu" if recipe.parallelism.cpu_offload else world.device)
+    model.init_buffers(world.device)
+    initialise(model, account_of(recipe.model).initial_values(recipe.model), recipe.seed)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New floating-point tensors have this dtype inside the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def dtypes_of(recipe: Recipe) -> Dtypes:
+    """Which dtype where."""
+    dtypes: Dtypes = implementation(recipe.precision).dtypes(recipe.precision)
+    return dtypes

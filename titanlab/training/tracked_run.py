@@ -1,0 +1,64 @@
+"""What a tracker is told about a run, while it trains or from its folder later on. Torch-free."""
+
+from __future__ import annotations
+
+import secrets
+
+from titanlab.costs.account import ModelAccount
+from titanlab.options import account_of
+from titanlab.recipe.recipe import Recipe, to_mapping
+from titanlab.records.points_file import point_of
+from titanlab.records.run_folder import RunFolder
+from titanlab.tracker.protocol import TrackedRun
+from titanlab.tracker.record import FILE, Record, read_record
+
+
+def tracked_run(
+    recipe: Recipe,
+    run: RunFolder,
+    *,
+    attempt: int,
+    resumed_step: int = 0,
+    id: str | None = None,  # noqa: A002
+    is_live: bool = True,
+) -> TrackedRun:
+    """The run as trackers take it.
+
+    Args:
+        recipe: as the attempt runs it.
+        id: under which a checkpoint says that the tracker knows the run; None: that of the attempts before.
+        is_live: it trains now.
+    """
+    account: ModelAccount = account_of(recipe.model).account(recipe.model)
+    return TrackedRun(
+        # Random digits, so that a run that was deleted and trained again is another one for the tracker.
+        id=id or _known_id(run) or f"{run.hash8}-{secrets.token_hex(3)}",
+        name=run.path.name,
+        sweep=recipe.sweep,
+        folder=run.path,
+        config=to_mapping(recipe),
+        layout=recipe.layout.degrees(),
+        facts={
+            "parameters": account.parameter_count,
+            "tokens_per_step": recipe.tokens_per_step,
+            "device": recipe.cluster.device,
+            "layout.label": recipe.layout.label,
+            **{f"point.{key}": value for key, value in point_of(run).items()},
+        },
+        tags=[recipe.model.kind, str(recipe.cluster.device), recipe.precision.kind],
+        attempt=attempt,
+        resumed_step=resumed_step,
+        is_live=is_live,
+    )
+
+
+def records(run: RunFolder) -> dict[int, Record]:
+    """How far the tracker got in each attempt that has used one."""
+    found = {attempt: read_record(run.attempt_folder(attempt) / FILE) for attempt in run.attempts()}
+    return {attempt: record for attempt, record in found.items() if record is not None}
+
+
+def _known_id(run: RunFolder) -> str | None:
+    """Of an attempt that ended before its first checkpoint, which would say it."""
+    known = [record.id for record in records(run).values() if record.id]
+    return known[-1] if known else None

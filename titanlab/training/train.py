@@ -1,0 +1,295 @@
+"""The story of one run, top to bottom.
+
+World → mesh → assemble → optimizer → data → resume → steps → outcome. Nothing here asks which technique
+is on: assembly has answered that with one function, `forward_backward`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from titanlab.checkpoint import store
+from titanlab.checkpoint.folders import find, latest
+from titanlab.checkpoint.position import Position
+from titanlab.data import source
+from titanlab.distributed.mesh import Mesh, build_mesh
+from titanlab.distributed.ranks import Ranks
+from titanlab.distributed.stop import STOPS, StopRequest, stop_request
+from titanlab.distributed.watchdog import Watchdog
+from titanlab.distributed.world import World, open_world
+from titanlab.optimizer.schedule import rate_factor
+from titanlab.options import implementation
+from titanlab.parallelism.gradients import Gradients
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.training.assemble import Assembled, assemble
+from titanlab.training.recorder import open_recorder
+from titanlab.training.totals import Reduction, Totals
+from titanlab.weights.starting_weights import fill_start
+
+_STOPPED = {
+    signal.SIGINT: "interrupted by SIGINT (Ctrl-C); the run can be resumed",
+    signal.SIGTERM: "asked to end by SIGTERM; the run can be resumed",
+    signal.SIGUSR2: "warned by SIGUSR2; the run can be resumed",
+    signal.SIGXCPU: "its time is used up (SIGXCPU); the run can be resumed",
+}
+
+
+class Observer:
+    """Looks into a run without changing it; parity proofs subclass it."""
+
+    def with_gradients(self, step: int, model: nn.Module) -> None:
+        """The gradients are those that the optimizer is about to use."""
+
+    def after_step(self, step: int, totals: Totals) -> None:
+        """A step's totals are known."""
+
+    def at_end(self, model: nn.Module) -> None:
+        """The last step is over."""
+
+
+def train(
+    recipe: Recipe,
+    run: RunFolder,
+    ranks: Ranks,
+    *,
+    stop: StopRequest | None = None,
+    watchdog: Watchdog | None = None,
+    observer: Observer | None = None,
+) -> Outcome:
+    """Train a resolved recipe as one of its ranks, from where the run's folder stands to the end.
+
+    All ranks call it together. Rank 0 writes metrics, status and result into the folder.
+
+    Args:
+        stop: the caller's, who may have been asked to stop before torch was imported; None: one of its own.
+        watchdog: is told where the run stands; None: nobody watches.
+        observer: looks on.
+
+    Returns:
+        how it ended, the same on every rank.
+
+    Raises:
+        ConfigError: the device is not there, or a checkpoint is of another model.
+    """
+    observer = observer or Observer()
+    watchdog = watchdog or Watchdog(step_seconds=None, first_seconds=None, note=lambda outcome: None)
+    with contextlib.ExitStack() as stack:
+        stop = stop or stack.enter_context(stop_request())
+        world = stack.enter_context(
+            open_world(
+                ranks,
+                accelerator=recipe.cluster.accelerator,
+                seed=recipe.seed,
+                deterministic=recipe.training.deterministic,
+            )
+        )
+        attempt = world.share(max(run.attempts(), default=1))
+        mesh = build_mesh(recipe.layout, world.device.type)
+        assembled = assemble(recipe, world, mesh)
+        model = assembled.model
+        parameters = dict(model.named_parameters())
+        optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
+        gradients = Gradients(parameters.values(), world.size // recipe.layout.pipeline)
+        position = _resume(recipe, run, model, optimizer, world)
+        assembled.loss_scale.restore(position.loss_scale)
+        assembled.after_update()
+        stream = source.open_train(
+            recipe.data,
+            seed=recipe.seed,
+            seq_len=recipe.training.seq_len,
+            global_batch=recipe.training.global_batch,
+            rank=mesh.data_rank,
+            ranks=recipe.layout.data,
+            state=position.data or None,
+        )
+        stack.callback(stream.close)
+        recorder = stack.enter_context(open_recorder(recipe, run, world, attempt=attempt, position=position))
+        position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
+
+        def save(at: Position) -> None:
+            with recorder.saving(), watchdog.pausing("the checkpoint", at.step):
+                # Ranks that share their sequences stand at the same place.
+                states = dict(world.gather((mesh.data_rank, stream.state())))
+                whole = replace(
+                    at,
+                    data=source.merge_states([states[rank] for rank in sorted(states)]),
+                    loss_scale=assembled.loss_scale.state(),
+                )
+                store.save(
+                    run.checkpoints,
+                    whole,
+                    model=model,
+                    optimizer=optimizer,
+                    world=world,
+                    keep=recipe.checkpoint.keep,
+                    warn=recorder.warn,
+                )
+                if world.logs:
+                    run.note_saved(attempt, at.step)
+
+        outcome = Outcome(kind=OutcomeKind.DONE, steps=recipe.training.steps, attempt=attempt)
+        waiting: list[tuple[int, float, Reduction]] = []
+
+        def settle(lag: int) -> None:
+            nonlocal position, outcome
+            while len(waiting) > lag:
+                known_step, known_rate, reduction = waiting.pop(0)
+                totals = reduction.read()
+                position = replace(position, step=known_step, tokens=position.tokens + totals.tokens)
+                observer.after_step(known_step, totals)
+                recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens)
+                outcome = _judge(outcome, known_step, totals, stop)
+
+        saved_step = position.step
+        stack.enter_context(_collected_between_steps())
+        model.train()
+        recorder.start()
+        first_step = position.step + 1
+        for step in range(first_step, recipe.training.steps + 1):
+            watchdog.step(step)
+            with recorder.loading():
+                batch = assembled.place(stream.next_batch())
+            with recorder.sending(mesh):
+                sums = assembled.forward_backward(batch)
+                reduction = Reduction(
+                    world,
+                    squared_norm=gradients.squared_norm(),
+                    loss_sum=sums.loss_sum,
+                    tokens=sums.tokens,
+                    stop=stop.signal,
+                    nominal_tokens=recipe.tokens_per_step,
+                    loss_scale=assembled.loss_scale,
+                )
+            if step == first_step:
+                assembled.after_first_step()
+            factor = reduction.gradient_factor(recipe.training.max_grad_norm)
+            if factor is not None:
+                gradients.scale(factor)
+            observer.with_gradients(step, model)
+            rate = _set_rate(optimizer, recipe, step)
+            assembled.loss_scale.step(optimizer)
+            assembled.after_update()
+            optimizer.zero_grad()
+            if step % recipe.training.gc_every == 0:
+                gc.collect(1)
+
+            # Totals are read when they have arrived: at once on CPU, a step later on a GPU. Before the
+            # state is saved or judged, all of them are.
+            waiting.append((step, rate, reduction))
+            last = step == recipe.training.steps
+            saves = recipe.checkpoint.every > 0 and step % recipe.checkpoint.every == 0
+            validates = recipe.training.validate_every > 0 and (last or step % recipe.training.validate_every == 0)
+            settle(lag=0 if world.device.type == "cpu" or last or saves or validates else 1)
+            if outcome.kind is not OutcomeKind.DONE:
+                break
+            if validates:
+                with recorder.validating(step) as report, watchdog.pausing("validation", step):
+                    report(_validate(recipe, assembled, world, mesh))
+            if saves:
+                save(position)
+                saved_step = step
+
+        # A step that was under way on a GPU when the totals before it told of the end belongs to the run.
+        settle(lag=0)
+        watchdog.ending(position.step)
+        observer.at_end(model)
+        outcome = replace(outcome, step=position.step)
+        if recipe.checkpoint.at_end and position.step > saved_step and outcome.kind is not OutcomeKind.NAN:
+            save(position)
+        # The outcome was begun with the first step, and ends here.
+        outcome = recorder.finish(replace(outcome, ended=time.time()))
+        # No rank leaves before the result is on disk: a launcher ends the others when one has left.
+        world.share(None)
+        return outcome
+
+
+def _resume(
+    recipe: Recipe, run: RunFolder, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> Position:
+    """Continue from the run's own latest checkpoint, or start from the one, or the weights, that the recipe names."""
+    own = latest(run.checkpoints)
+    if own is not None:
+        return store.load(own, "run", model=model, optimizer=optimizer, world=world)
+    if recipe.checkpoint.load_from is not None:
+        key = "checkpoint.load_from"
+        position = store.load(
+            find(recipe.checkpoint.load_from, key), key, model=model, optimizer=optimizer, world=world
+        )
+        # Another run's tracker id stays with that run.
+        return replace(position, tracker=None)
+    if recipe.init_from is not None:
+        fill_start(recipe, model)
+    return Position()
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> float:
+    rate: float = recipe.optimizer.lr * rate_factor(recipe.optimizer.schedule, step=step, steps=recipe.training.steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Outcome:
+    """The outcome after one more step: unchanged, or the end."""
+    if outcome.kind is OutcomeKind.NAN:
+        return outcome
+    # Also where a stop was on its way: the state is lost, and must not be saved.
+    if totals.lost:
+        return replace(
+            outcome,
+            kind=OutcomeKind.NAN,
+            step=step,
+            cause=f"step {step}: loss {totals.loss}, gradient norm {totals.grad_norm}",
+        )
+    # After the last step there is nothing left to stop.
+    if totals.stop and outcome.kind is OutcomeKind.DONE and step != outcome.steps:
+        # Another rank may have been told what this one was not.
+        told = stop.cause if stop.signal == totals.stop else None
+        return replace(outcome, kind=STOPS[totals.stop], step=step, cause=told or _STOPPED[signal.Signals(totals.stop)])
+    return outcome
+
+
+def _validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) -> float:
+    """Mean cross-entropy over the held-out sequences; every rank has the same number of batches."""
+    assembled.model.eval()
+    rows = iter(
+        source.open_validation(
+            recipe.data,
+            seq_len=recipe.training.seq_len,
+            sequences=recipe.training.validation_sequences,
+            rank=mesh.data_rank,
+            ranks=recipe.layout.data,
+        )
+    )
+    sums = torch.zeros(2, dtype=torch.float64)
+    while batch := list(itertools.islice(rows, assembled.evaluation_rows)):
+        tokens, labels = (np.stack(column) for column in zip(*batch, strict=True))
+        part = assembled.evaluate(assembled.place(source.Batch(tokens, labels)))
+        sums += torch.tensor([float(part.loss_sum), float(part.tokens)], dtype=torch.float64)
+    world.sum(sums)
+    assembled.model.train()
+    return float(sums[0] / sums[1])
+
+
+@contextlib.contextmanager
+def _collected_between_steps() -> Iterator[None]:
+    """No garbage collection inside steps: a pause of one rank is a pause of all."""
+    # Of what is young: to look at all that torch has made takes a sixth of a second, and finds nothing.
+    gc.collect(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,63 @@
+"""A Hugging Face folder: what is in it, and how it is read as our weights. Torch-free until tensors are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titanlab.errors import ConfigError
+from titanlab.options import account_of
+from titanlab.weights.folder import indexed_files, read_object
+from titanlab.weights.huggingface.families import family_for
+from titanlab.weights.source import SafetensorsSource, hold_entries, read_entries
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+STEM = "model"
+# What transformers reads beside the weights.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+# Facts of config.json that are no part of the model, and that go through an import and an export unchanged.
+ABOUT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a path is one, by its config.json."""
+    return (path / CONFIG).is_file()
+
+
+def open_hf(path: Path, key: str) -> SafetensorsSource:
+    """The weights in a folder of Hugging Face's, under our names; only configs, names and shapes are read.
+
+    Raises:
+        ConfigError: it is not whole, or holds a model that is not computed here.
+    """
+    config = read_object(path / CONFIG, key)
+    family = family_for(config)
+    model = family.from_hf(config)
+    if not (path / INDEX).is_file() and not (path / f"{STEM}.safetensors").is_file():
+        pickled = next((name for name in _PICKLED if (path / name).is_file()), None)
+        if pickled is not None:
+            rule = f"keeps its weights in {pickled}, which runs code when it is read"
+            cure = "fetch the model's safetensors, or save it again with transformers' save_pretrained"
+            raise ConfigError(key, path, rule, cure)
+        raise ConfigError(key, path, f"has neither {STEM}.safetensors nor {INDEX}", "fetch the folder again, whole")
+    entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
+    copies = {name: of for name, of in family.copies(model).items() if name in entries}
+    theirs = {name: each for name, each in entries.items() if name not in copies and not family.DERIVED.fullmatch(name)}
+    shapes, foreign = account_of(model).account(model).parameters, family.tensors(model)
+    hold_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, theirs)
+    return SafetensorsSource(
+        model=model,
+        entries={name: entries[foreign[name].name] for name in shapes},
+        files=places,
+        foreign=foreign,
+        about={name: config[name] for name in ABOUT if name in config},
+        copies=copies,
+    )

@@ -1,0 +1,161 @@
+"""Initial values that depend on seed, parameter name and position in the tensor, and nothing else.
+
+Every element's value is computed from its own place in the full tensor, so that any rank of any
+layout fills what it holds without knowing the rest: one process and 512 start from the same model.
+No generator has state, and torch's own is left alone. (DTensor's RNG needs an accelerator and all
+ranks in step.)
+
+An element's 64-bit state is key(seed, name) + (index + 1)·γ; SplitMix64 mixes it (Steele, Lea,
+Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), its upper 24 bits give a
+uniform number, and the inverse of the truncated normal's distribution gives the value. The integers
+are the same on every device; erfinv may differ in the last bit between kinds of device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from titanlab.costs.account import Init
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_CUT = 3.0  # standard deviations at which the normal is truncated
+# Elements at a time, 20 bytes of temporary memory each: on a CPU what fits its cache; elsewhere
+# enough to make launching kernels cheap (84 MB).
+_CHUNK_CPU = 1 << 16
+_CHUNK_ACCELERATOR = 1 << 22
+# Wrappers (torch.compile, activation checkpointing) that lengthen names and change no identity.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, values: Mapping[str, Init], seed: int) -> None:
+    """Fill every parameter of `model`, or the part of it that this rank holds, in place.
+
+    Args:
+        model: materialised; parameters are plain tensors or DTensors of any placement. A tied
+            parameter is filled once, under its first name.
+        values: by parameter name; may hold more than the model does (a stage of a pipeline).
+        seed: any integer.
+
+    Raises:
+        ValueError: a parameter has no entry in `values`, is on meta, or is a partial sum.
+    """
+    for name, parameter in model.named_parameters():
+        name = plain_name(name)
+        if name not in values:
+            raise ValueError(f"no initial value is declared for {name}")
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on meta: materialise it first")
+        _fill(parameter, values[name], key(seed, name))
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def key(seed: int, name: str) -> int:
+    """The 64 bits from which a parameter's values follow."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _fill(parameter: Tensor, init: Init, state: int) -> None:
+    local, offsets = local_part(parameter)
+    if init.kind == "ones":
+        local.fill_(1.0)
+    elif init.kind == "zeros" or init.std == 0:
+        local.zero_()
+    elif local.numel():
+        strides = _strides(parameter.shape)
+        start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        _fill_box(local, init.std, state + (start + 1) * _GAMMA, strides)
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """What this rank holds, and where in the full tensor it begins."""
+    nowhere = (0,) * parameter.dim()
+    if type(parameter) is nn.Parameter:
+        return parameter, nowhere
+    # Half a second to import, which a process without DTensors does not pay. The function is
+    # private, but torch's distributed checkpoint places shards by it; the shape is checked.
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(parameter, DTensor):
+        return parameter, nowhere
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ValueError(f"a partial sum has no initial value: {parameter.placements}")
+    local = parameter.to_local()
+    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if tuple(shape) != tuple(local.shape) and local.numel():
+        raise ValueError(f"a shard of shape {tuple(local.shape)} where {tuple(shape)} was expected")
+    return local, offsets
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _fill_box(local: Tensor, std: float, state: int, strides: Sequence[int]) -> None:
+    """Fill a box of the full tensor, a bounded number of elements at a time.
+
+    Args:
+        local: the box; scalars count as one element.
+        state: of the box's first element.
+        strides: of the full tensor, in elements.
+    """
+    if local.dim() == 0:
+        local, strides = local.reshape(1), [1]
+    chunk = _CHUNK_CPU if local.device.type == "cpu" else _CHUNK_ACCELERATOR
+    row = math.prod(local.shape[1:])
+    if row > chunk:
+        for index in range(local.shape[0]):
+            _fill_box(local[index], std, state + index * strides[0] * _GAMMA, strides[1:])
+        return
+    rows = max(chunk // row, 1)
+    # The states of an element are a sum over dims; those of the inner dims are the same for all rows.
+    inner = _steps(local.shape[1:], strides[1:], local.device)
+    outer = _steps(local.shape[:1], strides[:1], local.device).add_(_signed(state)).unsqueeze(1)
+    for part, part_outer in zip(local.split(rows), outer.split(rows), strict=True):
+        part.copy_(_truncated_normal(part_outer + inner, std).view(part.shape))
+
+
+def _steps(shape: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
+    """γ times the flat index of every element of a box, relative to its first: int64, [numel]."""
+    steps = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, stride in zip(shape, strides, strict=True):
+        step = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(stride * _GAMMA))
+        steps = (steps.unsqueeze(1) + step).flatten()
+    return steps
+
+
+def _truncated_normal(state: Tensor, std: float) -> Tensor:
+    """Normal values within 3·std from int64 states, which are overwritten: fp32, same shape."""
+    scratch = torch.empty_like(state)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        torch.bitwise_right_shift(state, shift, out=scratch)
+        # The shift carries the sign along; SplitMix64's numbers have none.
+        scratch.bitwise_and_((1 << (64 - shift)) - 1)
+        state.bitwise_xor_(scratch).mul_(_signed(factor))
+    # SplitMix64's last step changes lower bits only.
+    state.bitwise_right_shift_(40)  # 24 bits with a sign: -2**23 … 2**23 - 1
+    cut = math.erf(_CUT / math.sqrt(2))
+    # Each product and sum is an operation of its own, so that nothing depends on fused multiply-add.
+    value = state.to(torch.float32).add_(0.5).mul_(cut / (1 << 23))
+    return value.erfinv_().mul_(std * math.sqrt(2))
+
+
+def _signed(number: int) -> int:
+    """The int64 with the lower 64 bits of `number`; sums and products of int64 wrap around."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number

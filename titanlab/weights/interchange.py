@@ -1,0 +1,167 @@
+"""Weights in and out: what `titanlab import` and `titanlab export` do, and what either leaves on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titanlab.data import tokenizer as tokenizers
+from titanlab.errors import ConfigError
+from titanlab.options import account_of
+from titanlab.records.config_file import config_text
+from titanlab.system.atomic_file import write_json
+from titanlab.system.foreign import Foreign
+from titanlab.weights import folder as ours
+from titanlab.weights.folder_writer import whole_folder
+from titanlab.weights.huggingface import folder as hf
+from titanlab.weights.huggingface.families import family_of
+from titanlab.weights.huggingface.tokenizer_files import copy_tokenizer, write_tokenizer_config
+from titanlab.weights.origin import Origin
+from titanlab.weights.source import SafetensorsSource, chunks, usual_dtype
+
+Report = Callable[[str], None]
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a folder is one that an import or an export may replace."""
+    return ours.is_weights_folder(path) or hf.is_hf_folder(path)
+
+
+def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shard_bytes: int, report: Report) -> str:
+    """Write a weights folder. Returns the command that trains on from it.
+
+    Raises:
+        ConfigError: the disk does not take it, or a number does not fit the dtype.
+    """
+    write_weights = importlib.import_module("titanlab.weights.copy").write_weights
+    model = origin.source.model
+    with whole_folder(into) as part:
+        _hold_copies(origin)
+        digest = write_weights(
+            origin.source,
+            part,
+            stem=ours.STEM,
+            index=ours.INDEX,
+            foreign={name: Foreign(name=name) for name in origin.source.entries},
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+        )
+        yaml = part / "conf" / "model" / f"{name}.yaml"
+        yaml.parent.mkdir(parents=True)
+        yaml.write_text(_option_text(model, origin.title), encoding="utf-8")
+        found = copy_tokenizer(origin.tokenizer, part / ours.TOKENIZER)
+        _write_generation(origin, part)
+        manifest = {
+            "schema": ours.SCHEMA,
+            "made_from": origin.title,
+            "model": dataclasses.asdict(model),
+            "about": dict(origin.about),
+            "digest": digest,
+        }
+        write_json(part / ours.MANIFEST, manifest, durable=True)
+    _tell(origin, into, report)
+    command = ["titanlab", "train", "--config-dir", str(into / "conf"), f"model={name}", _override("init_from", into)]
+    if found:
+        command.append(_override("data.tokenizer", into / ours.TOKENIZER))
+    return shlex.join(command)
+
+
+def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int, report: Report) -> None:
+    """Write a folder that transformers opens.
+
+    Raises:
+        ConfigError: the model has no form there, the disk does not take it, or a number does not fit the dtype.
+    """
+    source = origin.source
+    family = family_of(source.model)
+    if family is None:
+        rule = f"{source.model.kind} has no form in transformers"
+        raise ConfigError("--format", "hf", rule, "try --format titanlab")
+    write_weights = importlib.import_module("titanlab.weights.copy").write_weights
+    with whole_folder(into) as part:
+        _hold_copies(origin)
+        write_weights(
+            source,
+            part,
+            stem=hf.STEM,
+            index=hf.INDEX,
+            foreign=family.tensors(source.model),
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+        )
+        _write_generation(origin, part)
+        if copy_tokenizer(origin.tokenizer, part):
+            found = tokenizers.load(part, "tokenizer")
+            if isinstance(found, tokenizers.TiktokenTokenizer):
+                # Everybody else takes a tokenizer.model for SentencePiece's.
+                found.save_json(part / "tokenizer.json")
+                found.file.unlink()
+            write_tokenizer_config(part, bos_id=found.bos_id, eos_id=found.eos_id, context=origin.context)
+        config = {
+            **family.to_hf(source.model, context=origin.context),
+            **origin.about,
+            "torch_dtype": dtype or usual_dtype(source),
+        }
+        # Last: without it the folder is no model to anybody.
+        write_json(part / hf.CONFIG, config, durable=True)
+    _tell(origin, into, report)
+
+
+def _hold_copies(origin: Origin) -> None:
+    """The rule that a tied head which was saved too equals the embedding; read piece by piece."""
+    source = origin.source
+    if not origin.copies or not isinstance(source, SafetensorsSource):
+        return
+    names = {foreign.name: name for name, foreign in source.foreign.items()}
+    for copy, of in origin.copies.items():
+        entry = source.entries[names[of]]
+        other = dataclasses.replace(source, foreign={copy: Foreign(name=copy)})
+        for offsets, sizes in chunks(entry):
+            mine, theirs = source.read(names[of], offsets, sizes), other.read(copy, offsets, sizes)
+            if mine.shape != theirs.shape or not bool((mine == theirs).all()):
+                rule = f"its embeddings are tied, and yet {copy} is not {of}"
+                raise ConfigError("source", origin.title, rule, "set tie_word_embeddings to what the model was")
+
+
+def _write_generation(origin: Origin, part: Path) -> None:
+    if not isinstance(origin.generation, Path):
+        write_json(part / ours.GENERATION, origin.generation)
+    elif origin.generation.is_file():
+        shutil.copyfile(origin.generation, part / ours.GENERATION)
+
+
+def _option_text(model: Any, title: str) -> str:
+    """The YAML of a model's option: what its schema does not say by itself."""
+    values = {
+        each.name: getattr(model, each.name)
+        for each in dataclasses.fields(model)
+        if each.name != "kind" and getattr(model, each.name) != each.default
+    }
+    schema = type(model).__titanlab_option__.schema_name
+    return f"defaults: [{schema}, _self_]\n# From {title}.\n{config_text(values)}"
+
+
+def _override(key: str, path: Path) -> str:
+    """`key=path` as Hydra reads it."""
+    text = str(path)
+    if re.fullmatch(r"[\w./+@%-]+", text):
+        return f"{key}={text}"
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{key}="{quoted}"'
+
+
+def _tell(origin: Origin, into: Path, report: Report) -> None:
+    entries = origin.source.entries.values()
+    files = sorted(into.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in files)
+    parameters = account_of(origin.source.model).account(origin.source.model).parameter_count
+    report(
+        f"{into}: {parameters:,} parameters in {len(entries)} tensors, {size / 2**20:,.1f} MiB in {len(files)} "
+        f"file{'s' if len(files) > 1 else ''}"
+    )

@@ -1,0 +1,107 @@
+"""Where weights to be written come from: a folder, or a run's checkpoint; and what is known of them beside."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titanlab.checkpoint.folders import check_checkpoint, find, of_step
+from titanlab.checkpoint.search import find_run_or_checkpoint
+from titanlab.data import tokenizer as tokenizers
+from titanlab.errors import ConfigError
+from titanlab.options import account_of
+from titanlab.weights import folder as ours
+from titanlab.weights.huggingface import folder as hf
+from titanlab.weights.huggingface.families import family_of
+from titanlab.weights.source import Source
+from titanlab.weights.starting_weights import open_folder
+
+# What transformers takes where a config.json of a Llama says nothing.
+_USUAL_CONTEXT = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """A model that can be written elsewhere.
+
+    Attributes:
+        source: its weights.
+        about: facts for config.json that are no part of the model.
+        tokenizer: a folder with the tokenizer's files; it may have none of them.
+        generation: generation_config.json, or what it would say.
+        title: where it is from, for people.
+    """
+
+    source: Source
+    about: Mapping[str, Any]
+    tokenizer: Path
+    generation: Path | Mapping[str, Any]
+    title: str
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may have."""
+        return int(self.about["max_position_embeddings"])
+
+
+def from_folder(path: Path, key: str) -> Origin:
+    """The model in a folder that was imported, or that is Hugging Face's.
+
+    Raises:
+        ConfigError: it is neither, or not whole.
+    """
+    source = open_folder(path, key)
+    if source is None:
+        rule = f"has no {hf.CONFIG}" if path.is_dir() else "is no folder"
+        raise ConfigError(key, path, rule, "give a folder of Hugging Face's, or a model of its hub as owner/name")
+    imported = ours.is_weights_folder(path)
+    return Origin(
+        source=source,
+        about={"max_position_embeddings": _USUAL_CONTEXT, **source.about},
+        tokenizer=path / ours.TOKENIZER if imported else path,
+        generation=path / ours.GENERATION,
+        title=path.resolve().name,
+        copies=source.copies,
+    )
+
+
+def from_run(text: str, runs: str, *, step: int | None) -> Origin:
+    """The model of a run's checkpoint, the latest or that of a step.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint.
+    """
+    run, named = find_run_or_checkpoint(text, runs)
+    checkpoint = named or find(str(run.path), "run")
+    if step is not None:
+        checkpoint = of_step(run.checkpoints, step, "--step", step)
+    config = run.config()
+    try:
+        model = ours.model_of(config["model"])
+        seq_len = int(config["training"]["seq_len"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError("run", run.path, f"its config.yaml has no model ({error})", "restore that file") from error
+    check_checkpoint(checkpoint, account_of(model).account(model).parameters, "run")
+    about: dict[str, Any] = {"max_position_embeddings": _context(model, seq_len)}
+    generation: dict[str, Any] = {}
+    if run.tokenizer.is_dir():
+        tokenizer = tokenizers.load(run.tokenizer, "run")
+        generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        about |= generation
+    checkpoint_source = importlib.import_module("titanlab.weights.checkpoint_source").CheckpointSource
+    return Origin(
+        source=checkpoint_source(checkpoint, model, "run"),
+        about=about,
+        tokenizer=run.tokenizer,
+        generation={name: token for name, token in generation.items() if token is not None},
+        title=f"{run.path.name}, {checkpoint.name}",
+    )
+
+
+def _context(model: Any, seq_len: int) -> int:
+    family = family_of(model)
+    return max(seq_len, family.stretched_context(model) if family is not None else 0)
