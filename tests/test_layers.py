@@ -65,6 +65,7 @@ class Import(NamedTuple):
     name: str
     line: int
     deferred: bool  # inside a function, or for type checkers only
+    kind: str = ""  # "types": for type checkers only; "implementation": where a config names its implementation
 
 
 def place(module: str) -> Place | None:
@@ -99,28 +100,31 @@ def imports(source: str, module: str, modules: Mapping[str, str]) -> Iterator[Im
                 return None
         return name
 
-    def visit(node: ast.AST, *, deferred: bool) -> Iterator[tuple[str, int, bool]]:
+    def visit(node: ast.AST, *, deferred: bool, kind: str) -> Iterator[tuple[str, int, bool, str]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                yield from ((alias.name, child.lineno, deferred) for alias in child.names)
+                yield from ((alias.name, child.lineno, deferred, kind) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 base = child.module or ""
                 for alias in child.names:
                     full = f"{base}.{alias.name}"
-                    yield (full if full in modules else base, child.lineno, deferred)
+                    yield (full if full in modules else base, child.lineno, deferred, kind)
             elif isinstance(child, ast.Call) and ast.unparse(child.func) == "importlib.import_module":
                 # Names that are computed are those of options, which are discovered and not known.
                 constants = [value for value in child.args[:1] if isinstance(value, ast.Constant)]
-                yield from ((str(constant.value), child.lineno, deferred) for constant in constants)
-            is_later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
-                isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+                yield from ((str(constant.value), child.lineno, deferred, kind) for constant in constants)
+            for_types = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+            is_later = for_types or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            names = (
+                isinstance(node, ast.ClassDef) and isinstance(child, ast.FunctionDef) and child.name == "implementation"
             )
-            yield from visit(child, deferred=deferred or is_later)
+            below = "types" if for_types else "implementation" if names else kind
+            yield from visit(child, deferred=deferred or is_later, kind=below)
 
-    for name, line, deferred in dict.fromkeys(visit(ast.parse(source), deferred=False)):
+    for name, line, deferred, kind in dict.fromkeys(visit(ast.parse(source), deferred=False, kind="")):
         target = resolved(name)
         if target is not None and target != module:
-            yield Import(target, line, deferred)
+            yield Import(target, line, deferred, kind)
 
 
 def violations(modules: Mapping[str, str]) -> list[str]:
@@ -140,12 +144,17 @@ def violations(modules: Mapping[str, str]) -> list[str]:
             there = place(wanted.name)
             if there is None:
                 continue  # reported for the module itself
-            graph.setdefault(module, set()).add(wanted.name)
+            if wanted.kind == "implementation" and there.group == here.group:
+                continue  # a config names what does it, and is imported by it
+            if wanted.kind != "types":
+                graph.setdefault(module, set()).add(wanted.name)
             if there.layer > here.layer:
                 found.append(f"{where}, up from {here.group} to {there.group}")
             elif there.layer == here.layer and there.group != here.group:
                 found.append(f"{where}, which stands beside {here.group}, not below")
-            elif is_torch_free(module) and there.layer >= 0 and not is_torch_free(wanted.name):
+            elif (
+                is_torch_free(module) and wanted.kind != "types" and there.layer >= 0 and not is_torch_free(wanted.name)
+            ):
                 found.append(f"{where}, from a torch-free module one that is not")
     try:
         TopologicalSorter(graph).prepare()
@@ -155,7 +164,7 @@ def violations(modules: Mapping[str, str]) -> list[str]:
 
 
 def _too_heavy(module: str, here: Place, wanted: Import) -> str | None:
-    if wanted.name not in HEAVY:
+    if wanted.name not in HEAVY or wanted.kind == "types":
         return None
     if is_torch_free(module):
         return "in a torch-free module"
@@ -219,6 +228,7 @@ def test_what_the_command_line_imports_first_is_light():
         ("titanlab.data.cache", "from titanlab.checkpoint import store", "titanlab.checkpoint.store, which stands beside data"),
         ("titanlab.model.llama_schema", "from titanlab.model import llama", "from a torch-free module one that is not"),
         ("titanlab.model.llama_account", "def f():\n    import torch.nn", "imports torch, in a torch-free module"),
+        ("titanlab.model.llama_schema", "class A:\n    def implementation(self):\n        from titanlab.optimizer import adamw", "which stands beside model"),
         ("titanlab.records.outcome", "import pandas", "imports pandas, in a torch-free module"),
         ("titanlab.data.files", "def f():\n    import torch", "and data is torch-free"),
         ("titanlab.data.files", "import datasets", "must do so inside a function"),
@@ -246,7 +256,8 @@ def test_what_points_down_is_allowed():
         "titanlab.errors": "from titanlab import __version__",
         "titanlab.costs.account": "from titanlab.errors import ConfigError",
         "titanlab.model.llama_account": "from titanlab.model.llama_schema import Llama\nfrom titanlab.costs import account",
-        "titanlab.model.llama_schema": "import titanlab.errors, math",
+        "titanlab.model.llama_schema": "import titanlab.errors, math\nclass Llama:\n    def implementation(self):\n        from titanlab.model import llama",
+        "titanlab.model.contract": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
         "titanlab.model.llama": "import torch\nfrom titanlab.model.llama_schema import Llama",
         "titanlab.data.files": "def f():\n    import sentencepiece",
         "titanlab.cli.generate": "def f():\n    from titanlab.training import train",
