@@ -29,7 +29,7 @@ from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
+from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.looped_bfs_schema import LoopedBFS
 from titanlab.schedule.zbv_schema import ZBV
 from titanlab.training import assemble, stage
@@ -80,9 +80,9 @@ def step_of(made: Recipe) -> Step:
     account = account_of(made.model).account(made.model)
     piped = {}
     if made.layout.pipeline > 1:
-        schedule, ranks = implementation(made.schedule), made.layout.pipeline
-        placement = schedule.placement(made.schedule, ranks=ranks)
-        actions = schedule.actions(made.schedule, ranks=ranks, microbatches=made.microbatches)
+        schedule, ranks = made.schedule, made.layout.pipeline
+        placement = schedule.placement(ranks=ranks)
+        actions = schedule.actions(ranks=ranks, microbatches=made.microbatches)
         piped = {
             "stages": pieces_by_stage(made),
             "placement": placement,

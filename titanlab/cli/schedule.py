@@ -16,9 +16,10 @@ from typing import Any
 
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
-from titanlab.options import discover, implementation
+from titanlab.options import discover
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.action_file import read_actions, write_actions
+from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.grid import rows
 from titanlab.schedule.plot import draw
 from titanlab.schedule.timeline import Timeline, simulate
@@ -176,16 +177,15 @@ def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
             raise ConfigError("--stages-per-rank", given.stages_per_rank, rule, cure)
     if kind == "csv":
         values["file"] = given.file or ""
-    config = schema(**values)
+    config: PipelineSchedule = schema(**values)
     ranks, microbatches = given.ranks or 4, given.microbatches or 8
     if kind == "csv":
-        orders = read_actions(config.file)
+        orders = read_actions(values["file"])
         ranks = given.ranks or len(orders)
         microbatches = given.microbatches or 1 + max(action.microbatch for order in orders for action in order)
-    part = implementation(config)
-    part.check(config, ranks=ranks, microbatches=microbatches)
-    placement = part.placement(config, ranks=ranks)
-    orders = part.actions(config, ranks=ranks, microbatches=microbatches)
+    config.check_pipeline(ranks=ranks, microbatches=microbatches)
+    placement = config.placement(ranks=ranks)
+    orders = config.actions(ranks=ranks, microbatches=microbatches)
     share = ranks / len(placement)  # of a rank's layers in one stage
     durations = {each: share * time for each, time in _durations(given).items()}
     timeline = simulate(orders, placement, durations, transfer=given.transfer or 0.0)

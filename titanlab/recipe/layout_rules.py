@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount, style_of
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.options import implementation
 from titanlab.parallelism.schema import Parallelism
 from titanlab.recipe.stage_pieces import as_typed
+from titanlab.schedule.contract import PipelineSchedule
 
 # Styles of a tensor plan by the dim of a parameter that they cut; the others keep parameters whole or have none.
 CUTS = {"colwise": 0, "rowwise": 1}
@@ -133,7 +133,7 @@ def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel
 
 
 def check_pipeline(
-    layout: Layout, config: Parallelism, account: ModelAccount, schedule: Any, *, microbatches: int
+    layout: Layout, config: Parallelism, account: ModelAccount, schedule: PipelineSchedule, *, microbatches: int
 ) -> None:
     """Pipeline: enough pieces for every stage, and a schedule that fits.
 
@@ -152,12 +152,11 @@ def check_pipeline(
     if account.tied:
         rule = "the head is the embedding's table, which first and last stage would both have to own"
         raise ConfigError(key, degree, rule, "try parallelism.pipeline=1, or model.tied_embeddings=false")
-    part = implementation(schedule)
-    stages = degree * getattr(schedule, "stages_per_rank", 1)
+    stages = schedule.stage_count(ranks=degree)
     if stages <= account.layers:
         # Of far too many ranks nothing is laid out.
-        part.check(schedule, ranks=degree, microbatches=microbatches)
-        stages = len(part.placement(schedule, ranks=degree))
+        schedule.check_pipeline(ranks=degree, microbatches=microbatches)
+        stages = len(schedule.placement(ranks=degree))
     if stages > account.layers:
         rule = f"{schedule.kind} makes {stages} stages of it, more than the {account.layers} blocks of the model"
         fits = list(range(1, min(degree - 1, account.layers // (stages // degree)) + 1))

@@ -101,9 +101,8 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
     # Half a second that other layouts do not need.
     from titanlab.parallelism.pipeline import Pipeline
 
-    schedule = implementation(recipe.schedule)
     ranks, place = recipe.layout.pipeline, mesh.place("pipeline")
-    placement = schedule.placement(recipe.schedule, ranks=ranks)
+    placement = recipe.schedule.placement(ranks=ranks)
     pieces = pieces_by_stage(recipe)
     built = {
         number: build_stage(recipe, world, mesh, pieces=pieces[number])
@@ -113,7 +112,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
     divides_by = next(iter(built.values())).sharded.divides_by
     pipeline = Pipeline(
         {number: stage.model for number, stage in built.items()},
-        actions=schedule.actions(recipe.schedule, ranks=ranks, microbatches=recipe.microbatches),
+        actions=recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches),
         placement=placement,
         group=mesh.axis("pipeline").get_group(),
         device=world.device,
