@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from titanlab.parallelism.loss import IGNORE
-from titanlab.parallelism.pipeline_stage import Loss, Stage
+from titanlab.parallelism.pipeline_stage import Loss, ScheduledStage
 from titanlab.schedule.action import Action, Kind
 
 _COMMUNICATION_OF_FORWARDS = (_ComputationType.SEND_F, _ComputationType.RECV_F)
@@ -62,7 +62,7 @@ class Pipeline:
         self._microbatches = 1 + max(action.microbatch for action in actions[rank])
         split = {action.stage for action in actions[rank] if action.kind is Kind.INPUT}
         self._stages = [
-            Stage(
+            ScheduledStage(
                 stages[number],
                 number,
                 placement,

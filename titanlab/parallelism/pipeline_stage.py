@@ -18,7 +18,7 @@ from titanlab.parallelism.pipeline_weights import DeferredWeights
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Stage(PipelineStage):
+class ScheduledStage(PipelineStage):
     """A stage that knows the shape of everything it sends and receives, and holds nothing longer than needed.
 
     torch's own stage asks its neighbours for shapes or computes once to learn them, keeps buffers for all

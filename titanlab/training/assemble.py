@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlab.compile.blocks import compile_function
+from titanlab.costs.layout import hidden_shape
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
@@ -81,7 +82,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     if recipe.layout.pipeline > 1:
         return replace(_pipelined(recipe, world, mesh, loss, loss_scale), after_first_step=check)
     stage = build_stage(recipe, world, mesh)
-    answers = mesh.place("tensor") == 0
+    answers = mesh.coordinate("tensor") == 0
     # A model that is given whole sequences knows by itself where each token is.
     positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
     return Assembled(
@@ -101,7 +102,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
     # Half a second that other layouts do not need.
     from titanlab.parallelism.pipeline import Pipeline
 
-    ranks, place = recipe.layout.pipeline, mesh.place("pipeline")
+    ranks, place = recipe.layout.pipeline, mesh.coordinate("pipeline")
     placement = recipe.schedule.placement(ranks=ranks)
     pieces = pieces_by_stage(recipe)
     built = {
@@ -118,11 +119,17 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
         device=world.device,
         loss=loss,
         scale=loss_scale.multiplier(divides_by / recipe.tokens_per_step),
-        hidden_shape=_hidden_shape(recipe),
+        hidden_shape=hidden_shape(
+            recipe.layout,
+            microbatch=recipe.microbatch,
+            seq_len=recipe.training.seq_len,
+            dim=account_of(recipe.model).account(recipe.model).dim,
+            sequence_parallel=recipe.parallelism.sequence_parallel,
+        ),
         hidden_dtype=dtypes_of(recipe).compute,
         microbatch=recipe.microbatch,
     )
-    answers = mesh.place("tensor") == 0 and placement[-1] == place
+    answers = mesh.coordinate("tensor") == 0 and placement[-1] == place
     positions = _positions(recipe, world, mesh)
 
     def forward_backward(batch: StepBatch) -> Sums:
@@ -163,15 +170,6 @@ def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
     return functools.partial(FusionCheck().check_fused, world.gather)
 
 
-def _hidden_shape(recipe: Recipe) -> tuple[int, int, int]:
-    """Of what goes from stage to stage for a microbatch."""
-    layout, width = recipe.layout, account_of(recipe.model).account(recipe.model).dim
-    seq_len = recipe.training.seq_len // layout.context
-    if layout.tensor > 1 and recipe.parallelism.sequence_parallel:
-        return (1, recipe.microbatch * seq_len // layout.tensor, width)
-    return (recipe.microbatch, seq_len, width)
-
-
 def _loss(recipe: Recipe, mesh: Mesh) -> Loss:
     compiled = functools.partial(compile_function, config=recipe.compile)
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
@@ -190,7 +188,7 @@ def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
     layout, seq_len = recipe.layout, recipe.training.seq_len
     if layout.context == 1:
         return torch.arange(seq_len, device=world.device)
-    return positions(seq_len, ranks=layout.context, rank=mesh.place("context")).to(world.device)
+    return positions(seq_len, ranks=layout.context, rank=mesh.coordinate("context")).to(world.device)
 
 
 def _placer(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Callable[[Batch], StepBatch]:

@@ -20,7 +20,7 @@ from titanlab.options import account_of, implementation
 from titanlab.parallelism.context import spread_attention
 from titanlab.parallelism.gradients import sum_gradients
 from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
-from titanlab.parallelism.tensor import Cut, parallelise
+from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.parts import keep_in_fp32
 from titanlab.recipe.recipe import Recipe
@@ -63,7 +63,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     model = precision.convert(recipe.precision, model, world.device)
     summands: frozenset[str] = frozenset()
     if layout.tensor > 1:
-        cut = Cut(
+        cut = TensorParallel(
             mesh=mesh.axis("tensor"),
             seq_len=recipe.training.seq_len // layout.context,
             sequence_parallel=config.sequence_parallel,
@@ -90,20 +90,19 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
 def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> Sharded:
     """Give the model its storage and initial values, and data-parallel ranks a way for their gradients to meet."""
     layout, dtypes = recipe.layout, dtypes_of(recipe)
-    if layout.replicate > 1 and layout.world == layout.replicate and not dtypes.mixed:
+    way = layout.data_parallelism(mixed=dtypes.mixed)
+    if way == "ddp":
         materialise(model, recipe, world)
         return replicate_model(model, mesh.axis("replicate"))
     sharded = keep_whole(model)
-    if layout.data * layout.context > 1 or dtypes.mixed:
-        # FSDP2 also casts for compute, so that one process in bf16 computes what many do; and it reduces the
-        # gradients of replicas where DDP cannot: under split backwards, and those of DTensors.
+    if way == "fsdp2":
         units = keep_in_fp32(model, account_of(recipe.model).account(recipe.model), dtypes)
         sharded = fully_shard_model(
             model,
             list(model.layers.values()),
             mesh.data_parallel,
             dtypes,
-            reshard_after_forward=_reshards(recipe),
+            reshard_after_forward=recipe.parallelism.frees_after_forward,
             cpu_offload=recipe.parallelism.cpu_offload,
             whole=units.whole,
             apart=units.apart,
@@ -133,15 +132,6 @@ def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
             whole.add_module(container, nn.Module())
         whole.get_submodule(container).add_module(key, stage.get_submodule(piece))
     return whole
-
-
-def _reshards(recipe: Recipe) -> bool:
-    """Whether a block lets go of its parameters between forward and backward.
-
-    Not in a pipeline, unless it is asked for: it would gather them for each microbatch.
-    """
-    choice = recipe.parallelism.reshard_after_forward
-    return choice == "always" or (choice == "auto" and recipe.layout.pipeline == 1)
 
 
 def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:
