@@ -42,7 +42,7 @@ def traffic_of(made: Recipe, steps: int):
         assembled = assemble.assemble(made, world, mesh)
         assembled.after_update()
         parameters = list(assembled.model.parameters())
-        gradients = Gradients(parameters, world.size // made.layout.pipeline)
+        gradients = Gradients(parameters, world.world // made.layout.pipeline)
         stream = source.open_train(
             made.data,
             seed=made.seed,
@@ -54,7 +54,7 @@ def traffic_of(made: Recipe, steps: int):
         )
         tables = []
         for _ in range(steps):
-            batch = assembled.place(stream.next_batch())
+            batch = assembled.to_device(stream.next_batch())
             with traced(axis_groups(mesh)) as traffic:
                 sums = assembled.forward_backward(batch)
                 Reduction(

@@ -56,7 +56,7 @@ class Assembled:
 
     Attributes:
         model: a module that has all parameters of this rank, named as in the model's account.
-        place: this rank's part of its data-parallel rank's sequences, on its device.
+        to_device: this rank's part of its data-parallel rank's sequences, on its device.
         forward_backward: runs all microbatches of a step; leaves gradients of
             loss_sum / recipe.tokens_per_step · scale of the loss, summed over data-parallel ranks.
         loss_scale: that scale; it also takes the optimizer's step, or leaves it out.
@@ -67,7 +67,7 @@ class Assembled:
     """
 
     model: nn.Module
-    place: Callable[[Batch], StepBatch]
+    to_device: Callable[[Batch], StepBatch]
     forward_backward: Callable[[StepBatch], Sums]
     loss_scale: LossScale
     evaluate: Callable[[StepBatch], Sums]
@@ -87,7 +87,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
     return Assembled(
         model=stage.model,
-        place=_placer(recipe, world, mesh, answers=answers),
+        to_device=_to_device(recipe, world, mesh, answers=answers),
         forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, answers=answers),
         loss_scale=loss_scale,
         evaluate=_evaluator(stage, recipe, loss, positions, answers=answers),
@@ -146,7 +146,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
     model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
     return Assembled(
         model=model,
-        place=_placer(recipe, world, mesh, answers=answers),
+        to_device=_to_device(recipe, world, mesh, answers=answers),
         forward_backward=forward_backward,
         loss_scale=loss_scale,
         evaluate=evaluate,
@@ -191,10 +191,10 @@ def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
     return positions(seq_len, ranks=layout.context, rank=mesh.coordinate("context")).to(world.device)
 
 
-def _placer(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Callable[[Batch], StepBatch]:
+def _to_device(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Callable[[Batch], StepBatch]:
     chosen = _positions(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
 
-    def place(batch: Batch) -> StepBatch:
+    def to_device(batch: Batch) -> StepBatch:
         tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
         if chosen is not None:
             tokens, labels = tokens[:, chosen], labels[:, chosen]
@@ -204,7 +204,7 @@ def _placer(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Calla
             labels = labels.pin_memory().to(world.device, non_blocking=True)
         return StepBatch(tokens, labels, valid)
 
-    return place
+    return to_device
 
 
 def _trainer(

@@ -114,7 +114,7 @@ class LoggingRecorder(Recorder):
         return self._meter.loading_data()
 
     def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
-        if self._traced or self._world.size == 1:
+        if self._traced or self._world.world == 1:
             return contextlib.nullcontext()
         self._traced = True
         return self._tracing(mesh)
@@ -238,8 +238,8 @@ class LoggingRecorder(Recorder):
             loss=totals.loss,
             grad_norm=totals.grad_norm,
             learning_rate=rate,
-            tokens_per_second=totals.tokens / self._world.size / max(step_seconds, 1e-9),
-            devices=self._world.size,
+            tokens_per_second=totals.tokens / self._world.world / max(step_seconds, 1e-9),
+            devices=self._world.world,
             step_seconds=step_seconds,
             seconds_left=self._meter.seconds_left(self._steps - step),
         )

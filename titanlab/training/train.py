@@ -101,7 +101,7 @@ def train(
         model = assembled.model
         parameters = dict(model.named_parameters())
         optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
-        gradients = Gradients(parameters.values(), world.size // recipe.layout.pipeline)
+        gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
         position = _resume(recipe, run, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)
         assembled.after_update()
@@ -160,7 +160,7 @@ def train(
         for step in range(first_step, recipe.training.steps + 1):
             watchdog.step(step)
             with recorder.loading():
-                batch = assembled.place(stream.next_batch())
+                batch = assembled.to_device(stream.next_batch())
             with recorder.sending(mesh):
                 sums = assembled.forward_backward(batch)
                 reduction = Reduction(
@@ -276,7 +276,7 @@ def _validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) ->
     sums = torch.zeros(2, dtype=torch.float64)
     while batch := list(itertools.islice(rows, assembled.evaluation_rows)):
         tokens, labels = (np.stack(column) for column in zip(*batch, strict=True))
-        part = assembled.evaluate(assembled.place(source.Batch(tokens, labels)))
+        part = assembled.evaluate(assembled.to_device(source.Batch(tokens, labels)))
         sums += torch.tensor([float(part.loss_sum), float(part.tokens)], dtype=torch.float64)
     world.sum(sums)
     assembled.model.train()
