@@ -31,7 +31,7 @@ LIMIT = 500_000
 # The longest duration in units of the shortest.
 PROPORTION = 1000
 TIMES = ("forward", "backward", "input", "weight", "transfer")
-# What the keys of a recipe are called here.
+# Keys of a recipe, and what this command calls them.
 FLAGS = {
     "schedule.stages_per_rank": "--stages-per-rank",
     "schedule.file": "--file",
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     """Show one schedule, or compare all."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    _hold(given)
+    _check_arguments(given)
     try:
         made, refused = _made(given)
     except ConfigError as error:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("--csv", given.csv, "there is no such folder", "make it, or name another")
         write_actions(given.csv, made[0].orders)
     if given.plot is not None:
-        draw([(f"{each.title} · bubble {_percent(each.timeline)}", each.timeline) for each in made], given.plot)
+        draw([(f"{one.title} · bubble {_percent(one.timeline)}", one.timeline) for one in made], given.plot)
     lines = _table(made, refused, given) if given.kind == ALL else _picture(made[0], given)
     lines += [f"{what}: {path}" for path, what in ((given.csv, "csv"), (given.plot, "plot")) if path is not None]
     Console().note("\n".join(lines))
@@ -106,7 +106,7 @@ def _parser() -> Arguments:
     return parser
 
 
-def _hold(given: Any) -> None:
+def _check_arguments(given: Any) -> None:
     """Every number is one that there can be, and flags go together."""
     kinds = [*sorted(str(kind) for kind in discover()["schedule"]), ALL]
     if given.kind not in kinds:
@@ -158,7 +158,7 @@ def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
             made.append(_make(kind, given, chosen=False))
         except ConfigError as error:
             refused[kind] = error
-    return sorted(made, key=lambda each: (each.timeline.duration, each.kind)), refused
+    return sorted(made, key=lambda schedule: (schedule.timeline.duration, schedule.kind)), refused
 
 
 def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:

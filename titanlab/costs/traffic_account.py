@@ -1,6 +1,6 @@
 """What a step sends, by formulas: from the model's account, the layout and a few choices, without running it.
 
-They count what our parts do, operation by operation; the tests hold them to what is traced. Symbols: M microbatches,
+They count operation by operation; tests compare them with what is traced. Symbols: M microbatches,
 L blocks, T tokens of a microbatch that a rank computes on.
 """
 
@@ -218,7 +218,7 @@ def _context_of(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> N
         given_back = 2 * (after * whole + before * half)
         traffic.add(axis, "all_to_all", given_back, ranks=ranks, times=times, own=0)
         return
-    # Of the blocks that a rank hands on, its own is the first; of those of the ranks before it, only heads are sent.
+    # A rank first sends its own block on, then those that arrive; of blocks from ranks before it, only the first half.
     sent = [half] * (ranks - 1) if here == 0 else [whole] * min(after + 1, ranks - 1) + [half] * (before - 1)
     received = [whole] * after + [half] * before
     for size in sent + sent + received:  # forward, backward, and gradients of what was received
@@ -256,12 +256,12 @@ def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
 
 def _styles(account: ModelAccount, piece: str) -> list[str]:
     """Styles of the tensor plan in one piece."""
-    found = []
+    styles = []
     for pattern, style in account.tensor_plan.items():
         depth = piece.count(".") + 1
         if fnmatch.fnmatchcase(piece, ".".join(pattern.split(".")[:depth])):
-            found.append(style)
-    return found
+            styles.append(style)
+    return styles
 
 
 def _cut_dim(account: ModelAccount, parameter: str) -> int | None:

@@ -99,12 +99,12 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 def flat(rows: Iterable[Row]) -> dict[str, int]:
     """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
-    found = {}
+    table = {}
     for row in rows:
         # A key that every tracker and shell can spell.
         key = f"traffic/{row.axis.replace(FOLD, '_')}/{row.kind}"
-        found.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
-    return found
+        table.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
+    return table
 
 
 def _readable(size: int) -> str:

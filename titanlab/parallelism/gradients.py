@@ -56,7 +56,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
 
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Sum of squares of all elements: float64 scalar on their device."""
-    # Of gradients in 16 bits the norm is taken in 32.
+    # The norm of gradients in 16 bits is computed in 32.
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
         # There float32 squares are added one after another: the norm of 2^26 elements would be off by 0.5 %,

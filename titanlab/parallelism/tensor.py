@@ -42,7 +42,7 @@ class TensorParallel:
         seq_len: tokens of a sequence that each of these ranks has.
         sequence_parallel: the residual stream is shared out, too.
         loss_parallel: logits stay cut over the vocabulary.
-        products: by style, how a precision multiplies in layers that it has exchanged.
+        products: by style, how a precision multiplies in layers that it has replaced.
     """
 
     mesh: DeviceMesh
@@ -133,7 +133,7 @@ def norm(module: nn.Module, cut: TensorParallel) -> None:
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
     """A table cut by rows: each rank looks up what it has."""
     assert isinstance(table, nn.Embedding), table
-    # What else torch's module does, this does not.
+    # These features of torch's module are not implemented here.
     assert table.max_norm is None, table
     assert table.padding_idx is None, table
     first = cut.mesh.get_local_rank() * -(-table.num_embeddings // cut.mesh.size())

@@ -52,7 +52,7 @@ class _CutParameter(NamedTuple):
 
 
 def _cuts(account: ModelAccount, degree: int) -> list[_CutParameter]:
-    found: dict[tuple[tuple[int, ...], str], _CutParameter] = {}
+    cuts: dict[tuple[tuple[int, ...], str], _CutParameter] = {}
     for name, shape in account.parameters.items():
         style = parameter_style(account, name)
         known = STYLES.get(style)
@@ -62,12 +62,12 @@ def _cuts(account: ModelAccount, degree: int) -> list[_CutParameter]:
                 "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
             )
         if known is not None and known.cut_dim is not None:
-            found.setdefault((shape, style), _CutParameter(name, shape, style))
-    return list(found.values())
+            cuts.setdefault((shape, style), _CutParameter(name, shape, style))
+    return list(cuts.values())
 
 
 def _uncut(account: ModelAccount, cuts: Iterable[_CutParameter], degree: int) -> str:
-    """The rule that keeps a model from being cut so many times, or nothing."""
+    """The rule that such a degree breaks; empty: none."""
     for heads, what in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
         if heads % degree:
             return f"must divide {heads} {what}"
@@ -82,7 +82,7 @@ def _uncut(account: ModelAccount, cuts: Iterable[_CutParameter], degree: int) ->
 
 
 def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
-    """What tensor parallelism cuts by rows FSDP2 cuts by rows again, in equal parts, or by columns."""
+    """FSDP2 shards a parameter that is cut by rows once more: its rows in equal parts, else its columns."""
 
     def uneven(fsdp: int) -> Iterator[_CutParameter]:
         for cut in cuts:
@@ -154,7 +154,7 @@ def check_pipeline(
         raise ConfigError(key, degree, rule, "try parallelism.pipeline=1, or model.tied_embeddings=false")
     stages = schedule.stage_count(ranks=degree)
     if stages <= account.layers:
-        # Of far too many ranks nothing is laid out.
+        # Not for far too many ranks: that would take long.
         schedule.check_pipeline(ranks=degree, microbatches=microbatches)
         stages = len(schedule.placement(ranks=degree))
     if stages > account.layers:

@@ -99,7 +99,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
 
 def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale: LossScale) -> Assembled:
     """One stage or several on this rank, and the schedule that runs them."""
-    # Half a second that other layouts do not need.
+    # Imported here: it takes 0.5 s, and only pipelines need it.
     from titanlab.parallelism.pipeline import Pipeline
 
     ranks, place = recipe.layout.pipeline, mesh.coordinate("pipeline")
@@ -228,10 +228,10 @@ def _trainer(
         for start in range(0, count, size):
             rows = slice(start, start + size)
             with sharded.microbatch(last=start + size >= count):
-                found = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
-                (found * scale).backward()
-            found = found.detach()
-            total = found if total is None else total + found
+                part = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
+                (part * scale).backward()
+            part = part.detach()
+            total = part if total is None else total + part
         assert total is not None
         stage.finish_gradients()
         return Sums(total if answers else torch.zeros_like(total), batch.valid)
@@ -250,8 +250,8 @@ def _evaluator(
             # are of the shape that has been compiled.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-        found = loss(stage.sharded.forward(tokens, positions), labels)
+        total = loss(stage.sharded.forward(tokens, positions), labels)
         stage.sharded.release()
-        return Sums(found if answers else torch.zeros_like(found), batch.valid)
+        return Sums(total if answers else torch.zeros_like(total), batch.valid)
 
     return evaluate

@@ -46,7 +46,7 @@ class Stage:
     mesh: Mesh
 
     def finish_gradients(self) -> None:
-        """What is left to do when a step's backward passes are over."""
+        """Sum what has to be summed after a step's backward passes."""
         if self.summands:
             sum_gradients(self.summands, self.mesh.axis("tensor").get_group(), self.summed_in)
 
@@ -81,14 +81,14 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         memory_budget=getattr(recipe.ac, "budget", None),
     )
     sharded = _spread(model, recipe, world, mesh)
-    held = [parameter for name, parameter in model.named_parameters() if name in summands]
+    summed = [parameter for name, parameter in model.named_parameters() if name in summands]
     # Few numbers, which need not be rounded once more.
     summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
-    return Stage(model=model, sharded=sharded, summands=held, summed_in=summed_in, mesh=mesh)
+    return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh)
 
 
 def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> Sharded:
-    """Give the model its storage and initial values, and data-parallel ranks a way for their gradients to meet."""
+    """Give the model its storage and initial values, and sum gradients over data-parallel ranks."""
     layout, dtypes = recipe.layout, dtypes_of(recipe)
     way = layout.data_parallelism(mixed=dtypes.mixed)
     if way == "ddp":
@@ -112,7 +112,7 @@ def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> S
 
 
 def thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> None:
-    """Take from a model on meta what other stages have."""
+    """Remove from a model on meta the pieces of other stages."""
     for piece in pieces:
         if piece not in kept:
             container, _, key = piece.rpartition(".")
