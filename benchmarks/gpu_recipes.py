@@ -263,7 +263,7 @@ def train(
         assembled = assemble(recipe, world, build_mesh(recipe.layout, device.type))
         parameters = dict(assembled.model.named_parameters())
         optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
-        gradients = Gradients(parameters.values(), world.size)
+        gradients = Gradients(parameters.values(), world.world)
         assembled.model.train()
         assembled.after_update()
         ids = torch.randint(0, account.vocab_size, (args.sequences, args.seq + 1), device=device)

@@ -63,6 +63,10 @@ def test_every_alternative_has_its_code_and_its_kind():
         for kind, found in discover()[group].items():
             kinds = {field.name: field.default for field in dataclasses.fields(found.schema)}
             assert kinds["kind"] == kind
+            if group == "schedule":
+                # Without torch: the config is the implementation.
+                assert callable(found.schema.actions)
+                continue
             name = found.schema.__module__.removesuffix("_schema")
             assert find_spec(name) is not None, name
 

@@ -104,7 +104,7 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
 
     from titanlab.options import implementation
     from titanlab.parallelism.context import spread_attention
-    from titanlab.parallelism.tensor import Cut, parallelise
+    from titanlab.parallelism.tensor import TensorParallel, parallelise
 
     dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
     batch, seq = 2, 256
@@ -112,7 +112,9 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
     stack = build(config, NoCheckpointing(), torch.float32)
     if tensor > 1:
         plan = account(config).tensor_plan
-        parallelise(stack, plan, Cut(mesh=mesh, seq_len=seq, sequence_parallel=sequence_parallel, loss_parallel=True))
+        parallelise(
+            stack, plan, TensorParallel(mesh=mesh, seq_len=seq, sequence_parallel=sequence_parallel, loss_parallel=True)
+        )
     if context > 1:
         spread_attention(stack, "attention.inner", method=method, group=mesh.get_group())
     implementation(policy).apply(policy, {int(number): block for number, block in stack.layers.items()})

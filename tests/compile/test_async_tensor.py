@@ -26,7 +26,7 @@ from titanlab.errors import ConfigError
 from titanlab.model import llama, llama_account
 from titanlab.model.llama_schema import Llama
 from titanlab.options import implementation, schema_of
-from titanlab.parallelism.tensor import Cut, parallelise
+from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision import float8
 from titanlab.weights.initialise import initialise
 
@@ -75,7 +75,7 @@ def fused_operators(precision):
     with patch.object(float8, "emulates", lambda config, device: False):
         model = implementation(chosen).convert(chosen, model, torch.device("cpu"))
     styles = implementation(chosen).tensor_styles(chosen)
-    cut = Cut(mesh=group, seq_len=64, sequence_parallel=True, loss_parallel=True, products=styles)
+    cut = TensorParallel(mesh=group, seq_len=64, sequence_parallel=True, loss_parallel=True, products=styles)
     parallelise(model, llama_account.TENSOR_PLAN, cut)
     model.to_empty(device="cpu")
     model.init_buffers()

@@ -24,7 +24,7 @@ from titanlab.parity import parity
 from titanlab.parity.parity import compare
 from titanlab.precision.float8_rowwise_schema import Float8Rowwise
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
-from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
+from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.zbv_schema import ZBV
 
 BAR = 1e-6

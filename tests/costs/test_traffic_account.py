@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests import tiny
 from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Place, Step, step_traffic
+from titanlab.costs.traffic_account import Coordinate, Step, step_traffic
 from titanlab.costs.traffic_table import flat
 from titanlab.data import source
 from titanlab.distributed.mesh import build_mesh
@@ -19,17 +19,16 @@ from titanlab.distributed.ranks import joined
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import open_world
 from titanlab.model import llama_account
-from titanlab.options import account_of, implementation
 from titanlab.parallelism.gradients import Gradients
-from titanlab.precision.account import matched
 from titanlab.precision.bf16_full_schema import Bf16Full
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_rowwise_schema import Float8Rowwise
 from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
 from titanlab.precision.fp16_schema import Fp16
-from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.recipe.communication import step_of
+from titanlab.recipe.recipe import Recipe
 from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
+from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.looped_bfs_schema import LoopedBFS
 from titanlab.schedule.zbv_schema import ZBV
 from titanlab.training import assemble, stage
@@ -43,7 +42,7 @@ def traffic_of(made: Recipe, steps: int):
         assembled = assemble.assemble(made, world, mesh)
         assembled.after_update()
         parameters = list(assembled.model.parameters())
-        gradients = Gradients(parameters, world.size // made.layout.pipeline)
+        gradients = Gradients(parameters, world.world // made.layout.pipeline)
         stream = source.open_train(
             made.data,
             seed=made.seed,
@@ -55,7 +54,7 @@ def traffic_of(made: Recipe, steps: int):
         )
         tables = []
         for _ in range(steps):
-            batch = assembled.place(stream.next_batch())
+            batch = assembled.to_device(stream.next_batch())
             with traced(axis_groups(mesh)) as traffic:
                 sums = assembled.forward_backward(batch)
                 Reduction(
@@ -70,46 +69,8 @@ def traffic_of(made: Recipe, steps: int):
             for parameter in parameters:
                 parameter.grad = None
         stream.close()
-        place = Place(**{axis: mesh.place(axis) for axis in ("pipeline", "context", "tensor")})
+        place = Coordinate(**{axis: mesh.coordinate(axis) for axis in ("pipeline", "context", "tensor")})
     return place, tables
-
-
-def step_of(made: Recipe) -> Step:
-    """What the formulas need to know of a recipe."""
-    config, dtypes = made.parallelism, implementation(made.precision).dtypes(made.precision)
-    account = account_of(made.model).account(made.model)
-    piped = {}
-    if made.layout.pipeline > 1:
-        schedule, ranks = implementation(made.schedule), made.layout.pipeline
-        placement = schedule.placement(made.schedule, ranks=ranks)
-        actions = schedule.actions(made.schedule, ranks=ranks, microbatches=made.microbatches)
-        piped = {
-            "stages": pieces_by_stage(made),
-            "placement": placement,
-            "orders": [
-                [each.kind.value for each in actions[rank] if each.stage == stage]
-                for stage, rank in enumerate(placement)
-            ],
-        }
-    return Step(
-        account=account,
-        layout=made.layout,
-        seq_len=made.training.seq_len,
-        microbatch=made.microbatch,
-        microbatches=made.microbatches,
-        compute_bytes=dtypes.compute.itemsize,
-        reduce_bytes=dtypes.reduce.itemsize,
-        master_bytes=dtypes.master.itemsize,
-        fp32_parts=matched(account, dtypes.fp32_parts),
-        float8_gathered=made.precision.float8_gathered(account) if hasattr(made.precision, "float8_gathered") else (),
-        mixed=dtypes.mixed,
-        reshards=stage._reshards(made),
-        sequence_parallel=config.sequence_parallel,
-        loss_parallel=config.loss_parallel,
-        context_method=config.context_method,
-        accelerator=made.cluster.accelerator,
-        **piped,
-    )
 
 
 # Axes and choices that send differently, most of them with only one other that could interfere.
@@ -243,7 +204,7 @@ def test_tracing_changes_no_bit(pool, tmp_path):
 def table(**given):
     """Of a Llama of two blocks with a dim of 64: (axis, kind) → count and bytes."""
     account = llama_account.account(tiny.Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256))
-    place = given.pop("place", Place())
+    place = given.pop("place", Coordinate())
     step = Step(account=account, **{"seq_len": 32, "microbatch": 2, **given})
     return {(row.axis, row.kind): (row.count, row.bytes) for row in step_traffic(step, place)}
 
@@ -278,7 +239,7 @@ def test_sums_by_hand():
     }
     # Keys and values there twice and their gradients back once, two messages each.
     block = 4 * 2 * 16 * 2 * 16
-    context = table(layout=Layout(context=2), place=Place(context=1))
+    context = table(layout=Layout(context=2), place=Coordinate(context=1))
     assert context["context", "send"] == (2 * 6, 2 * 2 * (2 * block + block // 2))
     assert context["context", "recv"] == (2 * 6, 2 * 2 * (2 * block // 2 + block))
 
@@ -293,7 +254,7 @@ def test_what_nobody_needs_is_not_sent():
 def test_what_is_sent_along_the_context_arrives(ranks, method):
     layout = Layout(context=ranks)
     tables = [
-        table(layout=layout, place=Place(context=rank), seq_len=48, context_method=method) for rank in range(ranks)
+        table(layout=layout, place=Coordinate(context=rank), seq_len=48, context_method=method) for rank in range(ranks)
     ]
     sent, received = (sum(each.get(("context", kind), (0, 0))[1] for each in tables) for kind in ("send", "recv"))
     assert sent == received

@@ -45,8 +45,8 @@ def opened(environ):
         group = dist.new_group(backend="gloo")
         total = torch.ones(())
         dist.all_reduce(total, group=group)
-        assert total.item() == world.size
-        assert world.gather(world.rank) == list(range(world.size))
+        assert total.item() == world.world
+        assert world.gather(world.rank) == list(range(world.world))
         return sorted(listening() - before)
 
 

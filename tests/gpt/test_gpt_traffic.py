@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.costs.test_traffic_account import step_of, traffic_of
+from tests.costs.test_traffic_account import traffic_of
 from tests.gpt.test_gpt_parity import label, recipe
 from titanlab.costs.traffic_account import step_traffic
 from titanlab.costs.traffic_table import flat
+from titanlab.recipe.communication import step_of
 
 LAYOUTS = [
     ("plain", {"tensor": 2}, True),

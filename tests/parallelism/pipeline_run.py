@@ -11,14 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from titanlab.model import llama
 from titanlab.model.llama_schema import Llama
-from titanlab.options import implementation
 from titanlab.parallelism.loss import loss_sum
 from titanlab.parallelism.pipeline import Pipeline
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
-from titanlab.schedule.interleaved_zero_bubble_schema import InterleavedZeroBubble
+from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
 from titanlab.schedule.looped_bfs_schema import LoopedBFS
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.schedule.zbv_schema import ZBV
@@ -65,8 +63,7 @@ def scheduled(name, ranks, microbatches):
     if name == "by_hand":
         return BY_HAND
     config, _ = SCHEDULES[name]
-    module = implementation(config)
-    return module.actions(config, ranks=ranks, microbatches=microbatches), module.placement(config, ranks=ranks)
+    return config.actions(ranks=ranks, microbatches=microbatches), config.placement(ranks=ranks)
 
 
 def model():

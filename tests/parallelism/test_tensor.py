@@ -32,7 +32,7 @@ def placements_of(made):
         assembled = assemble(made, world, build_mesh(made.layout, "cpu"))
         tokens = torch.zeros(made.local_batch, made.training.seq_len, dtype=torch.int64).numpy()
         with patch.object(F, "linear", watched):
-            assembled.forward_backward(assembled.place(Batch(tokens, tokens)))
+            assembled.forward_backward(assembled.to_device(Batch(tokens, tokens)))
         found = {}
         for name, parameter in assembled.model.named_parameters():
             assert isinstance(parameter.data, DTensor)

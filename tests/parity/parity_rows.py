@@ -12,8 +12,7 @@ from titanlab.costs.layout import AXES, Layout
 from titanlab.schedule.csv_schema import CsvSchedule
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.gpipe_schema import GPipe
-from titanlab.schedule.interleaved_1f1b_schema import Interleaved1F1B
-from titanlab.schedule.interleaved_zero_bubble_schema import InterleavedZeroBubble
+from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
 from titanlab.schedule.looped_bfs_schema import LoopedBFS
 from titanlab.schedule.zbv_schema import ZBV
 

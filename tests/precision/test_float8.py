@@ -17,7 +17,7 @@ from titanlab.distributed.world import open_world
 from titanlab.model import llama_account
 from titanlab.options import implementation
 from titanlab.parallelism.pipeline_weights import linear
-from titanlab.parallelism.tensor import Cut
+from titanlab.parallelism.tensor import TensorParallel
 from titanlab.parity import parity
 from titanlab.precision import float8
 from titanlab.precision.bf16_schema import Bf16
@@ -155,7 +155,7 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
 def test_the_layers_that_a_precision_has_left_multiply_plainly():
     products = implementation(Mxfp8()).tensor_styles(Mxfp8())
     mesh = SimpleNamespace(get_group=lambda: SimpleNamespace(group_name="tensor"), size=lambda: 2)
-    cut = Cut(mesh=mesh, seq_len=1, sequence_parallel=False, loss_parallel=False, products=products)
+    cut = TensorParallel(mesh=mesh, seq_len=1, sequence_parallel=False, loss_parallel=False, products=products)
     assert cut.product("colwise", _layer(Mxfp8())) is products["colwise"]
     # These say themselves how they multiply.
     assert cut.product("colwise", _layer(Float8Rowwise())) is linear

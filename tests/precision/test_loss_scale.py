@@ -13,7 +13,7 @@ from titanlab.precision.loss_scale import LossScale
 from titanlab.training.totals import Reduction
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, device=CPU)
+ALONE = World(rank=0, world=1, local_rank=0, device=CPU)
 
 
 class Step:

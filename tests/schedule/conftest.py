@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from titanlab.options import discover, implementation, schema_of
+from titanlab.options import discover, schema_of
 from titanlab.schedule.action import Action
+from titanlab.schedule.contract import PipelineSchedule
 
 LOOPED = ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs")
 V_SHAPED = ("zbv", "dualpipe_v")
@@ -15,20 +14,19 @@ KINDS = ("gpipe", "1f1b", *LOOPED, *V_SHAPED)
 
 
 class Schedule:
-    """A schedule's config and code."""
+    """A schedule by its kind."""
 
     def __init__(self, kind: str, stages_per_rank: int = 2) -> None:
         schema = schema_of("schedule", kind)
-        self.config: Any = schema(stages_per_rank=stages_per_rank) if kind in LOOPED else schema()
-        self.part = implementation(self.config)
+        self.config: PipelineSchedule = schema(stages_per_rank=stages_per_rank) if kind in LOOPED else schema()
         self.stages_per_rank = stages_per_rank if kind in LOOPED else 2 if kind in V_SHAPED else 1
 
     def placement(self, ranks: int) -> list[int]:
-        return self.part.placement(self.config, ranks=ranks)
+        return self.config.placement(ranks=ranks)
 
     def actions(self, ranks: int, microbatches: int) -> list[list[Action]]:
-        self.part.check(self.config, ranks=ranks, microbatches=microbatches)
-        return self.part.actions(self.config, ranks=ranks, microbatches=microbatches)
+        self.config.check_pipeline(ranks=ranks, microbatches=microbatches)
+        return self.config.actions(ranks=ranks, microbatches=microbatches)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from tests.schedule.conftest import KINDS, Schedule
 from titanlab.errors import ConfigError
-from titanlab.schedule import csv
 from titanlab.schedule.action_file import read_actions, write_actions
 from titanlab.schedule.csv_schema import CsvSchedule
 
@@ -27,9 +26,9 @@ def test_what_is_written_is_read(path, kind, ranks, more):
     orders = schedule.actions(ranks, microbatches)
     write_actions(path, orders)
     config = CsvSchedule(file=str(path))
-    csv.check(config, ranks=ranks, microbatches=microbatches)
-    assert csv.actions(config, ranks=ranks, microbatches=microbatches) == orders
-    assert csv.placement(config, ranks=ranks) == schedule.placement(ranks)
+    config.check_pipeline(ranks=ranks, microbatches=microbatches)
+    assert config.actions(ranks=ranks, microbatches=microbatches) == orders
+    assert config.placement(ranks=ranks) == schedule.placement(ranks)
 
 
 def test_torch_reads_the_same(path):
@@ -92,7 +91,7 @@ def test_a_faulty_file_is_one_line(path, text, complaint):
 def test_a_file_for_another_pipeline(path, ranks, microbatches, complaint):
     write_actions(path, Schedule("1f1b").actions(2, 2))
     with pytest.raises(ConfigError, match=complaint):
-        csv.check(CsvSchedule(file=str(path)), ranks=ranks, microbatches=microbatches)
+        CsvSchedule(file=str(path)).check_pipeline(ranks=ranks, microbatches=microbatches)
 
 
 def test_no_file(tmp_path, monkeypatch):

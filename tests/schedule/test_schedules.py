@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.schedule.conftest import KINDS, LOOPED, V_SHAPED, Schedule
 from titanlab.errors import ConfigError
 from titanlab.schedule.action import Kind
+from titanlab.schedule.interleaved_schema import rounds
 from titanlab.schedule.order import placement_of, validate
-from titanlab.schedule.rounds import rounds
 from titanlab.schedule.timeline import simulate
 
 RANKS = st.integers(1, 8)

@@ -16,9 +16,10 @@ from typing import Any
 
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
-from titanlab.options import discover, implementation
+from titanlab.options import discover
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.action_file import read_actions, write_actions
+from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.grid import rows
 from titanlab.schedule.plot import draw
 from titanlab.schedule.timeline import Timeline, simulate
@@ -30,7 +31,7 @@ LIMIT = 500_000
 # The longest duration in units of the shortest.
 PROPORTION = 1000
 TIMES = ("forward", "backward", "input", "weight", "transfer")
-# What the keys of a recipe are called here.
+# Keys of a recipe, and what this command calls them.
 FLAGS = {
     "schedule.stages_per_rank": "--stages-per-rank",
     "schedule.file": "--file",
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     """Show one schedule, or compare all."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    _hold(given)
+    _check_arguments(given)
     try:
         made, refused = _made(given)
     except ConfigError as error:
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError("--csv", given.csv, "there is no such folder", "make it, or name another")
         write_actions(given.csv, made[0].orders)
     if given.plot is not None:
-        draw([(f"{each.title} · bubble {_percent(each.timeline)}", each.timeline) for each in made], given.plot)
+        draw([(f"{one.title} · bubble {_percent(one.timeline)}", one.timeline) for one in made], given.plot)
     lines = _table(made, refused, given) if given.kind == ALL else _picture(made[0], given)
     lines += [f"{what}: {path}" for path, what in ((given.csv, "csv"), (given.plot, "plot")) if path is not None]
     Console().note("\n".join(lines))
@@ -105,7 +106,7 @@ def _parser() -> Arguments:
     return parser
 
 
-def _hold(given: Any) -> None:
+def _check_arguments(given: Any) -> None:
     """Every number is one that there can be, and flags go together."""
     kinds = [*sorted(str(kind) for kind in discover()["schedule"]), ALL]
     if given.kind not in kinds:
@@ -157,7 +158,7 @@ def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
             made.append(_make(kind, given, chosen=False))
         except ConfigError as error:
             refused[kind] = error
-    return sorted(made, key=lambda each: (each.timeline.duration, each.kind)), refused
+    return sorted(made, key=lambda schedule: (schedule.timeline.duration, schedule.kind)), refused
 
 
 def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
@@ -176,16 +177,15 @@ def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
             raise ConfigError("--stages-per-rank", given.stages_per_rank, rule, cure)
     if kind == "csv":
         values["file"] = given.file or ""
-    config = schema(**values)
+    config: PipelineSchedule = schema(**values)
     ranks, microbatches = given.ranks or 4, given.microbatches or 8
     if kind == "csv":
-        orders = read_actions(config.file)
+        orders = read_actions(values["file"])
         ranks = given.ranks or len(orders)
         microbatches = given.microbatches or 1 + max(action.microbatch for order in orders for action in order)
-    part = implementation(config)
-    part.check(config, ranks=ranks, microbatches=microbatches)
-    placement = part.placement(config, ranks=ranks)
-    orders = part.actions(config, ranks=ranks, microbatches=microbatches)
+    config.check_pipeline(ranks=ranks, microbatches=microbatches)
+    placement = config.placement(ranks=ranks)
+    orders = config.actions(ranks=ranks, microbatches=microbatches)
     share = ranks / len(placement)  # of a rank's layers in one stage
     durations = {each: share * time for each, time in _durations(given).items()}
     timeline = simulate(orders, placement, durations, transfer=given.transfer or 0.0)

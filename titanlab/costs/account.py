@@ -15,7 +15,7 @@ OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup"]
 # What a tensor-parallel rank has of a tensor: its tokens of the residual stream if that is shared out (else all), its
 # heads or columns, or all of it.
 Cut = Literal["stream", "part", "whole"]
-# What a block is given by the one before it.
+# The input of a block, which the block before it has computed.
 HIDDEN = "hidden"
 
 
@@ -73,14 +73,14 @@ class Share:
     def bytes_of(self, activations: Iterable[Activation]) -> int:
         """Bytes of these tensors on one rank, each counted once."""
         sizes: dict[str, int] = {}
-        for each in activations:
-            if each.accelerator not in ("", self.accelerator):
+        for tensor in activations:
+            if tensor.accelerator not in ("", self.accelerator):
                 continue
-            width = each.element_bytes or self.element_bytes
-            name = each.copy_of if each.copy_of and width == self.element_bytes else each.name
-            whole = each.cut == "whole" or (each.cut == "stream" and not self.sequence_parallel)
+            width = tensor.element_bytes or self.element_bytes
+            name = tensor.copy_of if tensor.copy_of and width == self.element_bytes else tensor.name
+            whole = tensor.cut == "whole" or (tensor.cut == "stream" and not self.sequence_parallel)
             ranks = self.context * (1 if whole else self.tensor)
-            sizes[name] = math.prod(each.shape) * width // ranks
+            sizes[name] = math.prod(tensor.shape) * width // ranks
         return sum(sizes.values())
 
 
@@ -111,7 +111,7 @@ class Operation:
 
 
 def block_input(block: Sequence[Operation]) -> Activation:
-    """What a block is given: a tensor of its own output's shape. (Who keeps it keeps no block's output twice.)"""
+    """The input of a block, which has the shape of its output; the output of the block before is the same tensor."""
     return Activation(name=HIDDEN, shape=block[-1].output)
 
 

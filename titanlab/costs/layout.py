@@ -4,12 +4,48 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from titanlab.errors import ConfigError
 
-# Outermost first: neighbours in rank order, which share the fastest links, differ in the last axis.
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-SHORT = {"replicate": "dp_r", "shard": "dp_s", "context": "cp", "tensor": "tp", "pipeline": "pp"}
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """An axis of parallelism, and what its ranks share.
+
+    Attributes:
+        name: of its degree, in layouts and configs.
+        short: in labels and names of runs.
+        reads_data: its ranks read different sequences.
+        shards_parameters: FSDP2 shards parameters, gradients and optimizer state over its ranks. Such axes follow one
+            another, and are one dimension of the mesh where more than one has a degree above 1.
+    """
+
+    name: str
+    short: str
+    reads_data: bool = False
+    shards_parameters: bool = False
+
+
+# Outermost first: neighbours in rank order, which share the fastest links, differ in the last axis. Everything that
+# needs the axes, their order or what they share asks here.
+ALL_AXES = (
+    Axis(name="pipeline", short="pp"),
+    Axis(name="replicate", short="dp_r", reads_data=True),
+    Axis(name="shard", short="dp_s", reads_data=True, shards_parameters=True),
+    # Its ranks share the work of a sequence; their gradients are summed as those of different sequences are.
+    Axis(name="context", short="cp", shards_parameters=True),
+    Axis(name="tensor", short="tp"),
+)
+AXES = tuple(axis.name for axis in ALL_AXES)
+DATA_AXES = tuple(axis.name for axis in ALL_AXES if axis.reads_data)
+FSDP_AXES = tuple(axis.name for axis in ALL_AXES if axis.shards_parameters)
+# In labels the pipeline comes last, as the literature writes it.
+SHORT = {axis.name: axis.short for axis in (*ALL_AXES[1:], ALL_AXES[0])}
+
+# How gradients of data-parallel ranks are summed.
+DataParallelism = Literal["ddp", "fsdp2", "none"]
+FOLD = "·"  # between the names of axes that are one dimension of the mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +74,22 @@ class Layout:
     @property
     def data(self) -> int:
         """Number of processes that read different sequences."""
-        return self.replicate * self.shard
+        return math.prod(getattr(self, name) for name in DATA_AXES)
 
     @property
     def fsdp(self) -> int:
-        """Number of processes over which FSDP2 shards: those of a context share the work of a sequence, not memory."""
-        return self.shard * self.context
+        """Number of processes over which FSDP2 shards."""
+        return math.prod(getattr(self, name) for name in FSDP_AXES)
+
+    @property
+    def fsdp_axes(self) -> tuple[str, ...]:
+        """The axes over which FSDP2 shards: `shard`, and those of the others whose degree is above 1."""
+        return (FSDP_AXES[0], *(name for name in FSDP_AXES[1:] if getattr(self, name) > 1))
+
+    @property
+    def fsdp_name(self) -> str:
+        """Name of the one dimension of the mesh that these axes make: `shard` or `shard·context`."""
+        return FOLD.join(self.fsdp_axes)
 
     @property
     def label(self) -> str:
@@ -51,9 +97,36 @@ class Layout:
         parts = [f"{short}{getattr(self, axis)}" for axis, short in SHORT.items() if getattr(self, axis) > 1]
         return "·".join(parts) or "single"
 
+    def data_parallelism(self, *, mixed: bool) -> DataParallelism:
+        """How gradients of ranks with different tokens are summed.
+
+        Args:
+            mixed: parameters are cast before they compute, or gradients before they are summed. FSDP2 does that, also
+                in one process, so that this computes what many do.
+        """
+        if mixed:
+            return "fsdp2"
+        # DDP sums no gradients of DTensors, and none under schedules that split the backward.
+        if self.replicate == self.world > 1:
+            return "ddp"
+        return "fsdp2" if self.replicate * self.fsdp > 1 else "none"
+
     def degrees(self) -> dict[str, int]:
         """Degree by axis, in mesh order (outermost first)."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+
+def hidden_shape(
+    layout: Layout, *, microbatch: int, seq_len: int, dim: int, sequence_parallel: bool
+) -> tuple[int, int, int]:
+    """Shape of the one tensor that stages of a pipeline exchange for a microbatch, on one rank.
+
+    [microbatch, seq of this rank, dim], or under sequence parallelism [1, this rank's tokens of a microbatch, dim].
+    """
+    seq_len //= layout.context
+    if layout.tensor > 1 and sequence_parallel:
+        return (1, microbatch * seq_len // layout.tensor, dim)
+    return (microbatch, seq_len, dim)
 
 
 def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:

@@ -1,4 +1,4 @@
-"""What an option may ask about the run that it is to be a part of."""
+"""A run as its options see it: what their rules may ask for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Setting:
     """A resolved recipe as the options of its groups see it.
 
     A schema with a rule that reaches beyond its own fields has a method `check(setting)`, which raises ConfigError.
-    So an option brings its rules along, and no group has to know another.
+    So every option has its own rules, and no group has to know another.
 
     Attributes:
         model: of the recipe's model.

@@ -1,6 +1,6 @@
 """What a step sends, by formulas: from the model's account, the layout and a few choices, without running it.
 
-They count what our parts do, operation by operation; the tests hold them to what is traced. Symbols: M microbatches,
+They count operation by operation; tests compare them with what is traced. Symbols: M microbatches,
 L blocks, T tokens of a microbatch that a rank computes on.
 """
 
@@ -11,22 +11,19 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from titanlab.costs.account import ModelAccount, style_of
-from titanlab.costs.layout import Layout
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.layout import Layout, hidden_shape
+from titanlab.costs.tensor_styles import STYLES, cut_dim, parameter_style
 from titanlab.costs.traffic_table import Row, Traffic
 
 # The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.training.totals`).
 TOTALS_BYTES = 7 * 8
-# Styles of a tensor plan by the dim of a parameter that they cut; norms stay whole, the others have no parameters.
-_CUTS = {"colwise": 0, "rowwise": 1, "embedding": 0, "head": 0}
-_MAKES_WHOLE = ("gathered", "head")
-_MAKES_STREAM = ("rowwise", "embedding")
 _LOSS_BYTES = 2 * 4  # a token's two float32 numbers, see `titanlab.parallelism.loss`
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A rank's number on the axes whose ranks do not send alike."""
+class Coordinate:
+    """A rank's numbers on the axes whose ranks do not send alike."""
 
     pipeline: int = 0
     context: int = 0
@@ -89,37 +86,34 @@ class Step:
 
     @property
     def replicas_by_ddp(self) -> bool:
-        """DDP sums the gradients, as in `titanlab.training.assemble`."""
-        return self.layout.replicate > 1 and self.layout.replicate == self.layout.world and not self.mixed
+        """DDP sums the gradients."""
+        return self.layout.data_parallelism(mixed=self.mixed) == "ddp"
 
-    def stages_of(self, place: Place) -> Iterator[tuple[int, Sequence[str]]]:
+    def stages_of(self, rank: Coordinate) -> Iterator[tuple[int, Sequence[str]]]:
         """The stages of a rank, by number, with their pieces."""
         stages = self.stages or (self.account.pieces,)
-        return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == place.pipeline)
+        return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == rank.pipeline)
 
     def axis(self, name: str) -> str:
-        """What the traced table calls a group: of all ranks there is one only, and it has the axis's name."""
-        degrees = self.layout.degrees()
-        folded = "shard·context" if self.layout.context > 1 else "shard"
-        whole = next((axis for axis, degree in degrees.items() if degree == self.layout.world > 1), None)
-        if whole is None and self.layout.fsdp == self.layout.world > 1:
-            whole = folded
-        ranks = self.layout.world if name == "world" else self.layout.fsdp if name == "fsdp" else degrees[name]
-        if whole is not None and ranks == self.layout.world:
-            return whole
-        return folded if name == "fsdp" else name
+        """What the traced table calls a group: there is only one of all ranks, and it has the axis's name."""
+        layout = self.layout
+        degrees = {**layout.degrees(), layout.fsdp_name: layout.fsdp}
+        whole = next((axis for axis, degree in degrees.items() if degree == layout.world > 1), None)
+        name = layout.fsdp_name if name == "fsdp" else name
+        ranks = layout.world if name == "world" else degrees[name]
+        return whole if whole is not None and ranks == layout.world else name
 
 
-def step_traffic(step: Step, place: Place) -> list[Row]:
+def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
     """What one rank sends and receives in a step, up to the optimizer."""
     traffic = Traffic()
-    for number, pieces in step.stages_of(place):
+    for number, pieces in step.stages_of(rank):
         if step.replicas_by_ddp:
             _ddp(step, traffic)
         else:
-            _fsdp(step, place, number, pieces, traffic)
-        _tensor(step, place, pieces, traffic)
-        _context(step, place, pieces, traffic)
+            _fsdp(step, rank, number, pieces, traffic)
+        _tensor(step, rank, pieces, traffic)
+        _context(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
     traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES, ranks=step.layout.world)
     return traffic.rows()
@@ -131,7 +125,7 @@ def _ddp(step: Step, traffic: Traffic) -> None:
     traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate)
 
 
-def _fsdp(step: Step, place: Place, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
+def _fsdp(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
     """Each block is gathered and reduced as one, and so is all the rest of a stage.
 
     A part of another dtype than the rest is a unit of its own, which is treated as the rest is.
@@ -148,7 +142,7 @@ def _fsdp(step: Step, place: Place, number: int, pieces: Sequence[str], traffic:
         names = _names(step.account, unit)
         if not names:
             continue
-        elements = {name: _padded(step, place, name) for name in names}
+        elements = {name: _padded(step, rank, name) for name in names}
         size = sum(elements.values())
         compute, reduce = (4, 4) if unit[0] in step.fp32_parts else (step.compute_bytes, step.reduce_bytes)
         times = _gathers(step, number, reshards=step.reshards and unit in blocks[:-1])
@@ -173,7 +167,7 @@ def _gathers(step: Step, number: int, *, reshards: bool) -> int:
     return times
 
 
-def _tensor(step: Step, place: Place, pieces: Sequence[str], traffic: Traffic) -> None:
+def _tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """Sums of activations and their gradients (arXiv 1909.08053, 2205.05198), and the loss.
 
     With sequence parallelism, what makes the stream whole is an all-gather forward and a reduce-scatter backward, and
@@ -185,9 +179,9 @@ def _tensor(step: Step, place: Place, pieces: Sequence[str], traffic: Traffic) -
     times = step.microbatches
     for piece in pieces:
         size = step.tokens * step.account.dim * _element(step, piece)
-        meetings = sum(style in (*_MAKES_WHOLE, *_MAKES_STREAM) for style in _styles(step.account, piece))
+        sums = sum(STYLES[style].gathers or STYLES[style].sums for style in _styles(step.account, piece))
         for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
-            traffic.add(axis, kind, size, ranks=ranks, times=times * meetings)
+            traffic.add(axis, kind, size, ranks=ranks, times=times * sums)
     if step.account.pieces[-1] in pieces:
         part = -(-step.account.vocab_size // ranks)
         logits = step.tokens * part * ranks * _element(step, step.account.pieces[-1])
@@ -203,29 +197,29 @@ def _tensor(step: Step, place: Place, pieces: Sequence[str], traffic: Traffic) -
 def _whole_shard(step: Step, name: str) -> int:
     """Elements that this rank has of a parameter that is not cut, none of another; FSDP2's shards are taken as even."""
     size = math.prod(step.account.parameters[name]) if _cut_dim(step.account, name) is None else 0
-    return size // step.layout.fsdp if _under_fsdp(step) else size
+    return size // step.layout.fsdp if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2" else size
 
 
-def _context(step: Step, place: Place, pieces: Sequence[str], traffic: Traffic) -> None:
+def _context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """Keys and values there, forward and backward, and their gradients back."""
     if step.layout.context > 1:
         for block in (piece for piece in pieces if piece.startswith("layers.")):
-            _context_of(step, block, place, traffic)
+            _context_of(step, block, rank, traffic)
 
 
-def _context_of(step: Step, block: str, place: Place, traffic: Traffic) -> None:
-    ranks, rank, account = step.layout.context, place.context, step.account
+def _context_of(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
+    ranks, here, account = step.layout.context, rank.context, step.account
     axis, times = step.axis("context"), step.microbatches
     whole = step.tokens * account.kv_heads // step.layout.tensor * account.head_dim * _element(step, block)
     half = whole // 2
-    after, before = ranks - 1 - rank, rank
+    after, before = ranks - 1 - here, here
     if step.context_method == "all_gather":
         traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=2 * times)
         given_back = 2 * (after * whole + before * half)
         traffic.add(axis, "all_to_all", given_back, ranks=ranks, times=times, own=0)
         return
-    # Of the blocks that a rank hands on, its own is the first; of those of the ranks before it, only heads are sent.
-    sent = [half] * (ranks - 1) if rank == 0 else [whole] * min(after + 1, ranks - 1) + [half] * (before - 1)
+    # A rank first sends its own block on, then those that arrive; of blocks from ranks before it, only the first half.
+    sent = [half] * (ranks - 1) if here == 0 else [whole] * min(after + 1, ranks - 1) + [half] * (before - 1)
     received = [whole] * after + [half] * before
     for size in sent + sent + received:  # forward, backward, and gradients of what was received
         traffic.add(axis, "send", size, ranks=ranks, times=2 * times)
@@ -236,9 +230,14 @@ def _context_of(step: Step, block: str, place: Place, traffic: Traffic) -> None:
 
 def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
     """Hidden states to the next stage, and their gradients to the one before, unless that is on the same rank."""
-    size = step.tokens * step.account.dim * step.compute_bytes
-    if step.sequence_parallel:
-        size //= step.layout.tensor
+    shape = hidden_shape(
+        step.layout,
+        microbatch=step.microbatch,
+        seq_len=step.seq_len,
+        dim=step.account.dim,
+        sequence_parallel=step.sequence_parallel,
+    )
+    size = math.prod(shape) * step.compute_bytes
     for neighbour in (number - 1, number + 1):
         if 0 <= neighbour < len(step.placement) and step.placement[neighbour] != step.placement[number]:
             for kind in ("send", "recv"):
@@ -250,10 +249,6 @@ def _element(step: Step, piece: str) -> int:
     return 4 if piece in step.fp32_parts else step.compute_bytes
 
 
-def _under_fsdp(step: Step) -> bool:
-    return step.layout.data * step.layout.context > 1 or step.mixed
-
-
 def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
     """Parameters of some pieces."""
     return [name for name in account.parameters if any(name.startswith(f"{piece}.") for piece in pieces)]
@@ -261,28 +256,27 @@ def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
 
 def _styles(account: ModelAccount, piece: str) -> list[str]:
     """Styles of the tensor plan in one piece."""
-    found = []
+    styles = []
     for pattern, style in account.tensor_plan.items():
         depth = piece.count(".") + 1
         if fnmatch.fnmatchcase(piece, ".".join(pattern.split(".")[:depth])):
-            found.append(style)
-    return found
+            styles.append(style)
+    return styles
 
 
 def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
     """The dim that tensor parallelism cuts; None of what it leaves whole: norms, and biases that follow a sum."""
-    dim = _CUTS.get(style_of(account.tensor_plan, parameter.rpartition(".")[0]))
-    return dim if dim is not None and dim < len(account.parameters[parameter]) else None
+    return cut_dim(parameter_style(account, parameter), len(account.parameters[parameter]))
 
 
-def _padded(step: Step, place: Place, name: str) -> int:
+def _padded(step: Step, rank: Coordinate, name: str) -> int:
     """Elements of a parameter that FSDP2 gathers: this rank's part of it, with what makes all shards equal."""
     shape, ranks, tensor = list(step.account.parameters[name]), step.layout.fsdp, step.layout.tensor
     dim = _cut_dim(step.account, name) if tensor > 1 else None
     even = dim != 0 or shape[0] % (tensor * ranks) == 0
     if dim is not None:
         part = -(-shape[dim] // tensor)
-        shape[dim] = min(part, shape[dim] - place.tensor * part)
+        shape[dim] = min(part, shape[dim] - rank.tensor * part)
     if even:
         # Otherwise it is cut by columns, which divide.
         shape[0] = -(-shape[0] // ranks) * ranks

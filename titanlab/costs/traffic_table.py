@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ORDER = ("pipeline", "replicate", "shard", "shard·context", "context", "tensor", "world")
+from titanlab.costs.layout import AXES, FOLD
 
 # Bytes that a rank puts on the wire for each byte of the tensor, in units of (ranks − 1) / ranks, by the ring
 # algorithms (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). An `all_to_all` sends what is not its own.
@@ -28,7 +28,7 @@ class Row:
     """One kind of operation on one axis, over a step, of one rank.
 
     Attributes:
-        axis: whose group it is: an axis of the layout, `shard·context` for the two folded, or `world`.
+        axis: whose group it is: an axis of the layout, `shard·context` where two are one, or `world`.
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, ….
         count: operations.
         bytes: of the tensors that they work on.
@@ -71,8 +71,15 @@ class Traffic:
                 Row(axis=axis, kind=kind, count=count, bytes=size, wire_bytes=wire)
                 for (axis, kind), (count, size, wire) in self._sums.items()
             ),
-            key=lambda row: (ORDER.index(row.axis) if row.axis in ORDER else len(ORDER), row.axis, row.kind),
+            key=lambda row: (_order(row.axis), row.axis, row.kind),
         )
+
+
+def _order(axis: str) -> tuple[int, int]:
+    """Axes from the outermost in, folded ones after the first of theirs, then the world, then what has no axis."""
+    first, *others = axis.split(FOLD)
+    known = (*AXES, "world")
+    return (known.index(first) if first in known else len(known), len(others))
 
 
 def wire_bytes(kind: str, size: int, *, ranks: int) -> int:
@@ -92,12 +99,12 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 def flat(rows: Iterable[Row]) -> dict[str, int]:
     """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
-    found = {}
+    table = {}
     for row in rows:
         # A key that every tracker and shell can spell.
-        key = f"traffic/{row.axis.replace('·', '_')}/{row.kind}"
-        found.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
-    return found
+        key = f"traffic/{row.axis.replace(FOLD, '_')}/{row.kind}"
+        table.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
+    return table
 
 
 def _readable(size: int) -> str:

@@ -44,7 +44,7 @@ def this_host() -> Host:
 
 
 def check_host(host: Host, *, accelerator: str, device: str | None, processes: int) -> None:
-    """Hold a host to be what a run was named for: numbers of another device would bear the wrong name.
+    """Check that a host has the device that the run names: otherwise its results would have the wrong name.
 
     Args:
         accelerator, device: the cluster's; another name of the same entry in `titanlab.costs.hardware` will do.

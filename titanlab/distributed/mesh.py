@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlab.costs.layout import Layout
-
-FOLDED = "shard·context"
+from titanlab.costs.layout import DATA_AXES, FSDP_AXES, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,21 +19,18 @@ class Mesh:
 
     Attributes:
         layout: the degrees.
-        root: one named dimension an axis, outermost first, degrees of 1 included; shard and context are one, `FOLDED`,
-            where there is a context: ranks of one context hold parts of the same sequences, their gradients are
-            summed as those of different sequences are, and parameters are sharded over both.
-        context: the axis of its own that the folded one has for those who share a sequence.
+        root: one named dimension an axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards are
+            one dimension, `layout.fsdp_name`.
+        folded: where that dimension has several axes, one mesh for each of them.
     """
 
     layout: Layout
     root: DeviceMesh
-    context: DeviceMesh | None
+    folded: Mapping[str, DeviceMesh]
 
     def axis(self, name: str) -> DeviceMesh:
         """The ranks that differ from this one in one axis only."""
-        if name == "context" and self.context is not None:
-            return self.context
-        return self._views[name]
+        return self.folded[name] if name in self.folded else self._views[name]
 
     @functools.cached_property
     def _views(self) -> dict[str, DeviceMesh]:
@@ -43,36 +40,42 @@ class Mesh:
     @property
     def data_parallel(self) -> DeviceMesh:
         """What FSDP2 takes: one dimension to shard over, before it that of the replicas for HSDP."""
-        name = FOLDED if self.context is not None else "shard"
+        name = self.layout.fsdp_name
         return self.root[name] if self.layout.replicate == 1 else self.root["replicate", name]
 
-    def place(self, name: str) -> int:
+    def coordinate(self, name: str) -> int:
         """This rank's number on an axis."""
-        if name in ("shard", "context"):
-            folded = int(self.root.get_local_rank(FOLDED if self.context is not None else "shard"))
-            return folded // self.layout.context if name == "shard" else folded % self.layout.context
-        return int(self.root.get_local_rank(name))
+        if name not in FSDP_AXES:
+            return int(self.root.get_local_rank(name))
+        number = int(self.root.get_local_rank(self.layout.fsdp_name))
+        degrees = self.layout.degrees()
+        inner = math.prod(degrees[axis] for axis in FSDP_AXES[FSDP_AXES.index(name) + 1 :])
+        return number // inner % degrees[name]
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those that read different sequences: 0 to replicate · shard − 1."""
-        return self.place("replicate") * self.layout.shard + self.place("shard")
+        """This rank's number among those that read different sequences: 0 to layout.data − 1."""
+        number, degrees = 0, self.layout.degrees()
+        for name in DATA_AXES:
+            number = number * degrees[name] + self.coordinate(name)
+        return number
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process group of every axis, and of the folded one, whose degree is more than 1."""
-        views = dict(self._views)
-        if self.context is not None:
-            views["context"] = self.context
+        """Process groups by the name of their axis, and of the folded one, where the degree is more than 1."""
+        views = {**self._views, **{name: view for name, view in self.folded.items() if name != FSDP_AXES[0]}}
         return {name: view.get_group() for name, view in views.items() if view.size() > 1}
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh of all ranks, which call this together."""
-    names = ("pipeline", "replicate", FOLDED if layout.context > 1 else "shard", "tensor")
-    degrees = (layout.pipeline, layout.replicate, layout.fsdp, layout.tensor)
-    root = init_device_mesh(device_type, degrees, mesh_dim_names=names)
-    context = None
-    if layout.context > 1:
+    sizes: dict[str, int] = {}
+    for name, degree in layout.degrees().items():
+        sizes.update({layout.fsdp_name: layout.fsdp} if name in FSDP_AXES else {name: degree})
+    root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    axes, folded = layout.fsdp_axes, {}
+    if len(axes) > 1:
+        degrees = tuple(layout.degrees()[name] for name in axes)
         # Private, in torch 2.10 to 2.13 alike; the public way, slicing a flattened dimension, warns that it will go.
-        context = root[FOLDED]._unflatten(0, (layout.shard, layout.context), ("shard", "context"))["context"]
-    return Mesh(layout=layout, root=root, context=context)
+        apart = root[layout.fsdp_name]._unflatten(0, degrees, axes)
+        folded = {name: apart[name] for name in axes}
+    return Mesh(layout=layout, root=root, folded=folded)

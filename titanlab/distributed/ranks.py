@@ -147,11 +147,11 @@ def _slurm_local_world(environ: Mapping[str, str]) -> int:
 
 def hosts(nodes: str) -> list[str]:
     """The hosts of Slurm's short form: `gpu[03-04,12],n1` → gpu03, gpu04, gpu12, n1."""
-    found: list[str] = []
+    names_of_hosts: list[str] = []
     for prefix, inner, suffix in re.findall(r"([^,\[]+)(?:\[([^]]*)\])?([^,\[]*)", nodes):
         for part in inner.split(",") if inner else [""]:
             first, _, last = part.partition("-")
             numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else None
             names = [""] if numbers is None else [f"{number:0{len(first)}d}" for number in numbers]
-            found += [f"{prefix}{name}{suffix}" for name in names]
-    return found
+            names_of_hosts += [f"{prefix}{name}{suffix}" for name in names]
+    return names_of_hosts

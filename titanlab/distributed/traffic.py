@@ -70,7 +70,7 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _COMPOSED.isdisjoint(types):
-            # They do first what they do, with plain tensors, which come by here.
+            # Subclasses run their own code first; its operators on plain tensors are dispatched here afterwards.
             return NotImplemented
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
@@ -119,8 +119,8 @@ def _first(*names: str) -> Callable[[dict[str, Any], int], int]:
     """Bytes of the argument that goes by one of these names."""
 
     def size(given: dict[str, Any], ranks: int) -> int:
-        found = next((given[name] for name in names if name in given), None)
-        return sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        tensors = next((given[name] for name in names if name in given), None)
+        return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
     return size
 
@@ -137,7 +137,7 @@ def _nothing(given: dict[str, Any], ranks: int) -> int:
 
 
 def _own(kind: str, given: dict[str, Any], group: dist.ProcessGroup) -> int | None:
-    """What a rank keeps of its input to an `all_to_all` of unequal parts."""
+    """Bytes of its own input that a rank keeps in an `all_to_all` of unequal parts."""
     splits = given.get("input_split_sizes") if kind == "all_to_all" else None
     if not splits:
         return None

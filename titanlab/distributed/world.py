@@ -1,4 +1,4 @@
-"""The world that a rank opens its eyes in: device, process group, seeds."""
+"""What a rank finds at start: device, process group, seeds."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class World:
     """What a rank knows of itself.
 
     Attributes:
-        rank, size: its number among all processes, and how many there are.
+        rank, world: its number among all processes, and how many there are.
         local_rank: its number on its host.
         device: where it computes.
     """
 
     rank: int
-    size: int
+    world: int
     local_rank: int
     device: torch.device
 
@@ -43,21 +43,21 @@ class World:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The values summed over all ranks, in place."""
-        if self.size > 1:
+        if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: T) -> list[T]:
         """A small picklable value of every rank, by rank, on every rank."""
-        if self.size == 1:
+        if self.world == 1:
             return [value]
-        values: list[T] = [value] * self.size
+        values: list[T] = [value] * self.world
         dist.all_gather_object(values, value)
         return values
 
     def share(self, value: T) -> T:
         """Rank 0's value, on every rank."""
-        if self.size == 1:
+        if self.world == 1:
             return value
         values = [value]
         dist.broadcast_object_list(values, src=0)
@@ -85,7 +85,7 @@ def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool
         torch.backends.cudnn.benchmark = False
     _join(ranks, device)
     try:
-        yield World(rank=ranks.rank, size=ranks.world, local_rank=ranks.local_rank, device=device)
+        yield World(rank=ranks.rank, world=ranks.world, local_rank=ranks.local_rank, device=device)
     finally:
         if deterministic:
             torch.use_deterministic_algorithms(False)

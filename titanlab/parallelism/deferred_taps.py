@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 # Private, and in torch 2.11 as in 2.13.
 from torch.utils._python_dispatch import _disable_current_modes
 
+from titanlab.parallelism.local import local_part
 from titanlab.precision.product import Product, product_of, rows
 
 _TAPS = "weight_taps"
@@ -111,8 +111,8 @@ def tapped(layer: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
     weight, product, taps = layer.weight, product_of(layer), getattr(layer, _TAPS, None)
     assert isinstance(weight, Tensor)
     if taps is None:
-        return product.forward(inputs, _local(weight), bias)
-    output: Tensor = _Tap.apply(product.forward(inputs, _local(weight.detach()), bias), inputs, *taps)
+        return product.forward(inputs, local_part(weight), bias)
+    output: Tensor = _Tap.apply(product.forward(inputs, local_part(weight.detach()), bias), inputs, *taps)
     return output
 
 
@@ -156,10 +156,3 @@ class _Taps(torch.autograd.Function):
             )
         ]
         return None, None, None, *found
-
-
-def _local(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local: Tensor = tensor.to_local()
-    return local

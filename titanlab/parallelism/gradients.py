@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanlab.parallelism.local import local_part
+
 _ADDED_AT_ONCE = 1 << 14
 
 
@@ -29,7 +31,7 @@ class Gradients:
         """This rank's share of the squared norm (float64 scalar); the shares sum to the whole."""
         shares = []
         for copies, parameters in self._by_copies.items():
-            gradients = _local(parameters)
+            gradients = _local_gradients(parameters)
             if gradients:
                 shares.append(_squared_norm(gradients) / copies)
         return torch.stack(shares).sum()
@@ -37,7 +39,7 @@ class Gradients:
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient by a scalar tensor."""
         for parameters in self._by_copies.values():
-            gradients = _local(parameters)
+            gradients = _local_gradients(parameters)
             if gradients:
                 # Gradients in 16 bits are multiplied by a factor that has more.
                 torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
@@ -45,7 +47,7 @@ class Gradients:
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     """Sum the gradients of some parameters over a group, all in one reduction in the given dtype, in place."""
-    gradients = _local(parameters)
+    gradients = _local_gradients(parameters)
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
         dist.all_reduce(flat, group=group)
@@ -54,7 +56,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
 
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Sum of squares of all elements: float64 scalar on their device."""
-    # Of gradients in 16 bits the norm is taken in 32.
+    # The norm of gradients in 16 bits is computed in 32.
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
         # There float32 squares are added one after another: the norm of 2^26 elements would be off by 0.5 %,
@@ -78,6 +80,5 @@ def _parts(parameter: nn.Parameter) -> int:
     return parts
 
 
-def _local(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from titanlab.parallelism.loss import IGNORE
-from titanlab.parallelism.pipeline_stage import Loss, Stage
+from titanlab.parallelism.pipeline_stage import Loss, ScheduledStage
 from titanlab.schedule.action import Action, Kind
 
 _COMMUNICATION_OF_FORWARDS = (_ComputationType.SEND_F, _ComputationType.RECV_F)
@@ -49,7 +49,7 @@ class Pipeline:
             actions: by rank of the group, what it computes and in which order.
             placement: by stage, the rank of the group that has it.
             loss: (logits, labels [microbatch, seq]) → float32 scalar, summed over the microbatch's labels. It is
-                called once a microbatch, and nobody uses the logits after it.
+                called once a microbatch, and the logits are not used after it.
             hidden_shape: of what this rank's stages hand on: [microbatch, seq, dim], or under sequence parallelism
                 [1, this rank's tokens of a microbatch, dim].
             microbatch: sequences of a microbatch; None: as many as hidden_shape has.
@@ -62,7 +62,7 @@ class Pipeline:
         self._microbatches = 1 + max(action.microbatch for action in actions[rank])
         split = {action.stage for action in actions[rank] if action.kind is Kind.INPUT}
         self._stages = [
-            Stage(
+            ScheduledStage(
                 stages[number],
                 number,
                 placement,
@@ -135,7 +135,7 @@ class Pipeline:
         own = runtime.pipeline_order_with_comms[runtime.rank]
         own[:] = [each for each in own if each.computation_type not in _OF_FSDP]
         runtime.unsharded_stages = {stage.stage_index for stage in self._stages}
-        # Nothing to find out: shapes are known.
+        # Shapes are known: the runtime need not infer them.
         runtime._stages_forward_initialized = True
         return runtime
 

@@ -18,7 +18,7 @@ from titanlab.parallelism.pipeline_weights import DeferredWeights
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Stage(PipelineStage):
+class ScheduledStage(PipelineStage):
     """A stage that knows the shape of everything it sends and receives, and holds nothing longer than needed.
 
     torch's own stage asks its neighbours for shapes or computes once to learn them, keeps buffers for all
@@ -55,7 +55,7 @@ class Stage(PipelineStage):
         self._shape, self._dtype = hidden
         self._loss, self._scale = loss, scale
         self._deferred = DeferredWeights(module) if split_backward else None
-        # By microbatch, from when they arrive or come to be until they are used or sent.
+        # By microbatch: tensors that have arrived or been computed, until they are used or sent.
         self._arrived: dict[int, tuple[Tensor, dist.Work | None]] = {}
         self._arrived_gradients: dict[int, tuple[Tensor, dist.Work | None]] = {}
         self._computed: dict[int, Tensor] = {}
@@ -71,26 +71,24 @@ class Stage(PipelineStage):
             self.submod.set_requires_gradient_sync(False)
 
     def free_parameters(self) -> None:
-        """Let go of what FSDP has gathered for forwards that no backward follows."""
+        """Free what FSDP has gathered for forwards that no backward follows."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def end_step(self) -> None:
-        """Wait for what is still being sent, and let go of everything."""
+        """Wait for what is still being sent, and free everything."""
         for work in self._sends:
             work.wait()
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
-        """Let go of everything, also after an error in the middle of a step."""
+        """Free everything, also after an error in the middle of a step."""
         self.loss_sum = None
         self._sends.clear()
-        for held in (
-            *(self._arrived, self._arrived_gradients, self._computed, self._computed_gradients),
-            self._pending,
-        ):
-            held.clear()
+        for tensors in (self._arrived, self._arrived_gradients, self._computed, self._computed_gradients):
+            tensors.clear()
+        self._pending.clear()
         if self._deferred is not None:
             self._deferred.clear()
 
@@ -111,10 +109,10 @@ class Stage(PipelineStage):
             hidden.requires_grad_(torch.is_grad_enabled())
         output: Tensor
         if self.is_last:
-            # No name is given to the logits: they go as soon as the loss is known.
+            # The logits get no name: so they are freed as soon as the loss is known.
             output = self._loss(self.submod(tokens if hidden is None else hidden, positions), labels)
-            found = output.detach()
-            self.loss_sum = found if self.loss_sum is None else self.loss_sum + found
+            loss = output.detach()
+            self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
             output = output * self._scale
         else:
             output = self.submod(tokens if hidden is None else hidden, positions)
@@ -185,7 +183,7 @@ class Stage(PipelineStage):
         self._arrived_gradients[mb_index] = gradient, None
 
     def _send(self, tensor: Tensor, stage: int) -> list[dist.P2POp]:
-        # NCCL knows what has arrived, and what has need not be kept; gloo does not, until it is waited for.
+        # NCCL says which sends are complete, and those need not be kept; gloo says so only after a wait.
         self._sends = [work for work in self._sends if not work.is_completed()]
         work = dist.isend(tensor, group=self.group, group_dst=self._placement[stage])
         assert work is not None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlab.parallelism.deferred_taps import Probe, TappedForward, tapped
+from titanlab.parallelism.local import local_part
 from titanlab.precision.product import ATTRIBUTE, PLAIN, Product, product_of, rows
 
 _ATTRIBUTE = "deferred_weights"
@@ -91,10 +92,10 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
         return tapped(layer, inputs, bias)
     deferred = getattr(layer, _ATTRIBUTE, None)
     if deferred is not None and deferred.probe is not None:
-        noted: Tensor = deferred.probe.note(layer, inputs, product.forward(inputs, _local(weight), bias))
+        noted: Tensor = deferred.probe.note(layer, inputs, product.forward(inputs, local_part(weight), bias))
         return noted
     if deferred is None or not (torch.is_grad_enabled() and weight.requires_grad):
-        return product.forward(inputs, _local(weight), bias)
+        return product.forward(inputs, local_part(weight), bias)
     output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred, product)
     return output
 
@@ -120,12 +121,12 @@ class _DeferredLinear(torch.autograd.Function):
         # The parameter itself, and no saved tensor, which may be a copy: its `grad` is written.
         ctx.weight, ctx.deferred, ctx.product = weight, deferred, product
         ctx.save_for_backward(inputs)
-        return product.forward(inputs, _local(weight), bias)
+        return product.forward(inputs, local_part(weight), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (inputs,), weight = gradients, ctx.saved_tensors, ctx.weight
-        of_inputs = ctx.product.of_inputs(gradient, _local(weight)) if ctx.needs_input_grad[0] else None
+        of_inputs = ctx.product.of_inputs(gradient, local_part(weight)) if ctx.needs_input_grad[0] else None
         of_bias = rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
         return of_inputs, ctx.deferred.weight_gradient(ctx.product, weight, inputs, gradient), of_bias, None, None
 
@@ -137,16 +138,9 @@ def _accumulate(waiting: _Waiting) -> None:
         weight.grad = _like(weight, product.of_weight(gradient, inputs))
     elif product is PLAIN:
         # In one pass: no second matrix of the weight's size, and one rounding.
-        _local(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
+        local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
     else:
-        _local(weight.grad).add_(product.of_weight(gradient, inputs))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local: Tensor = tensor.to_local()
-    return local
+        local_part(weight.grad).add_(product.of_weight(gradient, inputs))
 
 
 def _like(weight: Tensor, local: Tensor) -> Tensor:

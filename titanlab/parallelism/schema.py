@@ -61,6 +61,11 @@ class Parallelism:
                 known = ", ".join(choices)
                 raise ConfigError(f"parallelism.{name}", value, "no such choice", f"choose one of {known}")
 
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether blocks free their gathered parameters between forward and backward; for resolved degrees."""
+        return self.reshard_after_forward == "always" or (self.reshard_after_forward == "auto" and self.pipeline == 1)
+
     def degrees(self) -> dict[str, int]:
         """Degree by axis, as given."""
         return {axis: getattr(self, axis) for axis in AXES}

@@ -1,4 +1,4 @@
-"""Data parallelism: FSDP2, HSDP, DDP, or one process, behind one answer to 'how do gradients meet?'."""
+"""Data parallelism: FSDP2, HSDP, DDP, or one process, behind one interface."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sharded:
     Attributes:
         forward: what to call: the model, or DDP's wrapper of it.
         microbatch: context of one microbatch's forward and backward.
-        release: lets go of what a forward has gathered that no backward follows.
+        release: frees what a forward has gathered that no backward follows.
         divides_by: what the reduction divides the sum of all ranks' gradients by.
     """
 
@@ -59,8 +59,8 @@ def fully_shard_model(
 
     Args:
         mesh: `[shard]` or `[replicate, shard]`.
-        reshard_after_forward: blocks let go of what they have gathered until the backward; but not the last one, nor
-            the rest of the model, which are needed again as soon as that starts.
+        reshard_after_forward: blocks free what they have gathered, until the backward; but not the last one, nor the
+            rest of the model, which are needed again as soon as that starts.
         whole: units that compute and reduce in float32, beside others that do not; the model stands for its rest.
         apart: modules outside of blocks that are units of their own, since they are not of the rest's dtype.
     """
@@ -102,7 +102,7 @@ def fully_shard_model(
     def microbatch(*, last: bool) -> Iterator[None]:
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last)
-        # What a backward leaves whole the next microbatch need not gather.
+        # The next microbatch need not gather what a backward leaves whole.
         for unit in kept:
             unit.set_reshard_after_backward(last, recurse=False)
         yield
@@ -127,14 +127,14 @@ class _NoView(torch.autograd.Function):
 
 
 def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
-    """What a unit of FSDP2 returns: of views it warns, and a linear layer with a bias makes one."""
+    """Return no view from a unit of FSDP2, which warns of views; a linear layer with a bias makes one."""
     if isinstance(output, torch.Tensor) and output.requires_grad and output._base is not None:
         return _NoView.apply(output)
     return output
 
 
 class _ReduceScatter:
-    """What FSDP2 reduces and scatters gradients with where gloo's own would reduce everything on every rank."""
+    """The reduce-scatter of gradients for FSDP2 on CPUs, where gloo's own reduces everything on every rank."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -162,7 +162,7 @@ def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
 
 
 class _Rehearsed(nn.Module):
-    """A model that, without inputs, gives a nought whose gradients arrive from its last parameter to its first."""
+    """A model that, without inputs, returns zero, whose backward visits its parameters from last to first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Rehearsed(nn.Module):
 def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
     """DDP over a 1-D mesh: every rank holds everything.
 
-    The wrapper is only called; the model keeps its names, so that checkpoints do not know of it.
+    Only the wrapper is called; the model keeps its names, so that checkpoints are the same without it.
     """
     from torch.nn.parallel import DistributedDataParallel
 

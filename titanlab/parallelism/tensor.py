@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # Private, but what functional collectives name groups by, in torch 2.11 as in 2.13.
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanlab.costs.account import style_of
+from titanlab.costs.tensor_styles import cut_dim
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
+from titanlab.parallelism.local import local_part
 from titanlab.parallelism.pipeline_weights import linear as linear_product
 from titanlab.precision.product import ATTRIBUTE
 
@@ -32,15 +34,15 @@ Product = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How a model is cut.
+class TensorParallel:
+    """How tensor parallelism cuts a model.
 
     Attributes:
         mesh: 1-D, the ranks of the tensor axis.
         seq_len: tokens of a sequence that each of these ranks has.
         sequence_parallel: the residual stream is shared out, too.
         loss_parallel: logits stay cut over the vocabulary.
-        products: by style, how a precision multiplies in layers that it has exchanged.
+        products: by style, how a precision multiplies in layers that it has replaced.
     """
 
     mesh: DeviceMesh
@@ -78,31 +80,31 @@ class Cut:
         return stream
 
 
-Style = Callable[[nn.Module, Cut], None]
+Style = Callable[[nn.Module, TensorParallel], None]
 
 
-def colwise(linear: nn.Module, cut: Cut) -> None:
+def colwise(linear: nn.Module, cut: TensorParallel) -> None:
     """A linear layer whose outputs are cut; of all tokens [batch·seq, dim] it makes [batch, seq, its part]."""
-    _distribute(linear, cut.mesh, weight=Shard(0), bias=Shard(0))
+    _distribute(linear, cut.mesh, "colwise")
     product = cut.product("colwise", linear)
-    linear.forward = lambda tokens: cut.by_sequence(product(linear, tokens, _local(linear.bias)))
+    linear.forward = lambda tokens: cut.by_sequence(product(linear, tokens, local_part(linear.bias)))
 
 
-def rowwise(linear: nn.Module, cut: Cut) -> None:
+def rowwise(linear: nn.Module, cut: TensorParallel) -> None:
     """A linear layer whose inputs are cut; it gives the residual stream."""
-    _distribute(linear, cut.mesh, weight=Shard(1), bias=Replicate())
+    _distribute(linear, cut.mesh, "rowwise")
     product = cut.product("rowwise", linear)
 
     def forward(part: Tensor) -> Tensor:
         total: Tensor = cut.stream(product(linear, part, None))
         if linear.bias is not None:
-            total = total + _local(linear.bias)
+            total = total + local_part(linear.bias)
         return total
 
     linear.forward = forward
 
 
-def gathered(module: nn.Module, cut: Cut) -> None:
+def gathered(module: nn.Module, cut: TensorParallel) -> None:
     """A module that computes on whole sequences: its first argument becomes all tokens, once for all products inside.
 
     As [batch·seq, dim], which only its `colwise` layers look at: so gathering and products can be one (AsyncTP).
@@ -110,35 +112,35 @@ def gathered(module: nn.Module, cut: Cut) -> None:
     module.register_forward_pre_hook(lambda _, inputs: (cut.whole(inputs[0]), *inputs[1:]))
 
 
-def norm(module: nn.Module, cut: Cut) -> None:
+def norm(module: nn.Module, cut: TensorParallel) -> None:
     """A module that treats each token alike: every rank has all of its parameters, and its part of the stream.
 
     Its `forward` may use parameters and plain attributes of its own, as torch's norms do; no methods, no modules.
     """
-    _distribute(module, cut.mesh, **{name: Replicate() for name, _ in module.named_parameters(recurse=False)})
+    _distribute(module, cut.mesh, "norm")
     compute = type(module).forward
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
 
     def forward(stream: Tensor) -> Tensor:
         # The module's own code, with plain tensors in the place of its parameters.
-        local = {name: _local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        local = {name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)}
         output: Tensor = compute(_StandIn({**settings, **local}), stream)
         return output
 
     module.forward = forward
 
 
-def embedding(table: nn.Module, cut: Cut) -> None:
+def embedding(table: nn.Module, cut: TensorParallel) -> None:
     """A table cut by rows: each rank looks up what it has."""
     assert isinstance(table, nn.Embedding), table
-    # What else torch's module does, this does not.
+    # These features of torch's module are not implemented here.
     assert table.max_norm is None, table
     assert table.padding_idx is None, table
     first = cut.mesh.get_local_rank() * -(-table.num_embeddings // cut.mesh.size())
-    _distribute(table, cut.mesh, weight=Shard(0))
+    _distribute(table, cut.mesh, "embedding")
 
     def forward(tokens: Tensor) -> Tensor:
-        weight = _local(table.weight)
+        weight = local_part(table.weight)
         rows = tokens - first
         mine = (rows >= 0) & (rows < weight.shape[0])
         return cut.stream(F.embedding(rows.where(mine, 0), weight) * mine.unsqueeze(-1))
@@ -146,15 +148,15 @@ def embedding(table: nn.Module, cut: Cut) -> None:
     table.forward = forward  # type: ignore[assignment, method-assign]
 
 
-def head(module: nn.Module, cut: Cut) -> None:
+def head(module: nn.Module, cut: TensorParallel) -> None:
     """The last product, cut over the vocabulary; or one that is handed the embedding's table, which is cut alike."""
-    _distribute(module, cut.mesh, weight=Shard(0), bias=Shard(0))
+    _distribute(module, cut.mesh, "head")
     product = cut.product("head", module)
 
     def forward(stream: Tensor, table: Any = None) -> Tensor:
         weight: Any = module.weight if table is None else table
-        tokens, bias = cut.by_sequence(cut.whole(stream)), _local(getattr(module, "bias", None))
-        logits = product(module, tokens, bias) if table is None else F.linear(tokens, _local(weight), bias)
+        tokens, bias = cut.by_sequence(cut.whole(stream)), local_part(getattr(module, "bias", None))
+        logits = product(module, tokens, bias) if table is None else F.linear(tokens, local_part(weight), bias)
         if cut.loss_parallel:
             return logits
         shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
@@ -178,7 +180,7 @@ STYLES: Mapping[str, Style] = {
 
 
 def parallelise(
-    model: nn.Module, plan: Mapping[str, str], cut: Cut, styles: Mapping[str, Style] = STYLES
+    model: nn.Module, plan: Mapping[str, str], cut: TensorParallel, styles: Mapping[str, Style] = STYLES
 ) -> frozenset[str]:
     """Cut the modules of a model on meta, or of a stage of it, in place.
 
@@ -205,15 +207,12 @@ def parallelise(
     return frozenset(name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.placements == whole)
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+def _distribute(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
+    """Make a module's own parameters DTensors, cut as `titanlab.costs.tensor_styles` says of the style."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        cut = distribute_tensor(parameter.data, mesh, [placements[name]])
-        module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-
-
-def _local(parameter: Any) -> Any:
-    """What this rank has of a parameter, as a plain tensor that passes gradients back; None of None."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        dim = cut_dim(style, parameter.ndim)
+        part = distribute_tensor(parameter.data, mesh, [Replicate() if dim is None else Shard(dim)])
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 class _StandIn:

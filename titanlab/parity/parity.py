@@ -23,7 +23,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.training.totals import Totals
 from titanlab.training.train import Observer, train
 
-# In the place of a reference that is zero, beside which nothing has a relative difference.
+# Replaces a reference of zero, for which there is no relative difference.
 _TINY = 1e-30
 
 
@@ -96,7 +96,7 @@ def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Trace:
 
 
 def compare(reference: Trace, candidate: Trace) -> Difference:
-    """Hold a trace against a reference.
+    """Compare a trace with a reference.
 
     Raises:
         ValueError: they have other steps or other tensors, so that no difference can be said.

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titanlab.costs.account import ModelAccount, style_of
+from titanlab.costs.tensor_styles import cut_dim
 
-# Styles of a tensor plan that are products, by the dim of the weight that they cut.
-_CUTS = {"colwise": 0, "rowwise": 1, "head": 0}
+# Styles of a tensor plan that are products.
+_PRODUCTS = ("colwise", "rowwise", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for parameter, shape in model.parameters.items():
         name, _, leaf = parameter.rpartition(".")
-        planned = not model.tensor_plan or style_of(model.tensor_plan, name) in _CUTS
+        planned = not model.tensor_plan or style_of(model.tensor_plan, name) in _PRODUCTS
         looked_up = parameter in (model.embedding, *model.lookups)
         if leaf == "weight" and len(shape) == 2 and planned and not looked_up:
             found[name] = shape
@@ -64,7 +65,7 @@ def matches(name: str, pattern: str) -> bool:
 
 def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
     """What one of `degree` tensor-parallel ranks has of a linear layer's weight; the first of uneven parts."""
-    cut = _CUTS.get(style_of(model.tensor_plan, name))
+    cut = cut_dim(style_of(model.tensor_plan, name), len(shape))
     return tuple(-(-size // degree) if dim == cut else size for dim, size in enumerate(shape))
 
 

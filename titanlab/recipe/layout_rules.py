@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from titanlab.costs.account import ModelAccount, style_of
-from titanlab.costs.layout import Layout
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.layout import FSDP_AXES, Layout
+from titanlab.costs.tensor_styles import STYLES, cut_dim, parameter_style
 from titanlab.errors import ConfigError
-from titanlab.options import implementation
 from titanlab.parallelism.schema import Parallelism
 from titanlab.recipe.stage_pieces import as_typed
+from titanlab.schedule.contract import PipelineSchedule
 
-# Styles of a tensor plan by the dim of a parameter that they cut; the others keep parameters whole or have none.
-CUTS = {"colwise": 0, "rowwise": 1}
-# Of one pass of one microbatch through one stage; a step's are laid out one by one before it runs.
+# Passes of one microbatch through one stage, in a step: each is planned on its own before the step runs.
 MOST_ACTIONS = 1_000_000
-UNEVEN = ("embedding", "head")
 
 
 def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, seq_len: int, microbatch: int) -> None:
@@ -45,7 +43,7 @@ def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, 
         raise ConfigError(key, degree, rule, f"{cure}, or parallelism.sequence_parallel=false")
 
 
-class _Cut(NamedTuple):
+class _CutParameter(NamedTuple):
     """A parameter that a style of the plan cuts, for all that are cut alike."""
 
     name: str
@@ -53,46 +51,48 @@ class _Cut(NamedTuple):
     style: str
 
 
-def _cuts(account: ModelAccount, degree: int) -> list[_Cut]:
-    found: dict[tuple[tuple[int, ...], str], _Cut] = {}
+def _cuts(account: ModelAccount, degree: int) -> list[_CutParameter]:
+    cuts: dict[tuple[tuple[int, ...], str], _CutParameter] = {}
     for name, shape in account.parameters.items():
-        style = style_of(account.tensor_plan, name.rpartition(".")[0])
-        if style in ("", "gathered"):
+        style = parameter_style(account, name)
+        known = STYLES.get(style)
+        if style == "" or (known is not None and not known.has_parameters):
             rule = f"the model's plan says nothing about {name}"
             raise ConfigError(
                 "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
             )
-        if style != "norm":
-            found.setdefault((shape, style), _Cut(name, shape, style))
-    return list(found.values())
+        if known is not None and known.cut_dim is not None:
+            cuts.setdefault((shape, style), _CutParameter(name, shape, style))
+    return list(cuts.values())
 
 
-def _uncut(account: ModelAccount, cuts: Iterable[_Cut], degree: int) -> str:
-    """The rule that keeps a model from being cut so many times, or nothing."""
+def _uncut(account: ModelAccount, cuts: Iterable[_CutParameter], degree: int) -> str:
+    """The rule that such a degree breaks; empty: none."""
     for heads, what in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
         if heads % degree:
             return f"must divide {heads} {what}"
     for name, shape, style in cuts:
-        if style in CUTS and len(shape) > CUTS[style] and shape[CUTS[style]] % degree:
-            return f"must divide the {shape[CUTS[style]]} {('rows', 'columns')[CUTS[style]]} of {name}"
+        dim, allows_uneven = cut_dim(style, len(shape)), STYLES[style].allows_uneven
+        if dim is not None and not allows_uneven and shape[dim] % degree:
+            return f"must divide the {shape[dim]} {('rows', 'columns')[dim]} of {name}"
         # The first ranks have equal parts, rounded up: with few rows nothing is left for the last.
-        if style in UNEVEN and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
+        if allows_uneven and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
             return f"leaves a process without a row of {name}, which has {shape[0]}"
     return ""
 
 
-def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_Cut]) -> None:
-    """What tensor parallelism cuts by rows FSDP2 cuts by rows again, in equal parts, or by columns."""
+def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
+    """FSDP2 shards a parameter that is cut by rows once more: its rows in equal parts, else its columns."""
 
-    def uneven(fsdp: int) -> Iterator[_Cut]:
+    def uneven(fsdp: int) -> Iterator[_CutParameter]:
         for cut in cuts:
             rows, columns = cut.shape[0], math.prod(cut.shape[1:2])
-            if cut.style != "rowwise" and rows % (layout.tensor * fsdp) and columns % fsdp:
+            if STYLES[cut.style].cut_dim == 0 and rows % (layout.tensor * fsdp) and columns % fsdp:
                 yield cut
 
     if layout.fsdp == 1:
         return
-    axis = "shard" if layout.shard > 1 else "context"
+    axis = next(name for name in FSDP_AXES if getattr(layout, name) > 1)
     key, degree = f"parallelism.{axis}", getattr(layout, axis)
     for name, shape, _ in uneven(layout.fsdp):
         by_columns = f", nor its {shape[1]} columns into {layout.fsdp}" if len(shape) > 1 else ""
@@ -133,7 +133,7 @@ def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel
 
 
 def check_pipeline(
-    layout: Layout, config: Parallelism, account: ModelAccount, schedule: Any, *, microbatches: int
+    layout: Layout, config: Parallelism, account: ModelAccount, schedule: PipelineSchedule, *, microbatches: int
 ) -> None:
     """Pipeline: enough pieces for every stage, and a schedule that fits.
 
@@ -152,12 +152,11 @@ def check_pipeline(
     if account.tied:
         rule = "the head is the embedding's table, which first and last stage would both have to own"
         raise ConfigError(key, degree, rule, "try parallelism.pipeline=1, or model.tied_embeddings=false")
-    part = implementation(schedule)
-    stages = degree * getattr(schedule, "stages_per_rank", 1)
+    stages = schedule.stage_count(ranks=degree)
     if stages <= account.layers:
-        # Of far too many ranks nothing is laid out.
-        part.check(schedule, ranks=degree, microbatches=microbatches)
-        stages = len(part.placement(schedule, ranks=degree))
+        # Not for far too many ranks: that would take long.
+        schedule.check_pipeline(ranks=degree, microbatches=microbatches)
+        stages = len(schedule.placement(ranks=degree))
     if stages > account.layers:
         rule = f"{schedule.kind} makes {stages} stages of it, more than the {account.layers} blocks of the model"
         fits = list(range(1, min(degree - 1, account.layers // (stages // degree)) + 1))

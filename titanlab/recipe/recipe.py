@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,11 +17,17 @@ from titanlab.compile.schema import Compile
 from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import WARMUP_STEPS
-from titanlab.options import account_of, discover, implementation, schema_of
+from titanlab.options import account_of, discover, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.ranges import ranged
 from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.recipe.training_schema import Training
+
+# OmegaConf takes `Any` for a field that holds one of several dataclasses.
+if TYPE_CHECKING:
+    from titanlab.schedule.contract import PipelineSchedule
+else:
+    PipelineSchedule = Any
 
 
 @ranged("")
@@ -52,7 +58,7 @@ class Recipe:
     training: Training = MISSING
     model: Any = MISSING
     parallelism: Parallelism = MISSING
-    schedule: Any = MISSING
+    schedule: PipelineSchedule = MISSING
     precision: Any = MISSING
     ac: Any = field(default=MISSING, metadata={"before": {"kind": "none"}})
     compile: Compile = MISSING
@@ -99,7 +105,7 @@ def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
     return stage_pieces(
         part.account(recipe.model),
         split=recipe.parallelism.split,
-        placement=implementation(recipe.schedule).placement(recipe.schedule, ranks=recipe.layout.pipeline),
+        placement=recipe.schedule.placement(ranks=recipe.layout.pipeline),
         block=part.block_operations(recipe.model, batch=microbatch, seq_len=seq_len),
         edges=part.edge_operations(recipe.model, batch=microbatch, seq_len=seq_len),
     )

@@ -187,8 +187,7 @@ def setting(recipe: Recipe) -> Setting:
 def _splits_backward(recipe: Recipe) -> bool:
     if recipe.layout.pipeline == 1:
         return False
-    schedule = implementation(recipe.schedule)
-    actions = schedule.actions(recipe.schedule, ranks=recipe.layout.pipeline, microbatches=recipe.microbatches)
+    actions = recipe.schedule.actions(ranks=recipe.layout.pipeline, microbatches=recipe.microbatches)
     return any(action.kind is Kind.WEIGHT for order in actions for action in order)
 
 

@@ -12,7 +12,7 @@ from titanlab.errors import ConfigError
 from titanlab.schedule.split import split as balanced
 
 KEY = "parallelism.split"
-# What is not a product costs time too: an element that is read and written, in FLOPs. A core moves some 1e9
+# The cost of an element that is read and written, in FLOPs: not only products take time. A core moves some 1e9
 # elements a second and computes 5e10 to 1e11 FLOP/s; a GPU is a little more one-sided.
 ELEMENT_FLOPS = 100
 

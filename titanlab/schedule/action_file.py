@@ -71,9 +71,9 @@ def _actions(text: str, path: str | Path, place: str) -> Iterator[Action]:
     """Actions of a cell: none, one, or the two of a pair."""
     pair = _PAIR.fullmatch(text)
     for part in pair[1].split(";") if pair else [text]:
-        found = _CELL.fullmatch(part.strip())
-        if found:
-            yield Action(int(found[1]), Kind(found[2]), int(found[3]))
+        cell = _CELL.fullmatch(part.strip())
+        if cell:
+            yield Action(int(cell[1]), Kind(cell[2]), int(cell[3]))
         elif _OTHERS.fullmatch(part.strip()):
             rule = f"{place}: {part.strip()} is communication, which follows from the order"
             raise ConfigError(KEY, path, rule, "leave the cell empty")

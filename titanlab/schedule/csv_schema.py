@@ -1,4 +1,4 @@
-"""Config of schedule=csv."""
+"""schedule=csv: the order that a CSV file gives, in the format of torch's schedules."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from pathlib import Path
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
+from titanlab.schedule.action import Action
+from titanlab.schedule.action_file import KEY, read_actions
+from titanlab.schedule.contract import PipelineSchedule
+from titanlab.schedule.order import placement_of
 
 
 @option("schedule", "csv")
 @dataclass(kw_only=True)
-class CsvSchedule:
-    """The order that a file says.
+class CsvSchedule(PipelineSchedule):
+    """The order that a file gives.
 
     Attributes:
         file: one line a rank, one cell an action: `0F0` is stage 0, forward, microbatch 0; B is a backward pass, I and
@@ -25,6 +29,53 @@ class CsvSchedule:
     def __post_init__(self) -> None:
         if not self.file.strip():
             cure = "write one with `titanlab schedule 1f1b --csv my.csv`: schedule.file=my.csv"
-            raise ConfigError("schedule.file", self.file, "names no file", cure)
+            raise ConfigError(KEY, self.file, "names no file", cure)
         # Ranks need not start in the same folder.
         self.file = str(Path(self.file).expanduser().absolute())
+
+    def stage_count(self, *, ranks: int) -> int:
+        """At least one stage for each rank; only the file knows how many."""
+        return ranks
+
+    def placement(self, *, ranks: int) -> list[int]:
+        """Rank of each stage, as the file has them.
+
+        Raises:
+            ConfigError: the file is faulty, or is for another number of ranks.
+        """
+        return placement_of(self._orders(ranks))
+
+    def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
+        """Check the file against the rules of every schedule, and against this pipeline.
+
+        Raises:
+            ConfigError: the file is faulty, or is for another number of ranks or microbatches.
+        """
+        self.actions(ranks=ranks, microbatches=microbatches)
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank.
+
+        Raises:
+            ConfigError: as `check_pipeline` does.
+        """
+        orders = self._orders(ranks)
+        has = 1 + max(action.microbatch for order in orders for action in order)
+        if has != microbatches:
+            rule = f"is for {has} microbatches a step, and a step has {microbatches}"
+            more, fewer = has // microbatches, microbatches // has
+            if microbatches * more == has:
+                cure = f"try training.global_batch times {more}, or schedule=1f1b"
+            elif has * fewer == microbatches:
+                cure = f"try training.microbatch times {fewer}, or schedule=1f1b"
+            else:
+                cure = f"try schedule=1f1b, or a file for {microbatches}"
+            raise ConfigError(KEY, self.file, rule, cure)
+        return orders
+
+    def _orders(self, ranks: int) -> list[list[Action]]:
+        orders = read_actions(self.file)
+        if len(orders) != ranks:
+            rule = f"has {len(orders)} lines, one a rank, and the pipeline has {ranks} ranks"
+            raise ConfigError(KEY, self.file, rule, f"try parallelism.pipeline={len(orders)}, or schedule=1f1b")
+        return orders

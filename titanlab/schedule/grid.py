@@ -24,7 +24,7 @@ _COLOURS = {
 }
 _OFF = "\x1b[0m"
 _LEAST_ROOM = 10
-_MOST_BLOCKS = 20  # below each other; a longer timeline is looked at from further away
+_MOST_BLOCKS = 20  # below each other; of a longer timeline, columns stand for more time
 _IDLE = {True: " ", False: "."}
 
 
@@ -75,8 +75,8 @@ def _runs(timeline: Timeline, rank: int, part: range, columns: int) -> Iterator[
         while event is not None and event.end <= now:
             event = next(events, None)
         shown.append(event if event is not None and event.begin <= now else None)
-    for each, run in groupby(shown):
-        yield each, len(list(run))
+    for event, run in groupby(shown):
+        yield event, len(list(run))
 
 
 def _cell(event: Event | None, size: int, first: int, *, coloured: bool) -> str:
@@ -88,7 +88,7 @@ def _cell(event: Event | None, size: int, first: int, *, coloured: bool) -> str:
     if not coloured:
         text = label if len(label) <= size else label[0]
         return f"{text:-<{size}}"
-    text = next((each for each in (label, number) if len(each) <= size), number[-1])
+    text = next((word for word in (label, number) if len(word) <= size), number[-1])
     return f"\x1b[38;5;16;48;5;{_COLOURS[action.kind][later]}m{text:<{size}}{_OFF}"
 
 

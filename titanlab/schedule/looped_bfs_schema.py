@@ -1,21 +1,27 @@
-"""Config of schedule=looped_bfs."""
+"""schedule=looped_bfs: looped breadth-first (arXiv 2211.05953)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from titanlab.options import option
-from titanlab.schedule.virtual_schema import Looped
+from titanlab.schedule.action import Action, Kind
+from titanlab.schedule.placement import Looped, stages_of
 
 
 @option("schedule", "looped_bfs")
 @dataclass(kw_only=True)
 class LoopedBFS(Looped):
-    """All microbatches through one stage before the rank's next one (arXiv 2211.05953).
-
-    Attributes:
-        stages_per_rank: parts of the model that each rank has, none next to another; more of them: less bubble,
-            more communication.
-    """
+    """All microbatches through one stage before the rank's next one."""
 
     kind: str = "looped_bfs"
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank. Backward passes run in reverse: the last microbatch's activations are the newest."""
+        orders = []
+        for rank in range(ranks):
+            stages = stages_of(self.placement(ranks=ranks), rank)
+            forward = [Action(stage, Kind.FORWARD, number) for stage in stages for number in range(microbatches)]
+            # The mirror image, with both halves of the backward pass at once.
+            orders.append(forward + [action._replace(kind=Kind.BACKWARD) for action in reversed(forward)])
+        return orders

@@ -1,15 +1,30 @@
-"""Config of schedule=1f1b."""
+"""schedule=1f1b: one forward, one backward in turn (PipeDream-Flush, arXiv 2006.09503; PipeDream, arXiv 1806.03377)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from titanlab.options import option
+from titanlab.schedule.action import Action, ActionList, Kind
+from titanlab.schedule.placement import OneStage
 
 
 @option("schedule", "1f1b")
 @dataclass(kw_only=True)
-class OneFOneB:
-    """One forward, one backward in turn, as soon as there is something to go backward with (arXiv 2006.09503)."""
+class OneFOneB(OneStage):
+    """One forward, one backward in turn, as soon as the first gradient can arrive."""
 
     kind: str = "1f1b"
+
+    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
+        """Actions by rank."""
+        orders = []
+        for rank in range(ranks):
+            # As many as there are stages from here to the end: then the first gradient can be on its way back.
+            warm_up = min(microbatches, ranks - rank)
+            order = ActionList()
+            order.add(rank, *[Kind.FORWARD] * warm_up)
+            order.add(rank, *[Kind.BACKWARD, Kind.FORWARD] * (microbatches - warm_up))
+            order.add(rank, *[Kind.BACKWARD] * warm_up)
+            orders.append(list(order))
+        return orders

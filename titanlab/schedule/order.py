@@ -50,7 +50,7 @@ def placement_of(orders: Orders) -> list[int]:
 
 
 def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> None:
-    """Hold lists of actions to what every schedule is.
+    """Check that lists of actions are a schedule.
 
     Each stage runs every microbatch forward once and backward once, in one piece (B) or in two (I, then W),
     on the rank that has it, and every action comes after what it needs.
@@ -114,7 +114,7 @@ _INSTEAD = {
     Kind.INPUT: (Kind.BACKWARD,),
     Kind.WEIGHT: (Kind.BACKWARD,),
 }
-_TOLD = 4  # ranks whose waiting is told: enough to see a circle
+_SHOWN = 4  # waiting ranks that a message names: enough to see a circle
 
 
 def _all(orders: Orders) -> Iterator[tuple[int, int, Action]]:
@@ -124,7 +124,7 @@ def _all(orders: Orders) -> Iterator[tuple[int, int, Action]]:
 
 
 def _missing(seen: set[Action], stage: int, microbatch: int) -> str:
-    """What a stage never does for a microbatch, or nothing."""
+    """An action that a stage lacks for a microbatch; empty: none."""
     has = {kind: Action(stage, kind, microbatch) in seen for kind in Kind}
     if not has[Kind.FORWARD]:
         return str(Action(stage, Kind.FORWARD, microbatch))
@@ -136,7 +136,7 @@ def _missing(seen: set[Action], stage: int, microbatch: int) -> str:
 
 
 def _made(action: Action) -> Action:
-    """What there is when an action is done: B gives the gradient of the input as I does."""
+    """The action whose result this one gives: B gives the gradient of the input, as I does."""
     return action._replace(kind=Kind.INPUT) if action.kind is Kind.BACKWARD else action
 
 
@@ -153,7 +153,7 @@ def _needs(action: Action, stages: int) -> list[Action]:
 def _waits(orders: Orders, places: list[int], done: dict[Action, Action], stages: int) -> Iterator[str]:
     to_come = {_made(action): (rank, action) for rank, order in enumerate(orders) for action in order[places[rank] :]}
     stuck = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
-    for rank in stuck[:_TOLD]:
+    for rank in stuck[:_SHOWN]:
         waiting = orders[rank][places[rank]]
         need = next(need for need in _needs(waiting, stages) if need not in done)
         if need not in to_come:
@@ -163,5 +163,5 @@ def _waits(orders: Orders, places: list[int], done: dict[Action, Action], stages
         blocker = orders[owner][places[owner]]
         after = "" if blocker == action else f" after {blocker}"
         yield f"{waiting} on rank {rank} waits for {action}, which comes{after} on rank {owner}"
-    if len(stuck) > _TOLD:
-        yield f"and {len(stuck) - _TOLD} more ranks wait"
+    if len(stuck) > _SHOWN:
+        yield f"and {len(stuck) - _SHOWN} more ranks wait"

@@ -1,8 +1,74 @@
-"""Which rank of a pipeline has which stage."""
+"""Which rank of a pipeline has which stage: base classes of schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from titanlab.errors import ConfigError
+from titanlab.schedule.contract import PipelineSchedule
+
+KEY = "schedule.stages_per_rank"
+
+
+class OneStage(PipelineSchedule):
+    """A schedule with one stage a rank."""
+
+    def stage_count(self, *, ranks: int) -> int:
+        """One stage for each rank."""
+        return ranks
+
+    def placement(self, *, ranks: int) -> list[int]:
+        """Rank of each stage: 0 1 2."""
+        return looped(ranks=ranks)
+
+
+@dataclass(kw_only=True)
+class Looped(PipelineSchedule):
+    """A schedule with several stages a rank, which go round the ranks as often as asked for.
+
+    Attributes:
+        stages_per_rank: parts of the model that each rank has, none next to another; more of them: less bubble,
+            more communication.
+    """
+
+    stages_per_rank: int = field(default=2, metadata={"most": 1000})
+
+    def __post_init__(self) -> None:
+        if self.stages_per_rank < 1:
+            raise ConfigError(KEY, self.stages_per_rank, "every rank has at least one stage", "try 2")
+
+    def stage_count(self, *, ranks: int) -> int:
+        """`stages_per_rank` stages for each rank."""
+        return ranks * self.stages_per_rank
+
+    def placement(self, *, ranks: int) -> list[int]:
+        """Rank of each stage: 0 1 2 0 1 2."""
+        return looped(ranks=ranks, stages_per_rank=self.stages_per_rank)
+
+
+@dataclass(kw_only=True)
+class VShaped(PipelineSchedule):
+    """A schedule with two stages a rank, which go through the ranks and back.
+
+    Attributes:
+        stages_per_rank: always 2.
+    """
+
+    stages_per_rank: int = 2
+
+    def __post_init__(self) -> None:
+        if self.stages_per_rank != 2:
+            rule = "stages go through the ranks there and back, two a rank"
+            raise ConfigError(KEY, self.stages_per_rank, rule, "try 2, or schedule=interleaved_zero_bubble")
+
+    def stage_count(self, *, ranks: int) -> int:
+        """Two stages for each rank."""
+        return 2 * ranks
+
+    def placement(self, *, ranks: int) -> list[int]:
+        """Rank of each stage: 0 1 2 2 1 0."""
+        return v_shaped(ranks=ranks)
 
 
 def looped(*, ranks: int, stages_per_rank: int = 1) -> list[int]:

@@ -15,7 +15,8 @@ from titanlab.schedule.timeline import Timeline
 ENDINGS = (".png", ".svg", ".pdf")
 LIMIT = 10_000  # cells; more take a minute
 
-# Of a rank's first stage, and of its last: those between are mixed. Told apart also without seeing red and green.
+# Colours of a rank's first and last stage; those between are mixed. Readers who do not see red and green can
+# distinguish them.
 _COLOURS = {
     Kind.FORWARD: ("#a9cdee", "#4a90d0"),
     Kind.BACKWARD: ("#b5dfae", "#57a84f"),
@@ -115,7 +116,7 @@ def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
 
 
 def _labels(timeline: Timeline, inches: float) -> dict[Kind, tuple[str, float]]:
-    """What cells of each kind say, and its size of type, by which the narrowest of them has room for the longest."""
+    """Text of the cells of each kind, and a font size at which the longest fits into the narrowest cell."""
     events = [event for row in timeline.events for event in row]
     longest = max((len(str(event.action.microbatch)) for event in events), default=1)
     labels = {}

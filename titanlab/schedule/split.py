@@ -46,10 +46,10 @@ def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> l
     if even_load <= load:
         return even
     while (width := _worst(best, costs, placement)[1]) > least_width * (1 + ROUNDING):
-        found = _Search(costs, placement, load=load, width=width * (1 - ROUNDING)).run()
-        if found is None:
+        better = _Search(costs, placement, load=load, width=width * (1 - ROUNDING)).run()
+        if better is None:
             break
-        best = found
+        best = better
     return best
 
 
@@ -57,10 +57,10 @@ def _lightest(best: list[int], costs: Sequence[float], placement: Sequence[int])
     """The cuts with which the largest load of a rank is least, looked for from good ones on."""
     least = max(sum(costs) / len(set(placement)), max(costs))
     while (load := _worst(best, costs, placement)[0]) > least * (1 + ROUNDING):
-        found = _Search(costs, placement, load=load * (1 - ROUNDING), width=math.inf).run()
-        if found is None:
+        better = _Search(costs, placement, load=load * (1 - ROUNDING), width=math.inf).run()
+        if better is None:
             break
-        best = found
+        best = better
     return best
 
 
@@ -85,7 +85,7 @@ def _cut(
 ) -> list[int]:
     """The cuts for which the weights of all stages, joined, are least: dynamic programming from the last stage on."""
     sums, pieces = [0.0, *accumulate(costs)], len(costs)
-    # Of the stages after the one in question, by the piece that they begin with: what they weigh at best.
+    # By piece: the least weight of the stages after the current one, if they begin with this piece.
     least = [weigh(sums[-1] - sums[begin]) for begin in range(pieces)] + [math.inf]
     ends: list[list[int]] = []
     for _ in range(stages - 1):
@@ -164,7 +164,7 @@ class _Search:
             return False
         if self._usual <= 0:
             return True
-        return self._heavy[begin] <= sum(int(each / self._usual) for each in left)
+        return self._heavy[begin] <= sum(int(room_left / self._usual) for room_left in left)
 
     def _open(self, stage: int) -> Iterator[int]:
         """Ranks that have this stage or a later one."""

@@ -48,7 +48,7 @@ class Timeline:
 def simulate(
     orders: Orders, placement: Sequence[int], durations: Durations = DURATIONS, *, transfer: float = 0.0
 ) -> Timeline:
-    """Run a schedule on paper.
+    """Compute when each action of a schedule runs.
 
     Args:
         orders: actions by rank.
@@ -57,7 +57,7 @@ def simulate(
         transfer: time that a tensor takes from one rank to another; both compute meanwhile.
 
     Raises:
-        OrderError: the order comes to a halt, or waits for an action that no rank has.
+        OrderError: ranks wait for each other, or for an action that no rank has.
     """
     events: list[list[Event]] = [[] for _ in orders]
     ends: dict[Action, float] = {}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlab.compile.blocks import compile_function
+from titanlab.costs.layout import hidden_shape
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
@@ -55,7 +56,7 @@ class Assembled:
 
     Attributes:
         model: a module that has all parameters of this rank, named as in the model's account.
-        place: this rank's part of its data-parallel rank's sequences, on its device.
+        to_device: this rank's part of its data-parallel rank's sequences, on its device.
         forward_backward: runs all microbatches of a step; leaves gradients of
             loss_sum / recipe.tokens_per_step · scale of the loss, summed over data-parallel ranks.
         loss_scale: that scale; it also takes the optimizer's step, or leaves it out.
@@ -66,7 +67,7 @@ class Assembled:
     """
 
     model: nn.Module
-    place: Callable[[Batch], StepBatch]
+    to_device: Callable[[Batch], StepBatch]
     forward_backward: Callable[[StepBatch], Sums]
     loss_scale: LossScale
     evaluate: Callable[[StepBatch], Sums]
@@ -81,12 +82,12 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     if recipe.layout.pipeline > 1:
         return replace(_pipelined(recipe, world, mesh, loss, loss_scale), after_first_step=check)
     stage = build_stage(recipe, world, mesh)
-    answers = mesh.place("tensor") == 0
+    answers = mesh.coordinate("tensor") == 0
     # A model that is given whole sequences knows by itself where each token is.
     positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
     return Assembled(
         model=stage.model,
-        place=_placer(recipe, world, mesh, answers=answers),
+        to_device=_to_device(recipe, world, mesh, answers=answers),
         forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, answers=answers),
         loss_scale=loss_scale,
         evaluate=_evaluator(stage, recipe, loss, positions, answers=answers),
@@ -98,12 +99,11 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
 
 def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale: LossScale) -> Assembled:
     """One stage or several on this rank, and the schedule that runs them."""
-    # Half a second that other layouts do not need.
+    # Imported here: it takes 0.5 s, and only pipelines need it.
     from titanlab.parallelism.pipeline import Pipeline
 
-    schedule = implementation(recipe.schedule)
-    ranks, place = recipe.layout.pipeline, mesh.place("pipeline")
-    placement = schedule.placement(recipe.schedule, ranks=ranks)
+    ranks, place = recipe.layout.pipeline, mesh.coordinate("pipeline")
+    placement = recipe.schedule.placement(ranks=ranks)
     pieces = pieces_by_stage(recipe)
     built = {
         number: build_stage(recipe, world, mesh, pieces=pieces[number])
@@ -113,17 +113,23 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
     divides_by = next(iter(built.values())).sharded.divides_by
     pipeline = Pipeline(
         {number: stage.model for number, stage in built.items()},
-        actions=schedule.actions(recipe.schedule, ranks=ranks, microbatches=recipe.microbatches),
+        actions=recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches),
         placement=placement,
         group=mesh.axis("pipeline").get_group(),
         device=world.device,
         loss=loss,
         scale=loss_scale.multiplier(divides_by / recipe.tokens_per_step),
-        hidden_shape=_hidden_shape(recipe),
+        hidden_shape=hidden_shape(
+            recipe.layout,
+            microbatch=recipe.microbatch,
+            seq_len=recipe.training.seq_len,
+            dim=account_of(recipe.model).account(recipe.model).dim,
+            sequence_parallel=recipe.parallelism.sequence_parallel,
+        ),
         hidden_dtype=dtypes_of(recipe).compute,
         microbatch=recipe.microbatch,
     )
-    answers = mesh.place("tensor") == 0 and placement[-1] == place
+    answers = mesh.coordinate("tensor") == 0 and placement[-1] == place
     positions = _positions(recipe, world, mesh)
 
     def forward_backward(batch: StepBatch) -> Sums:
@@ -140,7 +146,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
     model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
     return Assembled(
         model=model,
-        place=_placer(recipe, world, mesh, answers=answers),
+        to_device=_to_device(recipe, world, mesh, answers=answers),
         forward_backward=forward_backward,
         loss_scale=loss_scale,
         evaluate=evaluate,
@@ -164,15 +170,6 @@ def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
     return functools.partial(FusionCheck().check_fused, world.gather)
 
 
-def _hidden_shape(recipe: Recipe) -> tuple[int, int, int]:
-    """Of what goes from stage to stage for a microbatch."""
-    layout, width = recipe.layout, account_of(recipe.model).account(recipe.model).dim
-    seq_len = recipe.training.seq_len // layout.context
-    if layout.tensor > 1 and recipe.parallelism.sequence_parallel:
-        return (1, recipe.microbatch * seq_len // layout.tensor, width)
-    return (recipe.microbatch, seq_len, width)
-
-
 def _loss(recipe: Recipe, mesh: Mesh) -> Loss:
     compiled = functools.partial(compile_function, config=recipe.compile)
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
@@ -191,13 +188,13 @@ def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
     layout, seq_len = recipe.layout, recipe.training.seq_len
     if layout.context == 1:
         return torch.arange(seq_len, device=world.device)
-    return positions(seq_len, ranks=layout.context, rank=mesh.place("context")).to(world.device)
+    return positions(seq_len, ranks=layout.context, rank=mesh.coordinate("context")).to(world.device)
 
 
-def _placer(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Callable[[Batch], StepBatch]:
+def _to_device(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Callable[[Batch], StepBatch]:
     chosen = _positions(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
 
-    def place(batch: Batch) -> StepBatch:
+    def to_device(batch: Batch) -> StepBatch:
         tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
         if chosen is not None:
             tokens, labels = tokens[:, chosen], labels[:, chosen]
@@ -207,7 +204,7 @@ def _placer(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Calla
             labels = labels.pin_memory().to(world.device, non_blocking=True)
         return StepBatch(tokens, labels, valid)
 
-    return place
+    return to_device
 
 
 def _trainer(
@@ -231,10 +228,10 @@ def _trainer(
         for start in range(0, count, size):
             rows = slice(start, start + size)
             with sharded.microbatch(last=start + size >= count):
-                found = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
-                (found * scale).backward()
-            found = found.detach()
-            total = found if total is None else total + found
+                part = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
+                (part * scale).backward()
+            part = part.detach()
+            total = part if total is None else total + part
         assert total is not None
         stage.finish_gradients()
         return Sums(total if answers else torch.zeros_like(total), batch.valid)
@@ -253,8 +250,8 @@ def _evaluator(
             # are of the shape that has been compiled.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-        found = loss(stage.sharded.forward(tokens, positions), labels)
+        total = loss(stage.sharded.forward(tokens, positions), labels)
         stage.sharded.release()
-        return Sums(found if answers else torch.zeros_like(found), batch.valid)
+        return Sums(total if answers else torch.zeros_like(total), batch.valid)
 
     return evaluate

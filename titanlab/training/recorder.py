@@ -42,7 +42,7 @@ _STATUS_SECONDS = 1.0
 
 
 class Recorder:
-    """What train.py tells, and nothing of where it goes."""
+    """Takes what train.py reports; this one, of a rank that does not log, drops it."""
 
     tracker_id: str | None = None
 
@@ -114,7 +114,7 @@ class LoggingRecorder(Recorder):
         return self._meter.loading_data()
 
     def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
-        if self._traced or self._world.size == 1:
+        if self._traced or self._world.world == 1:
             return contextlib.nullcontext()
         self._traced = True
         return self._tracing(mesh)
@@ -213,13 +213,13 @@ class LoggingRecorder(Recorder):
 
     def abandon(self, error: BaseException) -> None:
         """This rank has raised: close what is open; whoever started it writes the result."""
-        # Of an echo the word is another rank's, and not known here.
-        word = {} if mere_echo(error) else {"outcome": classify(error).value}
-        # On a full disk these fail too: what the run failed of is said, and not that.
+        # A secondary failure: another rank holds the cause.
+        kind = {} if mere_echo(error) else {"outcome": classify(error).value}
+        # On a full disk these fail too; the message is to name the run's own error.
         with contextlib.suppress(OSError):
             self._metrics.close()
         with contextlib.suppress(OSError):
-            self._tracker.finish({**self._summary(), **word}, exit_code=exit_code(error))
+            self._tracker.finish({**self._summary(), **kind}, exit_code=exit_code(error))
 
     def _summary(self) -> dict[str, object]:
         """Medians after warm-up, totals and last losses."""
@@ -238,8 +238,8 @@ class LoggingRecorder(Recorder):
             loss=totals.loss,
             grad_norm=totals.grad_norm,
             learning_rate=rate,
-            tokens_per_second=totals.tokens / self._world.size / max(step_seconds, 1e-9),
-            devices=self._world.size,
+            tokens_per_second=totals.tokens / self._world.world / max(step_seconds, 1e-9),
+            devices=self._world.world,
             step_seconds=step_seconds,
             seconds_left=self._meter.seconds_left(self._steps - step),
         )
@@ -287,7 +287,7 @@ def _console(log: Path) -> Iterator[Console]:
 
 
 def _scaling(totals: Totals) -> dict[str, object]:
-    """Of a precision that scales its loss: the step's scale, and how many steps have updated nothing so far."""
+    """The scale of the loss, and how many steps were skipped, of a precision that scales its loss; else empty."""
     if totals.scaled is None:
         return {}
     return {meter.LOSS_SCALE: totals.scaled.scale, meter.SKIPPED_STEPS: totals.scaled.skipped}

@@ -20,7 +20,7 @@ from titanlab.options import account_of, implementation
 from titanlab.parallelism.context import spread_attention
 from titanlab.parallelism.gradients import sum_gradients
 from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
-from titanlab.parallelism.tensor import Cut, parallelise
+from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.parts import keep_in_fp32
 from titanlab.recipe.recipe import Recipe
@@ -46,7 +46,7 @@ class Stage:
     mesh: Mesh
 
     def finish_gradients(self) -> None:
-        """What is left to do when a step's backward passes are over."""
+        """Sum what has to be summed after a step's backward passes."""
         if self.summands:
             sum_gradients(self.summands, self.mesh.axis("tensor").get_group(), self.summed_in)
 
@@ -63,7 +63,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     model = precision.convert(recipe.precision, model, world.device)
     summands: frozenset[str] = frozenset()
     if layout.tensor > 1:
-        cut = Cut(
+        cut = TensorParallel(
             mesh=mesh.axis("tensor"),
             seq_len=recipe.training.seq_len // layout.context,
             sequence_parallel=config.sequence_parallel,
@@ -81,29 +81,28 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         memory_budget=getattr(recipe.ac, "budget", None),
     )
     sharded = _spread(model, recipe, world, mesh)
-    held = [parameter for name, parameter in model.named_parameters() if name in summands]
+    summed = [parameter for name, parameter in model.named_parameters() if name in summands]
     # Few numbers, which need not be rounded once more.
     summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
-    return Stage(model=model, sharded=sharded, summands=held, summed_in=summed_in, mesh=mesh)
+    return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh)
 
 
 def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> Sharded:
-    """Give the model its storage and initial values, and data-parallel ranks a way for their gradients to meet."""
+    """Give the model its storage and initial values, and sum gradients over data-parallel ranks."""
     layout, dtypes = recipe.layout, dtypes_of(recipe)
-    if layout.replicate > 1 and layout.world == layout.replicate and not dtypes.mixed:
+    way = layout.data_parallelism(mixed=dtypes.mixed)
+    if way == "ddp":
         materialise(model, recipe, world)
         return replicate_model(model, mesh.axis("replicate"))
     sharded = keep_whole(model)
-    if layout.data * layout.context > 1 or dtypes.mixed:
-        # FSDP2 also casts for compute, so that one process in bf16 computes what many do; and it reduces the
-        # gradients of replicas where DDP cannot: under split backwards, and those of DTensors.
+    if way == "fsdp2":
         units = keep_in_fp32(model, account_of(recipe.model).account(recipe.model), dtypes)
         sharded = fully_shard_model(
             model,
             list(model.layers.values()),
             mesh.data_parallel,
             dtypes,
-            reshard_after_forward=_reshards(recipe),
+            reshard_after_forward=recipe.parallelism.frees_after_forward,
             cpu_offload=recipe.parallelism.cpu_offload,
             whole=units.whole,
             apart=units.apart,
@@ -113,7 +112,7 @@ def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> S
 
 
 def thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> None:
-    """Take from a model on meta what other stages have."""
+    """Remove from a model on meta the pieces of other stages."""
     for piece in pieces:
         if piece not in kept:
             container, _, key = piece.rpartition(".")
@@ -133,15 +132,6 @@ def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
             whole.add_module(container, nn.Module())
         whole.get_submodule(container).add_module(key, stage.get_submodule(piece))
     return whole
-
-
-def _reshards(recipe: Recipe) -> bool:
-    """Whether a block lets go of its parameters between forward and backward.
-
-    Not in a pipeline, unless it is asked for: it would gather them for each microbatch.
-    """
-    choice = recipe.parallelism.reshard_after_forward
-    return choice == "always" or (choice == "auto" and recipe.layout.pipeline == 1)
 
 
 def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:

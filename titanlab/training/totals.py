@@ -82,8 +82,8 @@ class Reduction:
         self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
         self._norm = sums[0].sqrt() * self._correction
         scaled = loss_scale.judge(self._norm)
-        told = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
-        self._values = torch.cat(told if scaled is None else [*told, scaled])
+        values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
+        self._values = torch.cat(values if scaled is None else [*values, scaled])
         if device.type == "cuda":
             self._values = self._values.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()

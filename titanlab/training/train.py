@@ -1,4 +1,4 @@
-"""The story of one run, top to bottom.
+"""One run, top to bottom.
 
 World → mesh → assemble → optimizer → data → resume → steps → outcome. Nothing here asks which technique
 is on: assembly has answered that with one function, `forward_backward`.
@@ -101,7 +101,7 @@ def train(
         model = assembled.model
         parameters = dict(model.named_parameters())
         optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
-        gradients = Gradients(parameters.values(), world.size // recipe.layout.pipeline)
+        gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
         position = _resume(recipe, run, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)
         assembled.after_update()
@@ -160,7 +160,7 @@ def train(
         for step in range(first_step, recipe.training.steps + 1):
             watchdog.step(step)
             with recorder.loading():
-                batch = assembled.place(stream.next_batch())
+                batch = assembled.to_device(stream.next_batch())
             with recorder.sending(mesh):
                 sums = assembled.forward_backward(batch)
                 reduction = Reduction(
@@ -255,9 +255,11 @@ def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Ou
         )
     # After the last step there is nothing left to stop.
     if totals.stop and outcome.kind is OutcomeKind.DONE and step != outcome.steps:
-        # Another rank may have been told what this one was not.
-        told = stop.cause if stop.signal == totals.stop else None
-        return replace(outcome, kind=STOPS[totals.stop], step=step, cause=told or _STOPPED[signal.Signals(totals.stop)])
+        # The signal may have reached another rank only.
+        cause = stop.cause if stop.signal == totals.stop else None
+        return replace(
+            outcome, kind=STOPS[totals.stop], step=step, cause=cause or _STOPPED[signal.Signals(totals.stop)]
+        )
     return outcome
 
 
@@ -276,7 +278,7 @@ def _validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) ->
     sums = torch.zeros(2, dtype=torch.float64)
     while batch := list(itertools.islice(rows, assembled.evaluation_rows)):
         tokens, labels = (np.stack(column) for column in zip(*batch, strict=True))
-        part = assembled.evaluate(assembled.place(source.Batch(tokens, labels)))
+        part = assembled.evaluate(assembled.to_device(source.Batch(tokens, labels)))
         sums += torch.tensor([float(part.loss_sum), float(part.tokens)], dtype=torch.float64)
     world.sum(sums)
     assembled.model.train()
@@ -286,7 +288,7 @@ def _validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) ->
 @contextlib.contextmanager
 def _collected_between_steps() -> Iterator[None]:
     """No garbage collection inside steps: a pause of one rank is a pause of all."""
-    # Of what is young: to look at all that torch has made takes a sixth of a second, and finds nothing.
+    # The youngest generation only: all objects that torch has made take 0.17 s, and none of them is garbage.
     gc.collect(1)
     gc.disable()
     try:

@@ -1,0 +1,48 @@
+"""From a recipe to what its step sends: the plain data that the formulas of `titanlab.costs.traffic_account` take."""
+
+from __future__ import annotations
+
+from titanlab.costs.traffic_account import Step
+from titanlab.options import account_of
+from titanlab.precision.account import matched
+from titanlab.recipe.recipe import Recipe, pieces_by_stage
+
+
+def step_of(recipe: Recipe) -> Step:
+    """What the traffic of a resolved recipe's step depends on."""
+    config, layout = recipe.parallelism, recipe.layout
+    model = account_of(recipe.model).account(recipe.model)
+    formats = account_of(recipe.precision).account(recipe.precision)
+    gathered = getattr(recipe.precision, "float8_gathered", None)
+    stages: list[tuple[str, ...]] = []
+    placement: list[int] = [0]
+    orders: list[list[str]] = []
+    if layout.pipeline > 1:
+        stages = pieces_by_stage(recipe)
+        placement = recipe.schedule.placement(ranks=layout.pipeline)
+        actions = recipe.schedule.actions(ranks=layout.pipeline, microbatches=recipe.microbatches)
+        orders = [
+            [action.kind.value for action in actions[rank] if action.stage == stage]
+            for stage, rank in enumerate(placement)
+        ]
+    return Step(
+        account=model,
+        layout=layout,
+        seq_len=recipe.training.seq_len,
+        microbatch=recipe.microbatch,
+        microbatches=recipe.microbatches,
+        compute_bytes=formats.compute_bytes,
+        reduce_bytes=formats.reduce_bytes,
+        master_bytes=formats.master_bytes,
+        fp32_parts=matched(model, formats.fp32_parts),
+        float8_gathered=gathered(model) if gathered is not None else (),
+        mixed=formats.mixed,
+        reshards=config.frees_after_forward,
+        sequence_parallel=config.sequence_parallel,
+        loss_parallel=config.loss_parallel,
+        context_method=config.context_method,
+        accelerator=recipe.cluster.accelerator,
+        stages=stages,
+        placement=placement,
+        orders=orders,
+    )
