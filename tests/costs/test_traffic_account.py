@@ -19,7 +19,7 @@ from titanlab.distributed.ranks import joined
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import open_world
 from titanlab.model import llama_account
-from titanlab.options import account_of, implementation
+from titanlab.options import implementation
 from titanlab.parallelism.gradients import Gradients
 from titanlab.precision.account import matched
 from titanlab.precision.bf16_full_schema import Bf16Full
@@ -77,7 +77,7 @@ def traffic_of(made: Recipe, steps: int):
 def step_of(made: Recipe) -> Step:
     """What the formulas need to know of a recipe."""
     config, dtypes = made.parallelism, implementation(made.precision).dtypes(made.precision)
-    account = account_of(made.model).account(made.model)
+    account = made.model.account()
     piped = {}
     if made.layout.pipeline > 1:
         schedule, ranks = implementation(made.schedule), made.layout.pipeline

@@ -1,4 +1,4 @@
-"""Llamas as Hugging Face keeps them: config.json and names of tensors, both ways. Torch-free.
+"""Llamas in the form of Hugging Face transformers: config.json and names of tensors, both ways. Torch-free.
 
 Sources: the config.json files that were released with Llama 2, 3, 3.1 and 3.2, in the style of transformers 4
 (`rope_theta`, `rope_scaling`) and in that of transformers 5 (`rope_parameters`).
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError
-from titanlab.model.llama_account import EMBEDDING, HEAD, account
-from titanlab.model.llama_schema import Llama
+from titanlab.model.contract import HuggingFaceFamily
+from titanlab.model.llama_account import EMBEDDING, HEAD
 from titanlab.system.foreign import Foreign
 
-ARCHITECTURES = ("LlamaForCausalLM",)
-# Tensors that follow from config.json, in files of 2023.
-DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+if TYPE_CHECKING:
+    from titanlab.model.llama_schema import Llama
+
 _OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 _IN_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -45,7 +46,7 @@ _SCALING = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_context": "original_max_position_embeddings",
 }
-# What this Llama does not compute, by the value under which it is not asked for.
+# What is not computed here, and the value under which a model does not use it.
 _PLAIN: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -56,90 +57,87 @@ _PLAIN: Mapping[str, Any] = {
 }
 
 
-def tensors(config: Llama) -> dict[str, Foreign]:
-    """Where Hugging Face keeps each of our parameters, by our name."""
-    found = {}
-    for name in account(config).parameters:
-        if name in _OUTSIDE:
-            found[name] = Foreign(name=_OUTSIDE[name])
-            continue
-        _, layer, rest = name.split(".", 2)
-        module = rest.removesuffix(".weight")
-        head = config.head_dim if module in _TURNED else 0
-        found[name] = Foreign(name=f"model.layers.{layer}.{_IN_BLOCK[module]}.weight", head=head)
-    return found
+@dataclass(frozen=True)
+class LlamaFamily(HuggingFaceFamily):
+    """Llamas in the form of transformers.
 
-
-def copies(config: Llama) -> dict[str, str]:
-    """Tensors that a folder of theirs may have and that must equal another one: a tied head that was saved too."""
-    return {_OUTSIDE[HEAD]: _OUTSIDE[EMBEDDING]} if config.tied_embeddings else {}
-
-
-def from_hf(config: Mapping[str, Any]) -> Llama:
-    """The model that a config.json describes.
-
-    Raises:
-        ConfigError: it describes one that is not computed here, or no whole one.
+    Attributes:
+        schema: the config's class; given, since the module of that class imports this one.
     """
-    for name, plain in _PLAIN.items():
-        value = config.get(name, plain)
-        if value != plain and value is not None:
-            cure = f"import a Llama with {name}={_json(plain)}"
-            raise _wrong(name, value, "is not computed here", cure)
-    sizes: dict[str, Any] = {ours: _whole(config, theirs) for ours, theirs in _SIZES.items()}
-    heads = sizes["heads"]
-    head_dim = _whole(config, "head_dim", sizes["dim"] // max(heads, 1))
-    if head_dim * heads != sizes["dim"]:
-        rule = f"heads are hidden_size / num_attention_heads = {sizes['dim']} / {heads} wide here"
-        raise _wrong("head_dim", head_dim, rule, "import a Llama whose heads are as wide")
-    return Llama(
-        **sizes,
-        kv_heads=_whole(config, "num_key_value_heads", heads),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        **_rope(config),
-    )
 
+    schema: type[Llama]
+    architectures = ("LlamaForCausalLM",)
+    # Files of 2023 have them.
+    derived = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-def to_hf(config: Llama, *, context: int) -> dict[str, Any]:
-    """config.json of a model, in the older style, which transformers 4 and 5 both read.
+    def tensors(self, model: Llama) -> dict[str, Foreign]:
+        places = {}
+        for name in model.account().parameters:
+            if name in _OUTSIDE:
+                places[name] = Foreign(name=_OUTSIDE[name])
+                continue
+            _, layer, rest = name.split(".", 2)
+            module = rest.removesuffix(".weight")
+            head = model.head_dim if module in _TURNED else 0
+            places[name] = Foreign(name=f"model.layers.{layer}.{_IN_BLOCK[module]}.weight", head=head)
+        return places
 
-    Args:
-        config: of the model.
-        context: tokens that a sequence may have, for `max_position_embeddings`.
-    """
-    scaling = {theirs: getattr(config, ours) for ours, theirs in _SCALING.items()}
-    return {
-        "architectures": list(ARCHITECTURES),
-        "model_type": "llama",
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "initializer_range": 0.02,
-        "max_position_embeddings": context,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": "llama3", **scaling} if config.rope_factor != 1 else None,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": True,
-    }
+    def copies(self, model: Llama) -> dict[str, str]:
+        return {_OUTSIDE[HEAD]: _OUTSIDE[EMBEDDING]} if model.tied_embeddings else {}
 
+    def from_hf(self, config: Mapping[str, Any]) -> Llama:
+        for name, plain in _PLAIN.items():
+            value = config.get(name, plain)
+            if value != plain and value is not None:
+                cure = f"import a Llama with {name}={_json(plain)}"
+                raise _wrong(name, value, "is not computed here", cure)
+        sizes: dict[str, Any] = {ours: _whole(config, theirs) for ours, theirs in _SIZES.items()}
+        heads = sizes["heads"]
+        head_dim = _whole(config, "head_dim", sizes["dim"] // max(heads, 1))
+        if head_dim * heads != sizes["dim"]:
+            rule = f"heads are hidden_size / num_attention_heads = {sizes['dim']} / {heads} wide here"
+            raise _wrong("head_dim", head_dim, rule, "import a Llama whose heads are as wide")
+        return self.schema(
+            **sizes,
+            kv_heads=_whole(config, "num_key_value_heads", heads),
+            norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            **_rope(config),
+        )
 
-def stretched_context(config: Llama) -> int:
-    """Tokens for which the rotary frequencies were scaled; 0 where they were not."""
-    return int(config.rope_factor * config.rope_original_context) if config.rope_factor != 1 else 0
+    def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
+        """config.json of a model, in the older style, which transformers 4 and 5 both read.
 
+        `context` becomes `max_position_embeddings`.
+        """
+        scaling = {theirs: getattr(model, ours) for ours, theirs in _SCALING.items()}
+        return {
+            "architectures": list(self.architectures),
+            "model_type": "llama",
+            **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "initializer_range": 0.02,
+            "max_position_embeddings": context,
+            "rms_norm_eps": model.norm_eps,
+            "rope_theta": model.rope_theta,
+            "rope_scaling": {"rope_type": "llama3", **scaling} if model.rope_factor != 1 else None,
+            "tie_word_embeddings": model.tied_embeddings,
+            "use_cache": True,
+        }
 
-def difference(config: Llama, other: Llama) -> str:
-    """The first field by which two models compute differently from the same weights; empty: there is none."""
-    names = [*_SIZES, "kv_heads", "tied_embeddings", "norm_eps", "rope_theta", "rope_factor"]
-    if config.rope_factor != 1:
-        names += _SCALING
-    return next((name for name in names if getattr(config, name) != getattr(other, name)), "")
+    def stretched_context(self, model: Llama) -> int:
+        return int(model.rope_factor * model.rope_original_context) if model.rope_factor != 1 else 0
+
+    def difference(self, model: Llama, other: Llama) -> str:
+        names = [*_SIZES, "kv_heads", "tied_embeddings", "norm_eps", "rope_theta", "rope_factor"]
+        if model.rope_factor != 1:
+            names += _SCALING
+        return next((name for name in names if getattr(model, name) != getattr(other, name)), "")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +145,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         if not isinstance(value, Mapping):
             raise _wrong(name, value, "must be an object", "restore the file")
-    _hold_one_rope(config, parameters, scaling)
+    _check_one_rope(config, parameters, scaling)
     given = parameters or scaling
     kind = _rope_type(given)
     if kind not in ("default", "llama3"):
@@ -158,26 +156,24 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     theta = _number(given if "rope_theta" in given else config, "rope_theta", 10000.0)
     if kind == "default":
         return {"rope_theta": theta}
-    found: dict[str, Any] = {"rope_theta": theta}
+    fields: dict[str, Any] = {"rope_theta": theta}
     for ours, theirs in _SCALING.items():
-        found[ours] = (_whole if ours == "rope_original_context" else _number)(given, theirs)
-    return found
+        fields[ours] = (_whole if ours == "rope_original_context" else _number)(given, theirs)
+    return fields
 
 
 def _rope_type(given: Mapping[str, Any]) -> Any:
     return given.get("rope_type", given.get("type", "default"))
 
 
-def _hold_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """The rule that one config has one RoPE: where it says two, libraries choose differently."""
+def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+    """Check that the file describes one RoPE: where it describes two, libraries choose differently."""
     cure = "leave out the one that the model was not trained with"
     if parameters and scaling:
-        plain = [
-            {**each, "rope_type": each.get("rope_type", each.get("type", "default"))} for each in (parameters, scaling)
-        ]
+        plain = [{**given, "rope_type": _rope_type(given)} for given in (parameters, scaling)]
         for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
-            values = [each.get(name) for each in plain]
-            # A name that only one of them has is a fact that the other one leaves to the rest of the file.
+            values = [given.get(name) for given in plain]
+            # Where only one of them has the name, the other one leaves it to the rest of the file.
             differs = values[0] != values[1] and (None not in values or name in _SCALING.values())
             if differs:
                 rule = f"disagrees with rope_scaling, which has {name}={_json(values[1])}"

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,11 +17,17 @@ from titanlab.compile.schema import Compile
 from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import WARMUP_STEPS
-from titanlab.options import account_of, discover, implementation, schema_of
+from titanlab.options import discover, implementation, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.ranges import ranged
 from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.recipe.training_schema import Training
+
+if TYPE_CHECKING:
+    from titanlab.model.contract import ModelConfig
+else:
+    # OmegaConf takes dataclasses and Any as types of fields, and no Protocol.
+    ModelConfig = Any
 
 
 @ranged("")
@@ -50,7 +56,7 @@ class Recipe:
     # Not part of the identity by name: the weights' own fingerprint is.
     init_from: str | None = field(default=None, metadata={"identity": False})
     training: Training = MISSING
-    model: Any = MISSING
+    model: ModelConfig = MISSING
     parallelism: Parallelism = MISSING
     schedule: Any = MISSING
     precision: Any = MISSING
@@ -95,13 +101,13 @@ def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
     Raises:
         ConfigError: the split that the recipe gives does not fit.
     """
-    part, microbatch, seq_len = account_of(recipe.model), recipe.microbatch, recipe.training.seq_len
+    model, sizes = recipe.model, {"batch": recipe.microbatch, "seq_len": recipe.training.seq_len}
     return stage_pieces(
-        part.account(recipe.model),
+        model.account(),
         split=recipe.parallelism.split,
         placement=implementation(recipe.schedule).placement(recipe.schedule, ranks=recipe.layout.pipeline),
-        block=part.block_operations(recipe.model, batch=microbatch, seq_len=seq_len),
-        edges=part.edge_operations(recipe.model, batch=microbatch, seq_len=seq_len),
+        block=model.block_operations(**sizes),
+        edges=model.edge_operations(**sizes),
     )
 
 

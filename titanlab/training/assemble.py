@@ -15,7 +15,7 @@ from titanlab.compile.blocks import compile_function
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
-from titanlab.options import account_of, implementation
+from titanlab.options import implementation
 from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
 from titanlab.precision.loss_scale import LossScale
@@ -166,7 +166,7 @@ def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
 
 def _hidden_shape(recipe: Recipe) -> tuple[int, int, int]:
     """Of what goes from stage to stage for a microbatch."""
-    layout, width = recipe.layout, account_of(recipe.model).account(recipe.model).dim
+    layout, width = recipe.layout, recipe.model.account().dim
     seq_len = recipe.training.seq_len // layout.context
     if layout.tensor > 1 and recipe.parallelism.sequence_parallel:
         return (1, recipe.microbatch * seq_len // layout.tensor, width)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 
-from titanlab.costs.account import ModelAccount
-from titanlab.options import account_of
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.points_file import point_of
 from titanlab.records.run_folder import RunFolder
@@ -29,7 +27,7 @@ def tracked_run(
         id: under which a checkpoint says that the tracker knows the run; None: that of the attempts before.
         is_live: it trains now.
     """
-    account: ModelAccount = account_of(recipe.model).account(recipe.model)
+    account = recipe.model.account()
     return TrackedRun(
         # Random digits, so that a run that was deleted and trained again is another one for the tracker.
         id=id or _known_id(run) or f"{run.hash8}-{secrets.token_hex(3)}",

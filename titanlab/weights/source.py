@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from safetensors import SafetensorError, safe_open
 
 from titanlab.errors import ConfigError
+from titanlab.model.contract import ModelConfig
 from titanlab.system.foreign import Foreign
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Source(Protocol):
     """A model's weights."""
 
     @property
-    def model(self) -> Any:
+    def model(self) -> ModelConfig:
         """Config of the model."""
 
     @property
@@ -66,7 +67,7 @@ class SafetensorsSource:
         copies: tensors in the files that must equal another one, by names in the files; nothing reads them.
     """
 
-    model: Any
+    model: ModelConfig
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
     foreign: Mapping[str, Foreign]

@@ -18,12 +18,13 @@ from titanlab.data.files_schema import Files
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.execute import prepare
-from titanlab.model import llama_hf
+from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
 from titanlab.weights.starting_weights import check_start, open_folder, start_fingerprint
 
+llama_hf = Llama.hugging_face()
 # In fp32, relative, as for every layout: docs/parity.md.
 BAR = 1e-5
 LAYOUTS = {
