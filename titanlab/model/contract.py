@@ -55,6 +55,7 @@ class ModelConfig(Protocol):
         Raises:
             ConfigError: the first rule that is broken.
         """
+        return
 
     @classmethod
     def hugging_face(cls) -> HuggingFaceFamily | None:

@@ -25,9 +25,10 @@ from titanlab.recipe.training_schema import Training
 
 if TYPE_CHECKING:
     from titanlab.model.contract import ModelConfig
+    from titanlab.tracker.contract import TrackerConfig
 else:
     # OmegaConf takes dataclasses and Any as types of fields, and no Protocol.
-    ModelConfig = Any
+    ModelConfig = TrackerConfig = Any
 
 
 @ranged("")
@@ -66,7 +67,7 @@ class Recipe:
     data: Any = MISSING
     checkpoint: Checkpoint = MISSING
     cluster: Cluster = field(default=MISSING)
-    tracker: Any = field(default=MISSING, metadata={"identity": False})
+    tracker: TrackerConfig = field(default=MISSING, metadata={"identity": False})
     launch: Any = field(default=MISSING, metadata={"identity": False})
 
     @property

@@ -39,10 +39,8 @@ def check_all_but_data(recipe: Recipe) -> None:
     """
     for rule in (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _offload, _attention, _options):
         rule(recipe)
-    # What a tracker lacks is told now, not when the model has been made.
-    rules = getattr(implementation(recipe.tracker), "check", None)
-    if rules is not None:
-        rules(recipe.tracker)
+    # Checked now, and not after the model has been built.
+    recipe.tracker.check_installed()
 
 
 def check_data(recipe: Recipe) -> None:
