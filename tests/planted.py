@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.planted_schema import Planted
 from titanlab.data import synthetic
-from titanlab.data.random_tokens import rank_samples
-from titanlab.data.stream import IGNORE
+from titanlab.data.streams.random_tokens import rank_samples
+from titanlab.data.streams.stream import IGNORE
 from titanlab.data.synthetic_schema import Synthetic
 
 

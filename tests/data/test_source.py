@@ -57,7 +57,7 @@ def test_no_module_of_data_imports_torch(model_file: Path, tmp_path: Path) -> No
 import importlib, os, pkgutil, sys
 import titanlab.data
 os.environ["TITANLAB_CACHE"] = {str(tmp_path / "cache")!r}
-for module in pkgutil.iter_modules(titanlab.data.__path__, "titanlab.data."):
+for module in pkgutil.walk_packages(titanlab.data.__path__, "titanlab.data."):
     importlib.import_module(module.name)
 from titanlab.data import source
 from titanlab.data.files_schema import Files

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlab.data import tokenizer as tokenizers
-from titanlab.data.corpus import Corpus, matching
+from titanlab.data.corpus.text_files import Corpus, matching
 from titanlab.data.files_schema import Files
 from titanlab.data.prepared import Prepared
-from titanlab.data.stream import Rows, Stream
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.streams.stream import Rows, Stream
+from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 
 
 def fingerprint(config: Files) -> str:

@@ -14,15 +14,15 @@ from typing import Any
 
 from titanlab.data import cache
 from titanlab.data import fingerprint as fingerprints
-from titanlab.data import tokenizer as tokenizers
-from titanlab.data.corpus import matching
-from titanlab.data.held_out import is_held_out
+from titanlab.data.corpus.held_out import is_held_out
+from titanlab.data.corpus.text_files import matching
 from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.index import Index, is_whole, read_index
 from titanlab.data.prepared import train_tokenizer
 from titanlab.data.rules import hold_streams, hold_validation, hold_vocabulary
-from titanlab.data.stream import Report, Rows, State, Stream
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.shards.index import Index, is_whole, read_index
+from titanlab.data.streams.stream import Report, Rows, State, Stream
+from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
@@ -75,8 +75,8 @@ def open_train(
     state: State | None = None,
 ) -> Stream:
     # The seed changes nothing here: the order is that of the dataset, so that a position is a place in it.
-    hf_documents: Any = importlib.import_module("titanlab.data.hf_documents")
-    streaming: Any = importlib.import_module("titanlab.data.streaming")
+    hf_documents: Any = importlib.import_module("titanlab.data.corpus.hf_documents")
+    streaming: Any = importlib.import_module("titanlab.data.streams.streaming")
     dataset, reader = hf_documents.open_dataset(config, config.split), tokenizer(config)
     stream: Stream = streaming.StreamingStream(
         lambda number, position: hf_documents.StreamDocuments(dataset, config, reader, number, position),
@@ -94,7 +94,7 @@ def open_train(
 
 
 def open_validation(config: HuggingFace, **how: int) -> Rows:
-    indexed: Any = importlib.import_module("titanlab.data.indexed")
+    indexed: Any = importlib.import_module("titanlab.data.streams.indexed")
     rows: Rows = indexed.open_validation(
         _folder(config),
         _index(config),
@@ -141,8 +141,8 @@ def _index(config: HuggingFace) -> Index:
 
 
 def _make(config: HuggingFace, folder: Path, report: Report) -> None:
-    hf_documents: Any = importlib.import_module("titanlab.data.hf_documents")
-    writer: Any = importlib.import_module("titanlab.data.shard_writer")
+    hf_documents: Any = importlib.import_module("titanlab.data.corpus.hf_documents")
+    writer: Any = importlib.import_module("titanlab.data.shards.writer")
     report(f"opening the dataset {config.path}")
     dataset = hf_documents.open_dataset(config, config.split)
     if dataset.num_shards < config.streams:
@@ -172,7 +172,7 @@ def _make(config: HuggingFace, folder: Path, report: Report) -> None:
 
 
 def _sample(texts: Iterator[str]) -> Iterator[str]:
-    training: Any = importlib.import_module("titanlab.data.tokenizer_training")
+    training: Any = importlib.import_module("titanlab.data.tokenizers.training")
     left = training.SAMPLE_CHARACTERS
     for text in texts:
         yield text
@@ -181,7 +181,7 @@ def _sample(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _validation_documents(config: HuggingFace, dataset: Any) -> Iterator[str]:
-    hf_documents: Any = importlib.import_module("titanlab.data.hf_documents")
+    hf_documents: Any = importlib.import_module("titanlab.data.corpus.hf_documents")
     if not config.validation_documents:
         return iter(())
     if config.validation_split is not None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.data import cache, fingerprint
-from titanlab.data import tokenizer as tokenizers
-from titanlab.data.corpus import Corpus
-from titanlab.data.held_out import is_held_out
-from titanlab.data.index import Index, is_whole, read_index
+from titanlab.data.corpus.held_out import is_held_out
+from titanlab.data.corpus.text_files import Corpus
 from titanlab.data.rules import hold_sequences, hold_validation, hold_vocabulary
-from titanlab.data.stream import Report, Rows, State, Stream
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.shards.index import Index, is_whole, read_index
+from titanlab.data.streams.stream import Report, Rows, State, Stream
+from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
@@ -111,13 +111,13 @@ class Prepared:
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
         """The training stream; see `source.open_train`."""
         # Not at the top: it needs numpy, which the rules do not.
-        indexed: Any = importlib.import_module("titanlab.data.indexed")
+        indexed: Any = importlib.import_module("titanlab.data.streams.indexed")
         stream: Stream = indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint, state=state, **how)
         return stream
 
     def open_validation(self, **how: int) -> Rows:
         """The held-out rows; see `source.open_validation`."""
-        indexed: Any = importlib.import_module("titanlab.data.indexed")
+        indexed: Any = importlib.import_module("titanlab.data.streams.indexed")
         asked: dict[str, Any] = {"key": VALIDATION_KEY, "value": self.validation_fraction, **how}
         rows: Rows = indexed.open_validation(self.folder, self.index, **asked)
         return rows
@@ -159,8 +159,8 @@ def make_shards(
             rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"
             raise ConfigError("data.tokenizer", tokenizer, rule, "give a tokenizer that was trained on such text")
     report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB")
-    training: Any = importlib.import_module("titanlab.data.tokenizer_training")
-    writer: Any = importlib.import_module("titanlab.data.shard_writer")
+    training: Any = importlib.import_module("titanlab.data.tokenizers.training")
+    writer: Any = importlib.import_module("titanlab.data.shards.writer")
     if tokenizer is None:
         tokenizer_file = folder / "tokenizer.model"
         sample = corpus.sample(training.SAMPLE_CHARACTERS)
@@ -192,7 +192,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, file: Path, report
     Raises:
         ConfigError: the texts do not suffice for the vocabulary.
     """
-    training: Any = importlib.import_module("titanlab.data.tokenizer_training")
+    training: Any = importlib.import_module("titanlab.data.tokenizers.training")
     started = time.monotonic()
     report(f"training a tokenizer of {vocab_size:,} pieces")
     training.train(texts, vocab_size=vocab_size, file=file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlab.data.index import Index
+from titanlab.data.shards.index import Index
 from titanlab.errors import ConfigError
 
 

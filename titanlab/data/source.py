@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from titanlab.data.rules import hold_batch
-from titanlab.data.stream import IGNORE, Batch, Rows, State, Stream, merge_states
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.streams.stream import IGNORE, Batch, Rows, State, Stream, merge_states
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.options import implementation
 
 __all__ = [

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlab.data.corpus import Corpus
+from titanlab.data.corpus.text_files import Corpus
 from titanlab.data.prepared import Prepared
 from titanlab.data.stdlib_schema import Stdlib
-from titanlab.data.stream import Rows, Stream
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.streams.stream import Rows, Stream
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 
 # What others installed, what only some systems ship, and tables of characters, which teach nothing.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from titanlab.data.rules import hold_vocabulary
-from titanlab.data.stream import Rows, State, Stream
+from titanlab.data.streams.stream import Rows, State, Stream
 from titanlab.data.synthetic_schema import Synthetic
 
 
@@ -37,12 +37,12 @@ def check(
 
 
 def open_train(config: Synthetic, *, state: State | None = None, **how: Any) -> Stream:
-    random: Any = importlib.import_module("titanlab.data.random_tokens")
+    random: Any = importlib.import_module("titanlab.data.streams.random_tokens")
     stream: Stream = random.RandomStream(config.vocab_size, fingerprint=fingerprint(config), state=state, **how)
     return stream
 
 
 def open_validation(config: Synthetic, **how: int) -> Rows:
-    random: Any = importlib.import_module("titanlab.data.random_tokens")
+    random: Any = importlib.import_module("titanlab.data.streams.random_tokens")
     rows: Rows = random.RandomRows(config.vocab_size, **how)
     return rows

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanlab.data import tokenizer as tokenizers
-from titanlab.data.index import Index, fingerprint_of, read_index
 from titanlab.data.rules import hold_sequences, hold_validation, hold_vocabulary
-from titanlab.data.stream import Rows, State, Stream
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.shards.index import Index, fingerprint_of, read_index
+from titanlab.data.streams.stream import Rows, State, Stream
+from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.data.tokens_schema import TokenFolder
 
 
@@ -24,7 +24,7 @@ def fingerprint(config: TokenFolder) -> str:
 
 def prepare(config: TokenFolder, *, report: Callable[[str], None]) -> None:
     # Nothing to make; what a wrong index would do to a run on a GPU is worth a look at the tokens, though.
-    shards: Any = importlib.import_module("titanlab.data.shards")
+    shards: Any = importlib.import_module("titanlab.data.shards.split")
     shards.hold_tokens(Path(config.folder), _index(config))
 
 
@@ -48,7 +48,7 @@ def check(
 
 
 def open_train(config: TokenFolder, *, state: State | None = None, **how: Any) -> Stream:
-    indexed: Any = importlib.import_module("titanlab.data.indexed")
+    indexed: Any = importlib.import_module("titanlab.data.streams.indexed")
     stream: Stream = indexed.open_train(
         Path(config.folder), _index(config), fingerprint=fingerprint(config), state=state, **how
     )
@@ -56,7 +56,7 @@ def open_train(config: TokenFolder, *, state: State | None = None, **how: Any) -
 
 
 def open_validation(config: TokenFolder, **how: int) -> Rows:
-    indexed: Any = importlib.import_module("titanlab.data.indexed")
+    indexed: Any = importlib.import_module("titanlab.data.streams.indexed")
     rows: Rows = indexed.open_validation(
         Path(config.folder), _index(config), key="data.folder", value=config.folder, **how
     )

@@ -17,7 +17,7 @@ from titanlab.checkpoint.folders import (
 )
 from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
-from titanlab.data.tokenizer import keep
+from titanlab.data.tokenizers.tokenizer import keep
 from titanlab.distributed.host import Host
 from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError

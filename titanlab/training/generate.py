@@ -10,7 +10,7 @@ from torch import nn
 
 from titanlab.checkpoint.folders import find
 from titanlab.checkpoint.store import load_model
-from titanlab.data import tokenizer as tokenizers
+from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.distributed.ranks import ALONE
 from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError

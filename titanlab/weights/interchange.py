@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from titanlab.data import tokenizer as tokenizers
+from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import discover

@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlab.checkpoint.folders import check_checkpoint, find, of_step
 from titanlab.checkpoint.search import find_run_or_checkpoint
-from titanlab.data import tokenizer as tokenizers
+from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.weights import folder as ours

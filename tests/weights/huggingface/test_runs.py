@@ -281,7 +281,7 @@ def test_text_comes_from_a_folder_of_weights_as_from_the_run(with_tokenizer, tmp
 def test_transformers_opens_a_run_with_its_tokenizer(with_tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from titanlab.data.tokenizer import load
+    from titanlab.data.tokenizers.tokenizer import load
 
     assert main(["export", str(with_tokenizer.path), "--into", str(tmp_path / "hf")]) == 0
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), load(with_tokenizer.tokenizer)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.index import INDEX, Index
-from titanlab.data.stream import IGNORE, Batch
+from titanlab.data.shards.index import INDEX, Index
+from titanlab.data.streams.stream import IGNORE, Batch
 from titanlab.errors import ConfigError
 
 _CHECKED_TOKENS = 1 << 20

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from titanlab.data.indexed import rank_samples
-from titanlab.data.packing import Documents, PackedStream, Position
 from titanlab.data.rules import hold_streams
-from titanlab.data.stream import Batch, State, Stream, hold_to_state
+from titanlab.data.streams.indexed import rank_samples
+from titanlab.data.streams.packing import Documents, PackedStream, Position
+from titanlab.data.streams.stream import Batch, State, Stream, hold_to_state
 
 Opener = Callable[[int, Position | None], Documents]
 _POLL_SECONDS = 0.1

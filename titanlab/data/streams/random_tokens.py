@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.indexed import rank_samples
-from titanlab.data.permutation import keyed, mix
-from titanlab.data.stream import IGNORE, Batch, State, hold_to_state
+from titanlab.data.streams.indexed import rank_samples
+from titanlab.data.streams.permutation import keyed, mix
+from titanlab.data.streams.stream import IGNORE, Batch, State, hold_to_state
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 # Apart from every seed of training, which a config cannot make negative.

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.index import Index
-from titanlab.data.permutation import shuffled
 from titanlab.data.rules import hold_sequences, hold_validation
-from titanlab.data.shards import Split
-from titanlab.data.stream import IGNORE, Batch, State, hold_to_state
+from titanlab.data.shards.index import Index
+from titanlab.data.shards.split import Split
+from titanlab.data.streams.permutation import shuffled
+from titanlab.data.streams.stream import IGNORE, Batch, State, hold_to_state
 
 _AHEAD = 1024
 
