@@ -45,7 +45,7 @@ HEAVY = {
 # Folders that import none of it: what the command line reads before it has anything to train.
 TORCH_FREE = ("terminal", "errors", "costs", "options", "ranges", "system", "cluster", "records")
 # Last word of the name of a technique's torch-free module.
-DECLARES = ("schema", "account", "contract", "hf")
+DECLARES = ("schema", "account", "contract", "huggingface")
 # Folders that never import torch, and that import the rest inside functions only.
 TORCH_FREE_PARTS = ("data", "schedule")
 # What the command line imports before it has anything to train.

@@ -239,7 +239,7 @@ def test_stdlib_from_nothing_to_batches() -> None:
 def test_stdlib_comes_back_from_its_tokens() -> None:
     how = Stdlib()
     source.prepare(how, report=silent)
-    prepared = stdlib._prepared(how)
+    prepared = stdlib.StdlibSource(how)
     found = documents_in(prepared.folder, "train") + documents_in(prepared.folder, "validation")
     written = list(prepared.corpus.documents())
     assert len(found) == len(written)

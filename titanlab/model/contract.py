@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from titanlab.costs.account import Init, ModelAccount, Operation
-from titanlab.costs.setting import Setting
-from titanlab.system.foreign import Foreign
-
 if TYPE_CHECKING:
+    from titanlab.costs.account import Init, ModelAccount, Operation
+    from titanlab.costs.setting import Setting
     from titanlab.model.language_model import LanguageModel
+    from titanlab.system.foreign import Foreign
 
 
 class ModelConfig(Protocol):

@@ -9,7 +9,7 @@ from titanlab.costs.account import Init, ModelAccount, Operation
 from titanlab.errors import ConfigError
 from titanlab.model import llama_account, llama_block_account
 from titanlab.model.contract import ModelBuilder, ModelConfig
-from titanlab.model.llama_hf import LlamaFamily
+from titanlab.model.llama_huggingface import LlamaFamily
 from titanlab.options import option
 
 # Which kernel computes attention; `auto` is the fastest that the device has for the inputs.

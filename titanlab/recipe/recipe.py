@@ -24,11 +24,12 @@ from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.recipe.training_schema import Training
 
 if TYPE_CHECKING:
+    from titanlab.data.contract import DataConfig
     from titanlab.model.contract import ModelConfig
     from titanlab.tracker.contract import TrackerConfig
 else:
     # OmegaConf takes dataclasses and Any as types of fields, and no Protocol.
-    ModelConfig = TrackerConfig = Any
+    DataConfig = ModelConfig = TrackerConfig = Any
 
 
 @ranged("")
@@ -64,7 +65,7 @@ class Recipe:
     ac: Any = field(default=MISSING, metadata={"before": {"kind": "none"}})
     compile: Compile = MISSING
     optimizer: Any = MISSING
-    data: Any = MISSING
+    data: DataConfig = MISSING
     checkpoint: Checkpoint = MISSING
     cluster: Cluster = field(default=MISSING)
     tracker: TrackerConfig = field(default=MISSING, metadata={"identity": False})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from titanlab.costs.setting import Setting
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from titanlab.costs.setting import Setting
     from titanlab.tracker.tracked_run import TrackedRun
 
 Warn = Callable[[str], None]
@@ -17,6 +17,7 @@ Warn = Callable[[str], None]
 class TrackerConfig(Protocol):
     """A config of the group `tracker`: a dataclass that inherits from this class."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     kind: str
 
     def implementation(self) -> Tracker:

@@ -18,7 +18,7 @@ from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import schema_of
 from titanlab.system.foreign import Foreign
-from titanlab.weights.source import SafetensorsSource, hold_entries, read_entries
+from titanlab.weights.source import SafetensorsSource, check_entries, read_entries
 
 MANIFEST = "weights.json"
 INDEX = "weights.index.json"
@@ -50,7 +50,7 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
         raise ConfigError(key, path, rule, "import the weights again") from error
     entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
     expected = model.account().parameters
-    hold_entries(path, key, expected, entries)
+    check_entries(path, key, expected, entries)
     return SafetensorsSource(
         model=model,
         entries={name: entries[name] for name in expected},

@@ -143,8 +143,8 @@ def read_entries(files: Sequence[Path], key: str) -> tuple[dict[str, Entry], dic
     return entries, places
 
 
-def hold_entries(place: Path, key: str, expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]) -> None:
-    """The rule that a folder has exactly these tensors, in a format that weights are trained in.
+def check_entries(place: Path, key: str, expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]) -> None:
+    """Check that a folder has exactly these tensors, in a format that weights are trained in.
 
     Raises:
         ConfigError: one is missing, has another shape, is too much, or is quantised.

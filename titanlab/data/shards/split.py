@@ -16,7 +16,7 @@ from titanlab.errors import ConfigError
 _CHECKED_TOKENS = 1 << 20
 
 
-def hold_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
+def check_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
     """Check that the first tokens of every file are below `vocab_size`.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 from titanlab.errors import ConfigError
 from titanlab.weights.folder import indexed_files, read_object
 from titanlab.weights.huggingface.families import family_for
-from titanlab.weights.source import SafetensorsSource, hold_entries, read_entries
+from titanlab.weights.source import SafetensorsSource, check_entries, read_entries
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -51,7 +51,7 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
     copies = {name: of for name, of in family.copies(model).items() if name in entries}
     theirs = {name: each for name, each in entries.items() if name not in copies and not family.derived.fullmatch(name)}
     shapes, foreign = model.account().parameters, family.tensors(model)
-    hold_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, theirs)
+    check_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, theirs)
     return SafetensorsSource(
         model=model,
         entries={name: entries[foreign[name].name] for name in shapes},
