@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -34,13 +35,14 @@ class PreparedText(DataSource, Generic[TextConfig]):
     def __init__(self, config: TextConfig) -> None:
         self.config = config
 
+    @abstractmethod
     def find_corpus(self) -> Corpus:
         """The documents.
 
         Raises:
             ConfigError: there are none.
         """
-        raise NotImplementedError
+        ...
 
     @cached_property
     def corpus(self) -> Corpus:
