@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.data.test_indexed import global_steps
 
 from tests.data.conftest import text
+from tests.data.streams.test_indexed import global_steps
 from titanlab.data import source
 from titanlab.data.corpus import hf_documents
 from titanlab.data.corpus.held_out import is_held_out

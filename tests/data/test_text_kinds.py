@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.data.test_indexed import SEQ, global_steps
 
 from tests.data.conftest import text
+from tests.data.streams.test_indexed import SEQ, global_steps
 from titanlab.data import source, stdlib
 from titanlab.data.corpus.held_out import is_held_out
 from titanlab.data.files_schema import Files
