@@ -37,7 +37,7 @@ from titanlab.compile.blocks import compile_blocks
 from titanlab.compile.schema import Compile
 from titanlab.costs.account import Share
 from titanlab.model import llama
-from titanlab.model.llama_account import block_operations
+from titanlab.model.llama_block_account import block_operations
 from titanlab.model.llama_schema import Llama
 from titanlab.options import account_of, implementation
 
@@ -59,7 +59,7 @@ class Stack(nn.Module):
     def __init__(self, config: Llama, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = llama.build(config, seq_len=1).layers.to(dtype)
+        self.layers = llama.Llama(config, seq_len=1).layers.to(dtype)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)

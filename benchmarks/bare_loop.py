@@ -38,7 +38,7 @@ def main() -> None:
         vocab_size=args.vocab,
     )
     torch.manual_seed(0)
-    model = llama.build(config, seq_len=args.seq)
+    model = llama.Llama(config, seq_len=args.seq)
     model.init_buffers(torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)

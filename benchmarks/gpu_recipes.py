@@ -232,7 +232,7 @@ def train(
     from titanlab.distributed.mesh import build_mesh
     from titanlab.distributed.ranks import ALONE
     from titanlab.distributed.world import open_world
-    from titanlab.options import account_of, implementation
+    from titanlab.options import implementation
     from titanlab.parallelism.gradients import Gradients
     from titanlab.recipe.recipe import resolve
     from titanlab.recipe.recipe_rules import check
@@ -244,7 +244,7 @@ def train(
     (recipe,) = compose(recipe_keys(args, variant, layers))
     recipe = resolve(recipe, world=None, accelerator=args.device, device=device_name)
     check(recipe)
-    account = account_of(recipe.model).account(recipe.model)
+    account = recipe.model.account()
     with open_world(ALONE, accelerator=args.device, seed=recipe.seed, deterministic=False) as world:
         device = world.device
         if cuda:

@@ -7,48 +7,44 @@ import time
 from pathlib import Path
 
 from tests.planted_schema import Planted
-from titanlab.data import synthetic
-from titanlab.data.random_tokens import rank_samples
-from titanlab.data.stream import IGNORE
+from titanlab.data.contract import DataSource
+from titanlab.data.streams.random_tokens import rank_samples
+from titanlab.data.streams.stream import IGNORE
+from titanlab.data.synthetic import SyntheticSource
 from titanlab.data.synthetic_schema import Synthetic
 
 
-def plain(config: Planted) -> Synthetic:
-    return Synthetic(vocab_size=config.vocab_size)
+class PlantedSource(DataSource):
+    def __init__(self, config: Planted):
+        self.config = config
+        self.plain = SyntheticSource(Synthetic(vocab_size=config.vocab_size))
 
+    def fingerprint(self):
+        return f"planted-{self.config.vocab_size}-{self.config.gaps}"
 
-def fingerprint(config: Planted) -> str:
-    return f"planted-{config.vocab_size}-{config.gaps}"
+    def prepare(self, *, report):
+        config, launcher = self.config, "TITANLAB_PARENT" not in os.environ
+        if launcher and os.environ.get("RANK") == "0":
+            time.sleep(config.late)
+        if not launcher and config.fault == "raise" and config.step == 0 and os.environ["RANK"] == str(config.rank):
+            raise LookupError("a planted fault")
 
+    def tokenizer(self):
+        return None
 
-def prepare(config: Planted, *, report):
-    launcher = "TITANLAB_PARENT" not in os.environ
-    if launcher and os.environ.get("RANK") == "0":
-        time.sleep(config.late)
-    if not launcher and config.fault == "raise" and config.step == 0 and os.environ["RANK"] == str(config.rank):
-        raise LookupError("a planted fault")
+    def vocab_size(self):
+        return self.config.vocab_size
 
+    def open_train(self, **how):
+        return PlantedStream(self.config, self.plain.open_train(**how), **how)
 
-def tokenizer(config):
-    return None
-
-
-def vocab_size(config: Planted) -> int:
-    return config.vocab_size
-
-
-def open_train(config: Planted, **how):
-    return PlantedStream(config, **how)
-
-
-def open_validation(config: Planted, **how):
-    return synthetic.open_validation(plain(config), **how)
+    def open_validation(self, **how):
+        return self.plain.open_validation(**how)
 
 
 class PlantedStream:
-    def __init__(self, config: Planted, *, seed, seq_len, global_batch, rank, ranks, state=None):
-        how = {"seed": seed, "seq_len": seq_len, "global_batch": global_batch, "rank": rank, "ranks": ranks}
-        self._inner = synthetic.open_train(plain(config), state=state, **how)
+    def __init__(self, config: Planted, inner, *, global_batch, rank, ranks, **_):
+        self._inner = inner
         self._config, self._rank, self._ranks, self._global_batch = config, rank, ranks, global_batch
 
     def next_batch(self):

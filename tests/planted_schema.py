@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from titanlab.data.contract import DataConfig
 from titanlab.options import option
 
 
 @option("data", "planted")
 @dataclass(kw_only=True)
-class Planted:
+class Planted(DataConfig):
     kind: str = "planted"
     vocab_size: int = 256
     # Labels that do not count, unevenly: of sample g a share of (g % 4) / 3.
@@ -27,3 +28,8 @@ class Planted:
     seconds: float = field(default=0.0, metadata={"identity": False})
     # By which the launcher of rank 0 is later than those of other ranks.
     late: float = field(default=0.0, metadata={"identity": False})
+
+    def implementation(self):
+        from tests.planted import PlantedSource
+
+        return PlantedSource(self)

@@ -45,7 +45,7 @@ HEAVY = {
 # Folders that import none of it: what the command line reads before it has anything to train.
 TORCH_FREE = ("terminal", "errors", "costs", "options", "ranges", "system", "cluster", "records")
 # Last word of the name of a technique's torch-free module.
-DECLARES = ("schema", "account")
+DECLARES = ("schema", "account", "contract", "huggingface")
 # Folders that never import torch, and that import the rest inside functions only.
 TORCH_FREE_PARTS = ("data", "schedule")
 # What the command line imports before it has anything to train.
@@ -203,7 +203,6 @@ def test_few_modules_are_loose_and_folders_are_small():
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     sizes = {folder: len(list(folder.glob("*.py"))) - 1 for folder in PACKAGE.rglob("*") if folder.is_dir()}
     assert {str(folder.relative_to(PACKAGE)): size for folder, size in sizes.items() if size > 20} == {
-        "data": 36,
         "precision": 33,
     }
 

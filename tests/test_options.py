@@ -14,7 +14,7 @@ import pytest
 from titanlab import options
 from titanlab.errors import ConfigError
 from titanlab.model.llama_schema import Llama
-from titanlab.options import account_of, conf_packages, discover, implementation, option, schema_of
+from titanlab.options import conf_packages, discover, implementation, option, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.bf16_schema import Bf16
 
@@ -73,8 +73,6 @@ def test_every_alternative_has_its_code_and_its_kind():
 
 def test_a_schema_leads_to_its_modules():
     assert implementation(Bf16()).__name__ == "titanlab.precision.bf16"
-    llama = Llama(dim=64, layers=1, heads=2, kv_heads=2, ffn_dim=64, vocab_size=2048)
-    assert account_of(llama).__name__ == "titanlab.model.llama_account"
     assert schema_of("model", "llama") is Llama
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlab.data.tokenizer_training import train
+from titanlab.data.tokenizers.training import train
 
 WORDS = "the def return self class import value tokens of a stream and its order in every rank one two".split()
 

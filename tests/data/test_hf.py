@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import text
-from tests.data.test_indexed import global_steps
-from titanlab.data import hf_documents, source
-from titanlab.data.held_out import is_held_out
+from tests.data.streams.test_indexed import global_steps
+from titanlab.data import source
+from titanlab.data.corpus import hf_documents
+from titanlab.data.corpus.held_out import is_held_out
 from titanlab.data.hf_schema import HuggingFace
-from titanlab.data.tokenizer import load
+from titanlab.data.tokenizers.tokenizer import load
 from titanlab.errors import ConfigError
 
 TEXTS = {text(100 * file + row, 5 + 7 * row) for file in range(5) for row in range(12)}

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import text
-from tests.data.test_indexed import SEQ, global_steps
+from tests.data.streams.test_indexed import SEQ, global_steps
 from titanlab.data import source, stdlib
+from titanlab.data.corpus.held_out import is_held_out
 from titanlab.data.files_schema import Files
-from titanlab.data.held_out import is_held_out
-from titanlab.data.index import read_index
+from titanlab.data.shards.index import read_index
 from titanlab.data.stdlib_schema import Stdlib
-from titanlab.data.tokenizer import load
+from titanlab.data.tokenizers.tokenizer import load
 from titanlab.errors import ConfigError
 
 
@@ -125,7 +125,7 @@ def test_a_single_document_is_cut_at_its_end(tmp_path: Path, cache: Path, model_
 
 
 def test_shards_are_cut_between_documents(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlab.data import shard_writer
+    from titanlab.data.shards import writer as shard_writer
 
     monkeypatch.setattr(shard_writer.write_documents, "__kwdefaults__", {"tail_fraction": 0.0, "shard_tokens": 1000})
     monkeypatch.setattr(shard_writer, "_BATCH_CHARACTERS", 500)
@@ -137,7 +137,7 @@ def test_shards_are_cut_between_documents(corpus: Path, cache: Path, monkeypatch
 
 
 def test_long_documents_are_encoded_in_pieces_and_stay_whole() -> None:
-    from titanlab.data.shard_writer import pieces_of
+    from titanlab.data.shards.writer import pieces_of
 
     for written in ("a\nbb\n\nccc" * 50, "x" * 95, "", "\n" * 40, "ab\n"):
         pieces = list(pieces_of(written, 10))
@@ -239,7 +239,7 @@ def test_stdlib_from_nothing_to_batches() -> None:
 def test_stdlib_comes_back_from_its_tokens() -> None:
     how = Stdlib()
     source.prepare(how, report=silent)
-    prepared = stdlib._prepared(how)
+    prepared = stdlib.StdlibSource(how)
     found = documents_in(prepared.folder, "train") + documents_in(prepared.folder, "validation")
     written = list(prepared.corpus.documents())
     assert len(found) == len(written)

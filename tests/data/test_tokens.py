@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import text
-from tests.data.test_indexed import folder_of, global_steps
+from tests.data.streams.test_indexed import folder_of, global_steps
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenise import write_token_shards

@@ -11,7 +11,7 @@ from tests.docs.pages import blocks
 from titanlab.ac.full_account import saved_bytes
 from titanlab.ac.full_schema import FullCheckpointing
 from titanlab.costs.account import Share
-from titanlab.model.llama_account import block_operations
+from titanlab.model.llama_block_account import block_operations
 from titanlab.model.llama_schema import Llama
 
 

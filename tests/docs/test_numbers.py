@@ -12,7 +12,6 @@ from tests.docs.pages import CONFIGS, read
 from tests.docs.test_names import options, tables
 from titanlab.costs.flops import per_token
 from titanlab.model.llama_schema import Llama
-from titanlab.options import account_of
 from titanlab.recipe.composition.recipes import conf_folder
 
 
@@ -25,7 +24,7 @@ def models():
 
 
 def parameters(model):
-    return sum(map(math.prod, account_of(model).account(model).parameters.values()))
+    return sum(map(math.prod, model.account().parameters.values()))
 
 
 def number(text):
@@ -60,13 +59,13 @@ def test_a_model_has_as_many_parameters_as_its_comments_say(models, config):
     (said,) = re.findall(r"([\d,.]+(?: M)?) parameters", comments)
     assert fits(said, parameters(model))
     for blocks in re.findall(r"([\d.]+ M) of them in the blocks", comments):
-        shapes = account_of(model).account(model).parameters
+        shapes = model.account().parameters
         assert fits(blocks, sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers.")))
 
 
 def test_flops_of_a_token_are_as_told(models):
     (said,) = re.findall(r"([\d,]+) for Llama 3 8B at 8,192 tokens", read("docs/models.md").replace("\n", " "))
-    assert number(said) == per_token(account_of(models["llama3_8b"]).account(models["llama3_8b"]), seq_len=8192)
+    assert number(said) == per_token(models["llama3_8b"].account(), seq_len=8192)
 
 
 def test_the_readme_shows_the_quickstart_as_it_is(models):
@@ -78,7 +77,7 @@ def test_the_readme_shows_the_quickstart_as_it_is(models):
     assert f"{parameters(model):,}\n" in shown
     tokens = training.global_batch * training.seq_len
     assert f"{tokens:,} ({training.global_batch} sequences of {training.seq_len})" in shown
-    flops = per_token(account_of(model).account(model), seq_len=training.seq_len)
+    flops = per_token(model.account(), seq_len=training.seq_len)
     assert f"FLOPs per token  {flops / 1e6:.1f}M" in shown
     assert f"step {training.steps}/{training.steps} " in shown
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
-from tiny_gpt import gpt, gpt_account
+from tiny_gpt import gpt
 from tiny_gpt.gpt_schema import Gpt
 
 from tests.model.published import load
@@ -26,7 +26,7 @@ def test_the_gpt_is_what_its_account_says(tied):
 def test_the_yaml_makes_one():
     values = yaml.safe_load((Path(gpt.__file__).parent / "conf/model/gpt_tiny.yaml").read_text())
     assert values.pop("defaults") == ["gpt_schema", "_self_"]
-    assert gpt_account.account(Gpt(**values)).parameter_count == 141_184
+    assert Gpt(**values).account().parameter_count == 141_184
 
 
 @pytest.mark.parametrize("change", [{}, {"tied_embeddings": True}], ids=["untied", "tied"])
@@ -36,9 +36,7 @@ def test_llama_is_what_its_account_says(change):
 
 def wrong(**given):
     """The account with something in it that is not so."""
-    return patch.object(
-        gpt_account, "account", lambda config, right=gpt_account.account: replace(right(config), **given)
-    )
+    return patch.object(Gpt, "account", lambda config, right=Gpt.account: replace(right(config), **given))
 
 
 @pytest.mark.parametrize(
@@ -63,15 +61,15 @@ def test_what_is_wrong_in_an_account_is_found(given, fault):
 
 
 def test_wrong_operations_are_found():
-    def operations(config, right=gpt_account.block_operations, **sizes):
+    def operations(config, right=Gpt.block_operations, **sizes):
         return [each for each in right(config, **sizes) if each.name != "mlp.down"]
 
-    with patch.object(gpt_account, "block_operations", operations):
+    with patch.object(Gpt, "block_operations", operations):
         assert any(each.startswith("operations: a forward pass takes") for each in faults(Gpt(**SIZES)))
 
 
 def test_wrong_initial_values_are_found():
-    with patch.object(gpt_account, "initial_values", lambda config: {}):
+    with patch.object(Gpt, "initial_values", lambda config: {}):
         assert "initial_values: norm.bias is in only one of initial_values and module" in faults(Gpt(**SIZES))
 
 

@@ -8,7 +8,7 @@ import tokenizers
 from tests import tiny
 from titanlab.data import source
 from titanlab.data.files_schema import Files
-from titanlab.data.tokenizer import load
+from titanlab.data.tokenizers.tokenizer import load
 from titanlab.launch.attempt import conclude, keep_tokenizer
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify

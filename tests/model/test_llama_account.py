@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.model.published import FLOPS_PER_TOKEN, NAMES, PARAMETERS, load
 from titanlab.costs import flops
 from titanlab.model import llama_account
-from titanlab.model.llama import build
+from titanlab.model.llama import Llama
+from titanlab.model.llama_block_account import block_operations
 
 BATCH, SEQ = 2, 16
 SMALL = {
@@ -26,7 +27,7 @@ SMALL = {
 
 def on_meta(config):
     with torch.device("meta"):
-        return build(config, seq_len=SEQ)
+        return Llama(config, seq_len=SEQ)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,7 +97,7 @@ def traced_operations(config):
 @pytest.mark.parametrize("change", SMALL.values(), ids=SMALL)
 def test_operations_are_the_modules(change):
     config = load("debug", **change)
-    block = llama_account.block_operations(config, batch=BATCH, seq_len=SEQ)
+    block = block_operations(config, batch=BATCH, seq_len=SEQ)
     first, *last = llama_account.edge_operations(config, batch=BATCH, seq_len=SEQ)
     declared = [(first.name, first.output)]
     for layer in range(config.layers):
@@ -124,7 +125,7 @@ def test_flops_are_those_that_torch_counts(change):
     with FlopCounterMode(display=False) as counter:
         module(torch.zeros(BATCH, SEQ, dtype=torch.int64, device="meta"))
     counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-    block = llama_account.block_operations(config, batch=BATCH, seq_len=SEQ)
+    block = block_operations(config, batch=BATCH, seq_len=SEQ)
     edges = llama_account.edge_operations(config, batch=BATCH, seq_len=SEQ)
     for layer in range(config.layers):
         for operation in block:
@@ -139,7 +140,7 @@ def test_flops_per_token_are_three_forward_passes(name):
     """But for the norms' weights, which the convention counts and which multiply nothing."""
     config = load(name)
     account = llama_account.account(config)
-    block = llama_account.block_operations(config, batch=3, seq_len=32)
+    block = block_operations(config, batch=3, seq_len=32)
     forward = config.layers * flops.forward(block) + flops.forward(
         llama_account.edge_operations(config, batch=3, seq_len=32)
     )

@@ -68,7 +68,7 @@ def scheduled(name, ranks, microbatches):
 
 def model():
     torch.manual_seed(0)
-    return llama.build(CONFIG, seq_len=SEQ)
+    return llama.Llama(CONFIG, seq_len=SEQ)
 
 
 def stage_of(number, stages):

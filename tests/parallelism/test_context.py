@@ -273,7 +273,7 @@ def llama_errors(method, tied):
     results = []
     for spread in (False, True):
         torch.manual_seed(0)
-        model = llama.build(config, seq_len=SEQ)
+        model = llama.Llama(config, seq_len=SEQ)
         places = own(torch.arange(SEQ)[None])[0] if spread else torch.arange(SEQ)
         if spread:
             spread_attention(model, "attention.inner", method=method, group=group)

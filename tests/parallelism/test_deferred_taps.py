@@ -51,7 +51,7 @@ def counted(function):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_compiled_block_leaves_the_products_of_its_weights_for_later(policy):
     torch.manual_seed(0)
-    model = llama.build(CONFIG, seq_len=SEQ)
+    model = llama.Llama(CONFIG, seq_len=SEQ)
     whole = copy.deepcopy(model)
     for each in (model, whole):
         implementation(POLICIES[policy]).apply(POLICIES[policy], dict(enumerate(each.layers.values())))
@@ -79,7 +79,7 @@ def test_a_compiled_block_leaves_the_products_of_its_weights_for_later(policy):
 
 
 def test_without_gradients_nothing_is_set_aside():
-    model = llama.build(CONFIG, seq_len=SEQ)
+    model = llama.Llama(CONFIG, seq_len=SEQ)
     compile_blocks(model.layers.values(), Compile(blocks=True, backend="eager"))
     DeferredWeights(model)
     with torch.no_grad():

@@ -106,7 +106,7 @@ class BareLoop:
 
     def __init__(self, made: Recipe) -> None:
         self.made = made
-        self.model = llama.build(made.model, seq_len=made.training.seq_len)
+        self.model = llama.Llama(made.model, seq_len=made.training.seq_len)
         initialise(self.model, llama_account.initial_values(made.model), made.seed)
 
     def trace(self) -> Trace:

@@ -41,7 +41,7 @@ def converted(config, **model):
     """A tiny model on meta, converted; and its account."""
     made = tiny.recipe("runs", precision=config, **model)
     with torch.device("meta"):
-        plain = implementation(made.model).build(made.model, seq_len=32)
+        plain = made.model.implementation().build(seq_len=32)
     return implementation(config).convert(config, plain, CPU), llama_account.account(made.model)
 
 

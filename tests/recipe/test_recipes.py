@@ -21,7 +21,7 @@ from tests import tiny
 from titanlab.costs.layout import SHORT
 from titanlab.data import source
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.options import account_of, discover
+from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
 from titanlab.parity import parity
 from titanlab.recipe.composition.recipes import conf_folder, register
@@ -129,7 +129,7 @@ def test_a_recipe_fits_its_world(composed, gpu_host, name):
     check(recipe)
     assert recipe.layout.world == given.world
     family = name.partition(f"_{given.world}gpus")[0]
-    assert sum(map(math.prod, account_of(recipe.model).account(recipe.model).parameters.values())) == PARAMETERS[family]
+    assert sum(map(math.prod, recipe.model.account().parameters.values())) == PARAMETERS[family]
     assert recipe.tokens_per_step == TOKENS[name]
     for overrides in SHORTER.get(name, []):
         shorter = on_gpus(composed(name, *overrides.split()))
@@ -155,7 +155,7 @@ def test_a_recipe_for_gpus_saves_at_the_interval_of_least_cost(composed, name):
     assert 0 < every <= steps // 2
     assert steps % every == 0
     assert recipe.checkpoint.keep >= 2
-    account = account_of(recipe.model).account(recipe.model)
+    account = recipe.model.account()
     # At 1 GB/s from each host of 8 GPUs; a failure in 50,700 hours of a GPU.
     save = 12 * sum(map(math.prod, account.parameters.values())) / (recipe.layout.world / 8 * 1e9)
     interval = math.sqrt(2 * save * 50_700 * 3600 / recipe.layout.world)

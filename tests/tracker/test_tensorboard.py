@@ -1,12 +1,13 @@
 """tracker=tensorboard: event files that TensorBoard reads, and trouble that stays its own."""
 
+import importlib.util
+
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titanlab.errors import ConfigError
-from titanlab.tracker import tensorboard
-from titanlab.tracker.protocol import TrackedRun, open_tracker
 from titanlab.tracker.tensorboard_schema import TensorBoard
+from titanlab.tracker.tracked_run import TrackedRun, open_tracker
 
 
 def a_run(folder, **given):
@@ -57,7 +58,7 @@ def test_trouble_costs_one_warning(tmp_path):
     assert told[0].startswith("tensorboard stopped (")
 
 
-def test_a_missing_package_is_an_error_with_a_cure(monkeypatch):
-    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
+def test_a_missing_package_is_an_error_with_a_cure(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed; pip install tensorboard"):
-        tensorboard.build(TensorBoard(), warn=pytest.fail)
+        open_tracker(TensorBoard(), a_run(tmp_path), warn=pytest.fail)

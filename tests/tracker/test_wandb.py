@@ -1,5 +1,6 @@
 """tracker=wandb: the real one offline, and one that hangs, raises, dies, or is not there."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,10 +16,9 @@ import pytest
 
 from tests.until import until
 from titanlab.errors import ConfigError
-from titanlab.tracker import wandb
 from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.tracker.protocol import TrackedRun, open_tracker
 from titanlab.tracker.record import FINISHED, read_record
+from titanlab.tracker.tracked_run import TrackedRun, open_tracker
 from titanlab.tracker.wandb import has_key, resolve_mode
 from titanlab.tracker.wandb_schema import Wandb
 
@@ -371,7 +371,7 @@ def test_rows_that_are_left_out_are_counted(run, told, monkeypatch, tmp_path, fa
 DIES = """
 import sys
 from pathlib import Path
-from titanlab.tracker.protocol import TrackedRun, open_tracker
+from titanlab.tracker.tracked_run import TrackedRun, open_tracker
 from titanlab.tracker.wandb_schema import Wandb
 folder = Path(sys.argv[1])
 run = TrackedRun(id="x", name="x", sweep="s", folder=folder, config={}, layout={})
@@ -454,11 +454,11 @@ def test_where_a_key_may_be(tmp_path):
     assert has_key({"HOME": str(tmp_path / "none"), "WANDB_IDENTITY_TOKEN_FILE": "f"})
 
 
-def test_a_missing_package_is_an_error_with_a_cure(monkeypatch):
-    monkeypatch.setattr(wandb.importlib.util, "find_spec", lambda name: None)
+def test_a_missing_package_is_an_error_with_a_cure(monkeypatch, run):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed; pip install wandb"):
-        wandb.build(Wandb(), warn=pytest.fail)
-    assert wandb.build(Wandb(mode="off"), warn=pytest.fail) is not None
+        open_tracker(Wandb(), run, warn=pytest.fail)
+    assert open_tracker(Wandb(mode="off"), run, warn=pytest.fail) is not None
 
 
 def test_jsonl_does_nothing_more(run, told):

@@ -10,7 +10,7 @@ from tests import tiny
 from titanlab.checkpoint.folders import latest
 from titanlab.data import source
 from titanlab.data.files_schema import Files
-from titanlab.data.tokenizer import load
+from titanlab.data.tokenizers.tokenizer import load
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
-from titanlab.data.download import download_tokenizer
+from titanlab.data.tokenizers.download import download_tokenizer
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from titanlab.cli.arguments import Arguments
 from titanlab.cli.import_weights import option_name
 from titanlab.cli.sizes import bytes_of
 from titanlab.errors import ConfigError
-from titanlab.weights.folder_writer import hold_apart, hold_place
+from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.interchange import is_weights, write_hf, write_ours
 from titanlab.weights.origin import from_folder, from_run
 from titanlab.weights.source import DTYPES
@@ -36,12 +36,12 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
     shard_bytes = bytes_of(given.shard_size, "--shard-size")
     name = option_name(given.name, str(given.into))
-    hold_place(given.into, is_weights, force=given.force)
+    check_target(given.into, is_weights, force=given.force)
     folder = Path(given.run).expanduser()
     if is_weights(folder):
         if given.step is not None:
             raise ConfigError("--step", given.step, "is of a run, and this is a folder of weights", "leave it out")
-        hold_apart(folder, given.into)
+        check_apart(folder, given.into)
         origin = from_folder(folder, "run")
     else:
         origin = from_run(given.run, given.runs, step=given.step)

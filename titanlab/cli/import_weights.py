@@ -10,7 +10,7 @@ from titanlab.cli.arguments import Arguments
 from titanlab.cli.sizes import bytes_of
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.recipes import conf_folder
-from titanlab.weights.folder_writer import hold_apart, hold_place
+from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.huggingface.download import fetch_model
 from titanlab.weights.interchange import is_weights, write_ours
 from titanlab.weights.origin import from_folder
@@ -34,9 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     shard_bytes = bytes_of(given.shard_size, "--shard-size")
     name = option_name(given.name, given.source)
     into = given.into or Path("weights", name)
-    hold_place(into, is_weights, force=given.force)
+    check_target(into, is_weights, force=given.force)
     folder = _folder(given.source, given.revision, given.token)
-    hold_apart(folder, into)
+    check_apart(folder, into)
     origin = from_folder(folder, _KEY)
     print(write_ours(origin, into, name=name, dtype=None, shard_bytes=shard_bytes, report=print))
     return 0

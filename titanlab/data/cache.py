@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from titanlab.data.stream import Report
+from titanlab.data.streams.stream import Report
 from titanlab.errors import ConfigError
 
 VARIABLE = "TITANLAB_CACHE"

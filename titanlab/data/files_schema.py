@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from titanlab.data.contract import DataSource
 from titanlab.data.text_schema import Text, absolute
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -36,3 +37,8 @@ class Files(Text):
         self.files = os.pathsep.join(absolute(part) for part in self.files.split(os.pathsep) if part.strip())
         if not self.text_field:
             raise ConfigError("data.text_field", self.text_field, "names no field", "try text")
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.files import FilesSource
+
+        return FilesSource(self)

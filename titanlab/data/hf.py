@@ -1,178 +1,165 @@
-"""data=hf: any dataset that Hugging Face `datasets` streams, such as C4.
-
-The functions are those that `titanlab.data.source` describes.
-"""
+"""data=hf: any dataset that Hugging Face `datasets` streams, such as C4."""
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from titanlab.data import cache
 from titanlab.data import fingerprint as fingerprints
-from titanlab.data import tokenizer as tokenizers
-from titanlab.data.corpus import matching
-from titanlab.data.held_out import is_held_out
+from titanlab.data.contract import DataSource
+from titanlab.data.corpus.held_out import is_held_out
+from titanlab.data.corpus.text_files import matching
 from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.index import Index, is_whole, read_index
 from titanlab.data.prepared import train_tokenizer
-from titanlab.data.rules import hold_streams, hold_validation, hold_vocabulary
-from titanlab.data.stream import Report, Rows, State, Stream
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.rules import check_streams, check_validation, check_vocab_size
+from titanlab.data.shards.index import Index, is_whole, read_index
+from titanlab.data.streams.stream import Report, Rows, State, Stream
+from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
 """Raised when the same dataset would give other tokens, or the same tokens in another order."""
 
 
-def fingerprint(config: HuggingFace) -> str:
-    return fingerprints.of_values(_content(config), config.streams)
+class HuggingFaceSource(DataSource):
+    """A dataset that `datasets` streams."""
 
+    def __init__(self, config: HuggingFace) -> None:
+        self.config = config
 
-def prepare(config: HuggingFace, *, report: Callable[[str], None]) -> None:
-    # Once, and not for every rank: what validates is read here and kept, and a tokenizer is trained if none is
-    # named. A dataset that cannot be read shows itself here too, before training starts.
-    cache.build(_folder(config), lambda folder: _make(config, folder, report), report=report, is_whole=is_whole)
+    def fingerprint(self) -> str:
+        return fingerprints.of_values(self._content, self.config.streams)
 
+    def prepare(self, *, report: Report) -> None:
+        # Once, and not for every rank: held-out documents are read and kept, and a tokenizer is trained if none is
+        # named. A dataset that cannot be read fails here, before training starts.
+        cache.build(self._folder, lambda folder: self._make(folder, report), report=report, is_whole=is_whole)
 
-def tokenizer(config: HuggingFace) -> Tokenizer:
-    if config.tokenizer is not None:
-        return tokenizers.load(Path(config.tokenizer))
-    return tokenizers.load(_folder(config) / str(_index(config).tokenizer))
+    def tokenizer(self) -> Tokenizer:
+        if self.config.tokenizer is not None:
+            return tokenizers.load(Path(self.config.tokenizer))
+        return tokenizers.load(self._folder / str(self._index.tokenizer))
 
+    def vocab_size(self) -> int:
+        return self._index.vocab_size
 
-def vocab_size(config: HuggingFace) -> int:
-    return _index(config).vocab_size
+    def check(self, *, ranks: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
+        config = self.config
+        check_streams(config.streams, ranks)
+        if config.path in LOCAL_BUILDERS:
+            _local_files(config)
+        expected = config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size
+        check_vocab_size(vocab_size, expected)
+        if validation_sequences:
+            if config.validation_split is None and not config.validation_fraction:
+                check_validation(None, "data.validation_fraction", config.validation_fraction)
+            if not config.validation_documents:
+                check_validation(None, "data.validation_documents", config.validation_documents)
 
+    def open_train(self, *, seed: int, ranks: int, state: State | None, **how: int) -> Stream:
+        # The seed changes nothing: the order is the dataset's, so that a position is a place in it.
+        from titanlab.data.corpus import hf_documents
+        from titanlab.data.streams import streaming
 
-def check(
-    config: HuggingFace, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int
-) -> None:
-    hold_streams(config.streams, ranks)
-    if config.path in LOCAL_BUILDERS:
-        _local_files(config)
-    expected = config.vocab_size if config.tokenizer is None else tokenizer(config).vocab_size
-    hold_vocabulary(vocab_size, expected)
-    if validation_sequences:
-        if config.validation_split is None and not config.validation_fraction:
-            hold_validation(None, "data.validation_fraction", config.validation_fraction)
-        if not config.validation_documents:
-            hold_validation(None, "data.validation_documents", config.validation_documents)
+        dataset, reader = hf_documents.open_dataset(self.config, self.config.split), self.tokenizer()
+        stream: Stream = streaming.StreamingStream(
+            lambda number, position: hf_documents.StreamDocuments(dataset, self.config, reader, number, position),
+            streams=self.config.streams,
+            fingerprint=self.fingerprint(),
+            ranks=ranks,
+            state=state,
+            **how,
+        )
+        if self.config.prefetch:
+            stream = streaming.ReadAhead(stream, self.config.prefetch)
+        return stream
 
+    def open_validation(self, **how: int) -> Rows:
+        from titanlab.data.streams import indexed
 
-def open_train(
-    config: HuggingFace,
-    *,
-    seed: int,
-    seq_len: int,
-    global_batch: int,
-    rank: int,
-    ranks: int,
-    state: State | None = None,
-) -> Stream:
-    # The seed changes nothing here: the order is that of the dataset, so that a position is a place in it.
-    hf_documents: Any = importlib.import_module("titanlab.data.hf_documents")
-    streaming: Any = importlib.import_module("titanlab.data.streaming")
-    dataset, reader = hf_documents.open_dataset(config, config.split), tokenizer(config)
-    stream: Stream = streaming.StreamingStream(
-        lambda number, position: hf_documents.StreamDocuments(dataset, config, reader, number, position),
-        streams=config.streams,
-        fingerprint=fingerprint(config),
-        seq_len=seq_len,
-        global_batch=global_batch,
-        rank=rank,
-        ranks=ranks,
-        state=state,
-    )
-    if config.prefetch:
-        stream = streaming.ReadAhead(stream, config.prefetch)
-    return stream
+        documents = self.config.validation_documents
+        return indexed.open_validation(
+            self._folder, self._index, key="data.validation_documents", value=documents, **how
+        )
 
+    @cached_property
+    def _content(self) -> str:
+        """A hash of everything but the number of streams."""
+        config = self.config
+        named = (
+            ["trained", config.vocab_size]
+            if config.tokenizer is None
+            else tokenizers.load(Path(config.tokenizer)).fingerprint
+        )
+        if config.path in LOCAL_BUILDERS:
+            where: list[object] = [config.path, fingerprints.of_files(_local_files(config))]
+        elif os.path.isdir(config.path):
+            where = ["folder", fingerprints.of_files(matching(config.path, "data.path")), config.data_files]
+        else:
+            where = [config.path, config.data_files]
+        held_out = [config.validation_split, config.validation_fraction, config.validation_documents]
+        return fingerprints.of_values(
+            ORDER, where, config.name, config.revision, config.split, held_out, config.text_field, named
+        )
 
-def open_validation(config: HuggingFace, **how: int) -> Rows:
-    indexed: Any = importlib.import_module("titanlab.data.indexed")
-    rows: Rows = indexed.open_validation(
-        _folder(config),
-        _index(config),
-        key="data.validation_documents",
-        value=config.validation_documents,
-        **how,
-    )
-    return rows
+    @property
+    def _folder(self) -> Path:
+        return cache.root() / "tokens" / f"hf-{self._content}"
 
+    @cached_property
+    def _index(self) -> Index:
+        folder = self._folder
+        if not folder.is_dir():
+            raise ConfigError("data", self.config.path, f"{folder} is missing", "prepare the data first")
+        return read_index(folder, "data")
 
-def _content(config: HuggingFace) -> str:
-    """A hash of everything but the number of streams."""
-    named = (
-        ["trained", config.vocab_size]
-        if config.tokenizer is None
-        else tokenizers.load(Path(config.tokenizer)).fingerprint
-    )
-    if config.path in LOCAL_BUILDERS:
-        where: list[object] = [config.path, fingerprints.of_files(_local_files(config))]
-    elif os.path.isdir(config.path):
-        where = ["folder", fingerprints.of_files(matching(config.path, "data.path")), config.data_files]
-    else:
-        where = [config.path, config.data_files]
-    held_out = [config.validation_split, config.validation_fraction, config.validation_documents]
-    return fingerprints.of_values(
-        ORDER, where, config.name, config.revision, config.split, held_out, config.text_field, named
-    )
+    def _make(self, folder: Path, report: Report) -> None:
+        from titanlab.data.corpus import hf_documents
+        from titanlab.data.shards import writer
+
+        config = self.config
+        report(f"opening the dataset {config.path}")
+        dataset = hf_documents.open_dataset(config, config.split)
+        if dataset.num_shards < config.streams:
+            files, readers = dataset.num_shards, -(-config.streams // dataset.num_shards)
+            report(f"{config.path} has {files} files for {config.streams} streams: each is read up to {readers} times")
+        texts = (text for text in hf_documents.documents(dataset, config) if not _is_held_out(config, text))
+        first = next(texts, None)
+        if first is None:
+            raise ConfigError("data.path", config.path, f"has no text in {config.text_field}", "name another column")
+        if config.tokenizer is None:
+            file = folder / "tokenizer.model"
+            train_tokenizer(_sample(chain([first], texts)), vocab_size=config.vocab_size, file=file, report=report)
+        else:
+            file = tokenizers.find(Path(config.tokenizer))
+        texts.close()
+        index = writer.write_documents(
+            folder,
+            _validation_documents(config, dataset),
+            tokenizer=tokenizers.load(file),
+            tokenizer_file=file,
+            fingerprint=self._content,
+            report=report,
+            held_out=lambda text: True,
+        )
+        if config.validation_documents:
+            report(f"{index.tokens('validation'):,} tokens held out")
 
 
 def _local_files(config: HuggingFace) -> list[Path]:
-    here = [each for each in config.data_files if "://" not in each]
-    return [file for each in here for file in matching(each, "data.data_files")]
-
-
-def _folder(config: HuggingFace) -> Path:
-    return cache.root() / "tokens" / f"hf-{_content(config)}"
-
-
-def _index(config: HuggingFace) -> Index:
-    folder = _folder(config)
-    if not folder.is_dir():
-        raise ConfigError("data", config.path, f"{folder} is missing", "prepare the data first")
-    return read_index(folder, "data")
-
-
-def _make(config: HuggingFace, folder: Path, report: Report) -> None:
-    hf_documents: Any = importlib.import_module("titanlab.data.hf_documents")
-    writer: Any = importlib.import_module("titanlab.data.shard_writer")
-    report(f"opening the dataset {config.path}")
-    dataset = hf_documents.open_dataset(config, config.split)
-    if dataset.num_shards < config.streams:
-        files, readers = dataset.num_shards, -(-config.streams // dataset.num_shards)
-        report(f"{config.path} has {files} files for {config.streams} streams: each is read up to {readers} times")
-    texts = (text for text in hf_documents.documents(dataset, config) if not _is_held_out(config, text))
-    first = next(texts, None)
-    if first is None:
-        raise ConfigError("data.path", config.path, f"has no text in {config.text_field}", "name another column")
-    if config.tokenizer is None:
-        file = folder / "tokenizer.model"
-        train_tokenizer(_sample(chain([first], texts)), vocab_size=config.vocab_size, file=file, report=report)
-    else:
-        file = tokenizers.find(Path(config.tokenizer))
-    texts.close()
-    index = writer.write_documents(
-        folder,
-        _validation_documents(config, dataset),
-        tokenizer=tokenizers.load(file),
-        tokenizer_file=file,
-        fingerprint=_content(config),
-        report=report,
-        held_out=lambda text: True,
-    )
-    if config.validation_documents:
-        report(f"{index.tokens('validation'):,} tokens held out")
+    patterns = [pattern for pattern in config.data_files if "://" not in pattern]
+    return [file for pattern in patterns for file in matching(pattern, "data.data_files")]
 
 
 def _sample(texts: Iterator[str]) -> Iterator[str]:
-    training: Any = importlib.import_module("titanlab.data.tokenizer_training")
+    from titanlab.data.tokenizers import training
+
     left = training.SAMPLE_CHARACTERS
     for text in texts:
         yield text
@@ -181,7 +168,8 @@ def _sample(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _validation_documents(config: HuggingFace, dataset: Any) -> Iterator[str]:
-    hf_documents: Any = importlib.import_module("titanlab.data.hf_documents")
+    from titanlab.data.corpus import hf_documents
+
     if not config.validation_documents:
         return iter(())
     if config.validation_split is not None:

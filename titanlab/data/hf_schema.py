@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from titanlab.data.contract import DataSource
 from titanlab.data.text_schema import Text, absolute
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -69,3 +70,8 @@ class HuggingFace(Text):
 
     def _default(self, name: str) -> object:
         return type(self).__dataclass_fields__[name].default
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.hf import HuggingFaceSource
+
+        return HuggingFaceSource(self)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import time
+from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from titanlab.data import cache, fingerprint
-from titanlab.data import tokenizer as tokenizers
-from titanlab.data.corpus import Corpus
-from titanlab.data.held_out import is_held_out
-from titanlab.data.index import Index, is_whole, read_index
-from titanlab.data.rules import hold_sequences, hold_validation, hold_vocabulary
-from titanlab.data.stream import Report, Rows, State, Stream
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.contract import DataSource
+from titanlab.data.corpus.held_out import is_held_out
+from titanlab.data.corpus.text_files import Corpus
+from titanlab.data.rules import check_sequences, check_validation, check_vocab_size
+from titanlab.data.shards.index import Index, is_whole, read_index
+from titanlab.data.streams.stream import Report, Rows, State, Stream
+from titanlab.data.text_schema import Text
+from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
@@ -25,44 +26,50 @@ ORDER = 1
 VALIDATION_KEY = "data.validation_fraction"
 
 _TRIED_CHARACTERS = 4096
+TextConfig = TypeVar("TextConfig", bound=Text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A corpus and how it becomes tokens; see `text_schema.Text` for the last three.
+class PreparedText(DataSource, Generic[TextConfig]):
+    """A corpus that becomes token shards in the cache."""
 
-    Attributes:
-        name: of the kind of data, for messages and the cache.
-        corpus: the documents.
-    """
+    def __init__(self, config: TextConfig) -> None:
+        self.config = config
 
-    name: str
-    corpus: Corpus
-    tokenizer: str | None
-    vocab_size: int
-    validation_fraction: float
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """32 hexadecimal digits of the texts, the tokenizer and what is held out.
+    @abstractmethod
+    def find_corpus(self) -> Corpus:
+        """The documents.
 
         Raises:
-            ConfigError: a file cannot be read.
+            ConfigError: there are none.
         """
-        trained = ["trained", self.vocab_size]
-        named = trained if self.tokenizer is None else tokenizers.load(Path(self.tokenizer)).fingerprint
+        ...
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The documents."""
+        return self.find_corpus()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """32 hexadecimal digits of the texts, the tokenizer and what is held out."""
+        config = self.config
+        trained = ["trained", config.vocab_size]
+        named = trained if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
         try:
             content = fingerprint.of_files(self.corpus.files)
         except OSError as error:
             raise ConfigError(
                 self.corpus.key, error.filename or "", f"cannot be read ({error.strerror})", "check its permissions"
             ) from error
-        return fingerprint.of_values(ORDER, content, self.corpus.text_field, named, self.validation_fraction)
+        return fingerprint.of_values(ORDER, content, self.corpus.text_field, named, config.validation_fraction)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
     @property
     def folder(self) -> Path:
         """Where its token shards are, or will be."""
-        return cache.root() / "tokens" / f"{self.name}-{self.fingerprint}"
+        return cache.root() / "tokens" / f"{self.config.kind}-{self.fingerprint()}"
 
     @cached_property
     def index(self) -> Index:
@@ -73,63 +80,58 @@ class Prepared:
         """
         folder = self.folder
         if not folder.is_dir():
-            raise ConfigError("data", self.name, f"{folder} is missing", "prepare the data first")
+            raise ConfigError("data", self.config.kind, f"{folder} is missing", "prepare the data first")
         return read_index(folder, "data")
 
-    def prepare(self, report: Report) -> None:
-        """Make the token shards, unless they are there."""
+    def prepare(self, *, report: Report) -> None:
+        """Make the token shards, unless they exist."""
         cache.build(self.folder, lambda folder: self._make(folder, report), report=report, is_whole=is_whole)
 
-    def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer of its token shards; before they are made, the one that the config names."""
-        if self.tokenizer is not None:
-            return tokenizers.load(Path(self.tokenizer))
+    def tokenizer(self) -> Tokenizer:
+        # One that the config names needs no corpus: text is sampled from a run on machines that no longer have it.
+        if self.config.tokenizer is not None:
+            return tokenizers.load(Path(self.config.tokenizer))
         index = self.index
         return tokenizers.load(self.folder / str(index.tokenizer))
 
-    def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int) -> None:
-        """Every rule that can be checked now; more of them after `prepare`.
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
 
-        Raises:
-            ConfigError: one is broken.
-        """
-        folder = self.folder
+    def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
+        config, folder = self.config, self.folder
         whole = folder.is_dir() and is_whole(folder)
         if not whole:
-            # Before the vocabulary: of a file that has no text, that says nothing.
+            # Before the vocabulary, which says nothing about a file without text.
             self.corpus.check()
-        expected = self.vocab_size if self.tokenizer is None else self.load_tokenizer().vocab_size
-        hold_vocabulary(vocab_size, expected)
-        if validation_sequences and not self.validation_fraction:
-            hold_validation(None, VALIDATION_KEY, self.validation_fraction)
+        check_vocab_size(vocab_size, config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size)
+        if validation_sequences and not config.validation_fraction:
+            check_validation(None, VALIDATION_KEY, config.validation_fraction)
         if whole:
             index = self.index
-            hold_sequences(index, seq_len)
+            check_sequences(index, seq_len)
             if validation_sequences:
-                hold_validation(index, VALIDATION_KEY, self.validation_fraction)
+                check_validation(index, VALIDATION_KEY, config.validation_fraction)
 
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
-        """The training stream; see `source.open_train`."""
-        # Not at the top: it needs numpy, which the rules do not.
-        indexed: Any = importlib.import_module("titanlab.data.indexed")
-        stream: Stream = indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint, state=state, **how)
-        return stream
+        # Imported here: it needs numpy, which the rules do not.
+        from titanlab.data.streams import indexed
+
+        return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)
 
     def open_validation(self, **how: int) -> Rows:
-        """The held-out rows; see `source.open_validation`."""
-        indexed: Any = importlib.import_module("titanlab.data.indexed")
-        asked: dict[str, Any] = {"key": VALIDATION_KEY, "value": self.validation_fraction, **how}
-        rows: Rows = indexed.open_validation(self.folder, self.index, **asked)
-        return rows
+        from titanlab.data.streams import indexed
+
+        rows: dict[str, Any] = {"key": VALIDATION_KEY, "value": self.config.validation_fraction, **how}
+        return indexed.open_validation(self.folder, self.index, **rows)
 
     def _make(self, folder: Path, report: Report) -> None:
         make_shards(
             folder,
             self.corpus,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            validation_fraction=self.validation_fraction,
-            fingerprint=self.fingerprint,
+            tokenizer=self.config.tokenizer,
+            vocab_size=self.config.vocab_size,
+            validation_fraction=self.config.validation_fraction,
+            fingerprint=self.fingerprint(),
             report=report,
         )
 
@@ -147,7 +149,7 @@ def make_shards(
     """Fill an empty folder with the token shards of a corpus, and train their tokenizer if none is named.
 
     Raises:
-        ConfigError: the corpus or the tokenizer is at fault.
+        ConfigError: the corpus or the tokenizer cannot be used.
     """
     size = sum(file.stat().st_size for file in corpus.files)
     first = next(corpus.documents(), None)
@@ -159,8 +161,10 @@ def make_shards(
             rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"
             raise ConfigError("data.tokenizer", tokenizer, rule, "give a tokenizer that was trained on such text")
     report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB")
-    training: Any = importlib.import_module("titanlab.data.tokenizer_training")
-    writer: Any = importlib.import_module("titanlab.data.shard_writer")
+    # Imported here: they need numpy or sentencepiece, which the rules do not.
+    from titanlab.data.shards import writer
+    from titanlab.data.tokenizers import training
+
     if tokenizer is None:
         tokenizer_file = folder / "tokenizer.model"
         sample = corpus.sample(training.SAMPLE_CHARACTERS)
@@ -169,7 +173,7 @@ def make_shards(
         tokenizer_file = tokenizers.find(Path(tokenizer))
     started = time.monotonic()
     report("tokenising")
-    index: Index = writer.write_documents(
+    index = writer.write_documents(
         folder,
         corpus.documents(),
         tokenizer=tokenizers.load(tokenizer_file),
@@ -187,12 +191,13 @@ def make_shards(
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, file: Path, report: Report) -> None:
-    """Train a tokenizer and say so.
+    """Train a tokenizer and report it.
 
     Raises:
         ConfigError: the texts do not suffice for the vocabulary.
     """
-    training: Any = importlib.import_module("titanlab.data.tokenizer_training")
+    from titanlab.data.tokenizers import training
+
     started = time.monotonic()
     report(f"training a tokenizer of {vocab_size:,} pieces")
     training.train(texts, vocab_size=vocab_size, file=file)

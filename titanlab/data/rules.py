@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from titanlab.data.index import Index
+from titanlab.data.shards.index import Index
 from titanlab.errors import ConfigError
 
 
-def hold_batch(global_batch: int, ranks: int) -> None:
-    """The rule that every data-parallel rank has equally many sequences of a step.
+def check_batch(global_batch: int, ranks: int) -> None:
+    """Check that every data-parallel rank has equally many sequences of a step.
 
     Raises:
         ConfigError: `global_batch` is no multiple of `ranks`.
@@ -21,8 +21,8 @@ def hold_batch(global_batch: int, ranks: int) -> None:
         )
 
 
-def hold_vocabulary(of_model: int, of_data: int) -> None:
-    """The rule that the model has a row for every token.
+def check_vocab_size(of_model: int, of_data: int) -> None:
+    """Check that the model has a row for every token.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the data's.
@@ -36,8 +36,8 @@ def hold_vocabulary(of_model: int, of_data: int) -> None:
         )
 
 
-def hold_sequences(index: Index, seq_len: int) -> None:
-    """The rule that training needs a sequence.
+def check_sequences(index: Index, seq_len: int) -> None:
+    """Check that there is at least one sequence to train on.
 
     Raises:
         ConfigError: no file has that many tokens.
@@ -52,8 +52,8 @@ def hold_sequences(index: Index, seq_len: int) -> None:
         )
 
 
-def hold_validation(index: Index | None, key: str, value: object) -> None:
-    """The rule that validation needs held-out tokens; `index` is None where there can be none.
+def check_validation(index: Index | None, key: str, value: object) -> None:
+    """Check that there are held-out tokens to validate on; `index` is None where there can be none.
 
     Raises:
         ConfigError: there are none.
@@ -62,8 +62,8 @@ def hold_validation(index: Index | None, key: str, value: object) -> None:
         raise ConfigError(key, value, "holds nothing out to validate on", "hold some out, or training.validate_every=0")
 
 
-def hold_streams(streams: int, ranks: int) -> None:
-    """The rule that every data-parallel rank owns equally many virtual streams.
+def check_streams(streams: int, ranks: int) -> None:
+    """Check that every data-parallel rank owns equally many virtual streams.
 
     Raises:
         ConfigError: `streams` is no multiple of `ranks`.
@@ -78,6 +78,6 @@ def hold_streams(streams: int, ranks: int) -> None:
 
 
 def multiples_around(value: int, step: int) -> str:
-    """The nearest multiples of `step`, as a person would be told them: `8 or 12`."""
+    """The nearest multiples of `step`, for a message: `8 or 12`."""
     below, above = value // step * step, (value // step + 1) * step
     return f"{below} or {above}" if below else str(above)

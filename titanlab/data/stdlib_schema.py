@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlab.data.contract import DataSource
 from titanlab.data.text_schema import Text
 from titanlab.options import option
 
@@ -15,3 +16,8 @@ class Stdlib(Text):
 
     kind: str = "stdlib"
     validation_fraction: float = 0.05
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.stdlib import StdlibSource
+
+        return StdlibSource(self)

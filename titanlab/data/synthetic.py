@@ -1,48 +1,44 @@
-"""data=synthetic: random tokens, computed from seed, sample and position.
-
-The functions are those that `titanlab.data.source` describes.
-"""
+"""data=synthetic: random tokens, computed from seed, sample and position."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from titanlab.data.rules import hold_vocabulary
-from titanlab.data.stream import Rows, State, Stream
+from titanlab.data.contract import DataSource
+from titanlab.data.rules import check_vocab_size
+from titanlab.data.streams.stream import Report, Rows, State, Stream
 from titanlab.data.synthetic_schema import Synthetic
 
 
-def fingerprint(config: Synthetic) -> str:
-    return f"synthetic-1-{config.vocab_size}"
+@dataclass(frozen=True)
+class SyntheticSource(DataSource):
+    """Random tokens."""
 
+    config: Synthetic
 
-def prepare(config: Synthetic, *, report: Callable[[str], None]) -> None:
-    """Nothing is to be done."""
+    def fingerprint(self) -> str:
+        return f"synthetic-1-{self.config.vocab_size}"
 
+    def prepare(self, *, report: Report) -> None:
+        """There is nothing to do."""
 
-def tokenizer(config: Synthetic) -> None:
-    return None
+    def tokenizer(self) -> None:
+        return None
 
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
-def vocab_size(config: Synthetic) -> int:
-    return config.vocab_size
+    def check(self, *, vocab_size: int, **_: int) -> None:
+        check_vocab_size(vocab_size, self.config.vocab_size)
 
+    def open_train(self, *, state: State | None, **how: Any) -> Stream:
+        # Imported here: it needs numpy, which the rules do not.
+        from titanlab.data.streams.random_tokens import RandomStream
 
-def check(
-    config: Synthetic, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int
-) -> None:
-    hold_vocabulary(vocab_size, config.vocab_size)
+        return RandomStream(self.config.vocab_size, fingerprint=self.fingerprint(), state=state, **how)
 
+    def open_validation(self, **how: int) -> Rows:
+        from titanlab.data.streams.random_tokens import RandomRows
 
-def open_train(config: Synthetic, *, state: State | None = None, **how: Any) -> Stream:
-    random: Any = importlib.import_module("titanlab.data.random_tokens")
-    stream: Stream = random.RandomStream(config.vocab_size, fingerprint=fingerprint(config), state=state, **how)
-    return stream
-
-
-def open_validation(config: Synthetic, **how: int) -> Rows:
-    random: Any = importlib.import_module("titanlab.data.random_tokens")
-    rows: Rows = random.RandomRows(config.vocab_size, **how)
-    return rows
+        return RandomRows(self.config.vocab_size, **how)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlab.data.contract import DataConfig, DataSource
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
 
 @option("data", "synthetic")
 @dataclass(kw_only=True)
-class Synthetic:
+class Synthetic(DataConfig):
     """Random tokens, computed and not read: for benchmarks, where nothing may wait for data.
 
     Attributes:
@@ -23,3 +24,8 @@ class Synthetic:
     def __post_init__(self) -> None:
         if not 2 <= self.vocab_size <= 2**31:
             raise ConfigError("data.vocab_size", self.vocab_size, "must be between 2 and 2147483648", "try 2048")
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.synthetic import SyntheticSource
+
+        return SyntheticSource(self)

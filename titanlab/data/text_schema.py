@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from titanlab.data.contract import DataConfig
 from titanlab.errors import ConfigError
 
 SMALLEST_VOCABULARY = 320
@@ -12,7 +13,7 @@ SMALLEST_VOCABULARY = 320
 
 
 @dataclass(kw_only=True)
-class Text:
+class Text(DataConfig):
     """Text that becomes tokens.
 
     Attributes:

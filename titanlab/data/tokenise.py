@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titanlab.data import fingerprint
-from titanlab.data import tokenizer as tokenizers
-from titanlab.data.corpus import Corpus, matching
+from titanlab.data.corpus.text_files import Corpus, matching
 from titanlab.data.files_schema import Files
-from titanlab.data.index import Index
 from titanlab.data.prepared import ORDER, make_shards
+from titanlab.data.shards.index import Index
+from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 
 

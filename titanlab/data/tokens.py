@@ -1,67 +1,67 @@
-"""data=tokens: token shards that were made before.
-
-The functions are those that `titanlab.data.source` describes.
-"""
+"""data=tokens: token shards that were made before."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titanlab.data import tokenizer as tokenizers
-from titanlab.data.index import Index, fingerprint_of, read_index
-from titanlab.data.rules import hold_sequences, hold_validation, hold_vocabulary
-from titanlab.data.stream import Rows, State, Stream
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.contract import DataSource
+from titanlab.data.rules import check_sequences, check_validation, check_vocab_size
+from titanlab.data.shards.index import Index, fingerprint_of, read_index
+from titanlab.data.streams.stream import Report, Rows, State, Stream
+from titanlab.data.tokenizers import tokenizer as tokenizers
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.data.tokens_schema import TokenFolder
 
 
-def fingerprint(config: TokenFolder) -> str:
-    return fingerprint_of(Path(config.folder), _index(config))
+@dataclass(frozen=True)
+class TokenFolderSource(DataSource):
+    """The token shards in a folder."""
 
+    config: TokenFolder
 
-def prepare(config: TokenFolder, *, report: Callable[[str], None]) -> None:
-    # Nothing to make; what a wrong index would do to a run on a GPU is worth a look at the tokens, though.
-    shards: Any = importlib.import_module("titanlab.data.shards")
-    shards.hold_tokens(Path(config.folder), _index(config))
+    @property
+    def folder(self) -> Path:
+        """Where the shards are."""
+        return Path(self.config.folder)
 
+    @cached_property
+    def index(self) -> Index:
+        """The folder's index."""
+        return read_index(self.folder)
 
-def tokenizer(config: TokenFolder) -> Tokenizer | None:
-    name = _index(config).tokenizer
-    return None if name is None else tokenizers.load(Path(config.folder, name), "data.folder")
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.folder, self.index)
 
+    def prepare(self, *, report: Report) -> None:
+        # Nothing has to be made. A wrong index would cost a run on a GPU, so some tokens are read.
+        from titanlab.data.shards.split import check_tokens
 
-def vocab_size(config: TokenFolder) -> int:
-    return _index(config).vocab_size
+        check_tokens(self.folder, self.index)
 
+    def tokenizer(self) -> Tokenizer | None:
+        name = self.index.tokenizer
+        return None if name is None else tokenizers.load(self.folder / name, "data.folder")
 
-def check(
-    config: TokenFolder, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int
-) -> None:
-    index = _index(config)
-    hold_vocabulary(vocab_size, index.vocab_size)
-    hold_sequences(index, seq_len)
-    if validation_sequences:
-        hold_validation(index, "data.folder", config.folder)
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
 
+    def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
+        check_vocab_size(vocab_size, self.index.vocab_size)
+        check_sequences(self.index, seq_len)
+        if validation_sequences:
+            check_validation(self.index, "data.folder", self.config.folder)
 
-def open_train(config: TokenFolder, *, state: State | None = None, **how: Any) -> Stream:
-    indexed: Any = importlib.import_module("titanlab.data.indexed")
-    stream: Stream = indexed.open_train(
-        Path(config.folder), _index(config), fingerprint=fingerprint(config), state=state, **how
-    )
-    return stream
+    def open_train(self, *, state: State | None, **how: Any) -> Stream:
+        # Imported here: it needs numpy, which the rules do not.
+        from titanlab.data.streams import indexed
 
+        return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)
 
-def open_validation(config: TokenFolder, **how: int) -> Rows:
-    indexed: Any = importlib.import_module("titanlab.data.indexed")
-    rows: Rows = indexed.open_validation(
-        Path(config.folder), _index(config), key="data.folder", value=config.folder, **how
-    )
-    return rows
+    def open_validation(self, **how: int) -> Rows:
+        from titanlab.data.streams import indexed
 
-
-def _index(config: TokenFolder) -> Index:
-    return read_index(Path(config.folder))
+        folder = self.config.folder
+        return indexed.open_validation(self.folder, self.index, key="data.folder", value=folder, **how)

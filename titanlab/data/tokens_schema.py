@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from titanlab.data.contract import DataConfig, DataSource
 from titanlab.data.text_schema import absolute
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -11,7 +12,7 @@ from titanlab.options import option
 
 @option("data", "tokens")
 @dataclass(kw_only=True)
-class TokenFolder:
+class TokenFolder(DataConfig):
     """Token shards made before, by `titanlab tokenize` or by another tool.
 
     Attributes:
@@ -30,3 +31,8 @@ class TokenFolder:
                 "make one with `titanlab tokenize`: data.folder=<it>",
             )
         self.folder = absolute(self.folder)
+
+    def implementation(self) -> DataSource:
+        from titanlab.data.tokens import TokenFolderSource
+
+        return TokenFolderSource(self)

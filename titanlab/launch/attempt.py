@@ -17,11 +17,10 @@ from titanlab.checkpoint.folders import (
 )
 from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
-from titanlab.data.tokenizer import keep
+from titanlab.data.tokenizers.tokenizer import keep
 from titanlab.distributed.host import Host
 from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
-from titanlab.options import account_of
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.outcome import Outcome, from_exit
 from titanlab.records.provenance import collect
@@ -57,7 +56,7 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None
             cure = f"bring that folder back; or remove {run.path}, and train anew from step 1"
             raise ConfigError("run", run.path, rule, cure)
         return
-    check_checkpoint(checkpoint, account_of(recipe.model).account(recipe.model).parameters, "run")
+    check_checkpoint(checkpoint, recipe.model.account().parameters, "run")
     # A run that took up another run's checkpoint counts that run's steps, tokens and samples too.
     first_hand = recipe.checkpoint.load_from is None
     check_progress(

@@ -7,6 +7,7 @@ grouped-query attention (2305.13245); SwiGLU (2002.05202); RMSNorm (1910.07467).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +15,22 @@ from torch import Tensor, nn
 
 from titanlab.model import llama_schema
 from titanlab.model.attention import InnerAttention
-from titanlab.model.contract import LanguageModel
+from titanlab.model.contract import ModelBuilder
+from titanlab.model.language_model import LanguageModel
 
 
-def build(config: llama_schema.Llama, *, seq_len: int) -> Llama:
-    """A model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`.
+@dataclass(frozen=True)
+class LlamaBuilder(ModelBuilder):
+    """Builds the modules of a config."""
 
-    After `to_empty`, call `init_buffers` and fill the parameters with `titanlab.weights.initialise`.
-    """
-    return Llama(config, seq_len=seq_len)
+    config: llama_schema.Llama
+
+    def build(self, *, seq_len: int) -> Llama:
+        """A model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`.
+
+        After `to_empty`, call `init_buffers` and fill the parameters with `titanlab.weights.initialise`.
+        """
+        return Llama(self.config, seq_len=seq_len)
 
 
 class Llama(LanguageModel):

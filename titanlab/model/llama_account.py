@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from titanlab.costs.account import HIDDEN, Activation, Init, ModelAccount, Operation
-from titanlab.model.llama_block_account import block_operations, matmul, norm
-from titanlab.model.llama_schema import Llama
+from titanlab.model.llama_block_account import matmul, norm
 
-__all__ = ["account", "block_operations", "edge_operations", "initial_values"]
+if TYPE_CHECKING:
+    from titanlab.model.llama_schema import Llama
 
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "output.weight"

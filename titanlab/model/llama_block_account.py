@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from titanlab.costs.account import HIDDEN, Activation, Cut, Operation, Operator
-from titanlab.model.llama_schema import Llama
+
+if TYPE_CHECKING:
+    from titanlab.model.llama_schema import Llama
 
 # Which of them runs is chosen by device and precision; all return the output and the softmax's denominators.
 FUSED_ATTENTION = (

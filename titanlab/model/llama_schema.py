@@ -1,11 +1,15 @@
-"""The schema of Llama-family models."""
+"""Config of Llama-family models."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
+from titanlab.costs.account import Init, ModelAccount, Operation
 from titanlab.errors import ConfigError
+from titanlab.model import llama_account, llama_block_account
+from titanlab.model.contract import ModelBuilder, ModelConfig
+from titanlab.model.llama_huggingface import LlamaFamily
 from titanlab.options import option
 
 # Which kernel computes attention; `auto` is the fastest that the device has for the inputs.
@@ -16,7 +20,7 @@ CPU_ATTENTION_BACKENDS = ("auto", "flash", "math")
 
 @option("model", "llama")
 @dataclass(kw_only=True)
-class Llama:
+class Llama(ModelConfig):
     """A decoder-only transformer of the Llama family (arXiv 2302.13971, 2307.09288, 2407.21783).
 
     Attributes:
@@ -62,6 +66,27 @@ class Llama:
     def head_dim(self) -> int:
         """Width of one head."""
         return self.dim // self.heads
+
+    def account(self) -> ModelAccount:
+        return llama_account.account(self)
+
+    def block_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
+        return llama_block_account.block_operations(self, batch=batch, seq_len=seq_len)
+
+    def edge_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
+        return llama_account.edge_operations(self, batch=batch, seq_len=seq_len)
+
+    def initial_values(self) -> dict[str, Init]:
+        return llama_account.initial_values(self)
+
+    def implementation(self) -> ModelBuilder:
+        from titanlab.model.llama import LlamaBuilder
+
+        return LlamaBuilder(self)
+
+    @classmethod
+    def hugging_face(cls) -> LlamaFamily:
+        return LlamaFamily(cls)
 
     def __post_init__(self) -> None:
         self._check_sizes()

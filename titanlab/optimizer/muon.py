@@ -14,7 +14,7 @@ from titanlab.optimizer.groups import groups_by_decay
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.optimizer.whole import changed, sharers
 
-# Where assembly and pipelines expect a model's blocks (`titanlab.model.contract`).
+# Where assembly and pipelines expect a model's blocks (`titanlab.model.language_model`).
 BLOCKS = "layers."
 
 

@@ -22,7 +22,7 @@ def check_addressable(recipe: Recipe) -> None:
     Raises:
         ConfigError: its parameters are more bytes than 64 bits count.
     """
-    parameters = account_of(recipe.model).account(recipe.model).parameter_count
+    parameters = recipe.model.account().parameter_count
     if parameters * _bytes_at_rest(recipe) >= _ADDRESSABLE:
         key, value = _largest_size(recipe.model)
         rule = f"makes a model of {parameters:.1e} parameters, more bytes than there are addresses"
@@ -45,12 +45,12 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
         return
     layout, here = recipe.layout, processes / recipe.layout.world
     of_processes = processes * PROCESS_BYTES
-    parameters = account_of(recipe.model).account(recipe.model).parameter_count
+    parameters = recipe.model.account().parameter_count
     # Of a parameter and its gradient there is one in each copy of the model.
     of_model = int(2 * _bytes_at_rest(recipe) * parameters * layout.replicate * here)
     computes = BYTES[account_of(recipe.precision).account(recipe.precision).compute]
     tokens = recipe.microbatch * recipe.training.seq_len
-    width = account_of(recipe.model).account(recipe.model).dim
+    width = recipe.model.account().dim
     of_tokens = int(tokens * layout.data * (8 + width * computes) * here)
     has = f"and this machine has {_gib(host.memory_bytes)}"
     elsewhere = "a machine with more memory, such as with launch=slurm"

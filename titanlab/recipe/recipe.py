@@ -17,17 +17,20 @@ from titanlab.compile.schema import Compile
 from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import WARMUP_STEPS
-from titanlab.options import account_of, discover, schema_of
+from titanlab.options import discover, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.ranges import ranged
 from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.recipe.training_schema import Training
 
-# OmegaConf takes `Any` for a field that holds one of several dataclasses.
 if TYPE_CHECKING:
+    from titanlab.data.contract import DataConfig
+    from titanlab.model.contract import ModelConfig
     from titanlab.schedule.contract import PipelineSchedule
+    from titanlab.tracker.contract import TrackerConfig
 else:
-    PipelineSchedule = Any
+    # OmegaConf takes dataclasses and Any as types of fields, and no Protocol.
+    DataConfig = ModelConfig = PipelineSchedule = TrackerConfig = Any
 
 
 @ranged("")
@@ -56,17 +59,17 @@ class Recipe:
     # Not part of the identity by name: the weights' own fingerprint is.
     init_from: str | None = field(default=None, metadata={"identity": False})
     training: Training = MISSING
-    model: Any = MISSING
+    model: ModelConfig = MISSING
     parallelism: Parallelism = MISSING
     schedule: PipelineSchedule = MISSING
     precision: Any = MISSING
     ac: Any = field(default=MISSING, metadata={"before": {"kind": "none"}})
     compile: Compile = MISSING
     optimizer: Any = MISSING
-    data: Any = MISSING
+    data: DataConfig = MISSING
     checkpoint: Checkpoint = MISSING
     cluster: Cluster = field(default=MISSING)
-    tracker: Any = field(default=MISSING, metadata={"identity": False})
+    tracker: TrackerConfig = field(default=MISSING, metadata={"identity": False})
     launch: Any = field(default=MISSING, metadata={"identity": False})
 
     @property
@@ -101,13 +104,13 @@ def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
     Raises:
         ConfigError: the split that the recipe gives does not fit.
     """
-    part, microbatch, seq_len = account_of(recipe.model), recipe.microbatch, recipe.training.seq_len
+    model, sizes = recipe.model, {"batch": recipe.microbatch, "seq_len": recipe.training.seq_len}
     return stage_pieces(
-        part.account(recipe.model),
+        model.account(),
         split=recipe.parallelism.split,
         placement=recipe.schedule.placement(ranks=recipe.layout.pipeline),
-        block=part.block_operations(recipe.model, batch=microbatch, seq_len=seq_len),
-        edges=part.edge_operations(recipe.model, batch=microbatch, seq_len=seq_len),
+        block=model.block_operations(**sizes),
+        edges=model.edge_operations(**sizes),
     )
 
 

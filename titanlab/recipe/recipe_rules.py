@@ -39,10 +39,8 @@ def check_all_but_data(recipe: Recipe) -> None:
     """
     for rule in (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _offload, _attention, _options):
         rule(recipe)
-    # What a tracker lacks is told now, not when the model has been made.
-    rules = getattr(implementation(recipe.tracker), "check", None)
-    if rules is not None:
-        rules(recipe.tracker)
+    # Checked now, and not after the model has been built.
+    recipe.tracker.check_installed()
 
 
 def check_data(recipe: Recipe) -> None:
@@ -104,8 +102,8 @@ def _processes(recipe: Recipe) -> None:
 
 def _layout_fits(recipe: Recipe) -> None:
     layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
-    account = account_of(recipe.model).account(recipe.model)
-    kernel = getattr(recipe.model, "attention", "auto")
+    account = recipe.model.account()
+    kernel = recipe.model.attention
     layout_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
     layout_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
     layout_rules.check_async_tensor(
@@ -141,7 +139,7 @@ def _offload(recipe: Recipe) -> None:
 
 
 def _attention(recipe: Recipe) -> None:
-    backend = getattr(recipe.model, "attention", "auto")
+    backend = recipe.model.attention
     if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient", "flash_attn"):
         raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
     narrow = ("flash", "cudnn", "flash_attn")
@@ -168,7 +166,7 @@ def setting(recipe: Recipe) -> Setting:
     groups = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     formats = account_of(recipe.precision).account(recipe.precision)
     return Setting(
-        model=account_of(recipe.model).account(recipe.model),
+        model=recipe.model.account(),
         layout=recipe.layout,
         seq_len=recipe.training.seq_len,
         microbatch=recipe.microbatch,

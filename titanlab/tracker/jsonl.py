@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.tracker.protocol import TrackedRun, Warn
+from titanlab.tracker.contract import Tracker, Warn
+from titanlab.tracker.tracked_run import TrackedRun
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Does nothing more."""
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: TrackedRun, *, warn: Warn) -> None:
         """Nothing to open."""
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
@@ -20,8 +20,3 @@ class JsonlTracker:
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
         """The summary is in result.json already."""
-
-
-def build(config: Jsonl, *, warn: Warn) -> JsonlTracker:
-    """The tracker that `config` describes."""
-    return JsonlTracker()

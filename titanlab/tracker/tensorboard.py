@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterable, Mapping
@@ -10,27 +9,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanlab.errors import ConfigError
-from titanlab.tracker.protocol import TrackedRun, Warn
+from titanlab.tracker.contract import Tracker, Warn
 from titanlab.tracker.record import FINISHED, OPEN, REPLACED, Record, write_record
 from titanlab.tracker.tensorboard_schema import TensorBoard
+from titanlab.tracker.tracked_run import TrackedRun
 
 FOLDER = "tensorboard"
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Writes scalars through torch's SummaryWriter, whose own thread does the writing."""
 
-    def __init__(self, config: TensorBoard, warn: Warn) -> None:
+    _warn: Warn
+
+    def __init__(self, config: TensorBoard) -> None:
         self._config = config
-        self._warn = warn
         self._writer: Any = None
         self._step = 0
         self._record = Record(kind="tensorboard", folder=FOLDER)
         self._path = Path()
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: TrackedRun, *, warn: Warn) -> None:
         """Open an event file; rows of an earlier attempt for later steps are hidden from the charts."""
+        self._warn = warn
         self._path = run.record
         self._note(id=run.id, attempt=run.attempt)
         try:
@@ -80,50 +81,21 @@ class TensorBoardTracker:
         write_record(self._path, self._record)
 
     def _give_up(self, error: Exception) -> None:
-        # Of whatever kind: a tracker's trouble is never the run's.
+        # Every kind of error is caught: a tracker's trouble never stops the run.
         self._writer = None
         self._note()
         self._warn(f"tensorboard stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
 
+    def kept_files(self, run: Path) -> frozenset[Path]:
+        """Event files of all starts."""
+        return frozenset((run / FOLDER).glob("events.out.tfevents.*"))
 
-def check(config: TensorBoard) -> None:
-    """Hold this environment to have what the tracker needs.
-
-    Raises:
-        ConfigError: tensorboard is not installed.
-    """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "tracker", "tensorboard", "the package is not installed", "pip install tensorboard, or try tracker=jsonl"
-        )
-
-
-def build(config: TensorBoard, *, warn: Warn) -> TensorBoardTracker:
-    """The tracker that `config` describes.
-
-    Raises:
-        ConfigError: tensorboard is not installed.
-    """
-    check(config)
-    return TensorBoardTracker(config, warn)
-
-
-def for_rebuild(config: TensorBoard, rows: int) -> TensorBoard:
-    """The config for a run's rows all at once."""
-    return config
-
-
-def kept_files(run: Path) -> frozenset[Path]:
-    """Event files of all starts."""
-    return frozenset((run / FOLDER).glob("events.out.tfevents.*"))
-
-
-def put_aside(run: Path, files: Iterable[Path], *, keep: bool) -> None:
-    """Move event files to `replaced/tensorboard/`, or remove them."""
-    aside = run / REPLACED / FOLDER
-    for file in files:
-        if keep:
-            aside.mkdir(parents=True, exist_ok=True)
-            shutil.move(file, aside / file.name)
-        else:
-            file.unlink(missing_ok=True)
+    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
+        """Move event files to `replaced/tensorboard/`, or remove them."""
+        aside = run / REPLACED / FOLDER
+        for file in paths:
+            if keep:
+                aside.mkdir(parents=True, exist_ok=True)
+                shutil.move(file, aside / file.name)
+            else:
+                file.unlink(missing_ok=True)

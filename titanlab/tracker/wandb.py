@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib.util
 import json
 import netrc
 import os
@@ -20,31 +19,31 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import finite
-from titanlab.tracker.protocol import TrackedRun, Warn
+from titanlab.tracker.contract import Tracker, Warn
 from titanlab.tracker.record import Record, write_record
+from titanlab.tracker.tracked_run import TrackedRun
 from titanlab.tracker.wandb_files import discard, kept_files, online_folders, put_aside
 from titanlab.tracker.wandb_schema import Wandb
 from titanlab.tracker.wandb_writer import UNHEARD
 
-__all__ = ["WandbTracker", "build", "check", "for_rebuild", "kept_files", "put_aside"]
 _WRITER = "titanlab.tracker.wandb_writer"
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """The training process's end of the pipe."""
 
-    def __init__(self, config: Wandb, warn: Warn) -> None:
+    _warn: Warn
+
+    def __init__(self, config: Wandb) -> None:
         self._config = config
-        self._warn = warn
         self._process: subprocess.Popen[bytes] | None = None
         self._queue: collections.deque[bytes] = collections.deque()
         # Bytes of the first line in the queue that the pipe has taken.
@@ -59,8 +58,9 @@ class WandbTracker:
         self._start: dict[str, Any] = {}
         self._others: frozenset[Path] = frozenset()
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: TrackedRun, *, warn: Warn) -> None:
         """Start the writer; it imports and opens wandb while the run goes on."""
+        self._warn = warn
         mode = resolve_mode(self._config, os.environ)
         if mode == "off":
             return
@@ -115,6 +115,14 @@ class WandbTracker:
             self._end(max(0.1, deadline - time.monotonic()))
             if late:
                 self._warn_once(f"was not online before the end, so it has written offline; {self._cure('sync')}")
+
+    def kept_files(self, run: Path) -> frozenset[Path]:
+        """Folders of all starts."""
+        return kept_files(run)
+
+    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
+        """Move folders of starts to `replaced/wandb/`, or remove them."""
+        put_aside(run, paths, keep=keep)
 
     @property
     def _is_ready(self) -> bool:
@@ -305,32 +313,6 @@ def has_key(environ: Mapping[str, str]) -> bool:
         except (OSError, netrc.NetrcParseError):
             continue
     return False
-
-
-def check(config: Wandb) -> None:
-    """Hold this environment to have what the tracker needs.
-
-    Raises:
-        ConfigError: wandb is not installed.
-    """
-    if config.mode != "off" and importlib.util.find_spec("wandb") is None:
-        raise ConfigError("tracker", "wandb", "the package is not installed", "pip install wandb, or try tracker=jsonl")
-
-
-def build(config: Wandb, *, warn: Warn) -> WandbTracker:
-    """The tracker that `config` describes.
-
-    Raises:
-        ConfigError: wandb is not installed.
-    """
-    check(config)
-    return WandbTracker(config, warn)
-
-
-def for_rebuild(config: Wandb, rows: int) -> Wandb:
-    """The config for a run's rows all at once, into a file."""
-    # 5,000 rows take a second.
-    return replace(config, mode="offline", queue_rows=rows + 1, finish_seconds=120 + rows / 100)
 
 
 def _file(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
+from titanlab.tracker.contract import Tracker, TrackerConfig
 
 MODES = ("auto", "online", "offline", "off")
 _NAME = re.compile(r"[^/\\#?%:]{1,128}")
@@ -14,7 +16,7 @@ _NAME = re.compile(r"[^/\\#?%:]{1,128}")
 
 @option("tracker", "wandb")
 @dataclass(kw_only=True)
-class Wandb:
+class Wandb(TrackerConfig):
     """Weights & Biases, from a process of its own.
 
     Attributes:
@@ -56,3 +58,17 @@ class Wandb:
             raise ConfigError("tracker.finish_seconds", self.finish_seconds, "must not be negative", "try 10")
         if self.queue_rows < 1:
             raise ConfigError("tracker.queue_rows", self.queue_rows, "must be at least 1", "try 10000")
+
+    def implementation(self) -> Tracker:
+        from titanlab.tracker.wandb import WandbTracker
+
+        return WandbTracker(self)
+
+    def check_installed(self) -> None:
+        if self.mode != "off" and importlib.util.find_spec("wandb") is None:
+            cure = "pip install wandb, or try tracker=jsonl"
+            raise ConfigError("tracker", "wandb", "the package is not installed", cure)
+
+    def for_rebuild(self, rows: int) -> Wandb:
+        # wandb takes 5,000 rows in a second.
+        return replace(self, mode="offline", queue_rows=rows + 1, finish_seconds=120 + rows / 100)

@@ -16,7 +16,7 @@ from titanlab.costs.layout import hidden_shape
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
-from titanlab.options import account_of, implementation
+from titanlab.options import implementation
 from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
 from titanlab.precision.loss_scale import LossScale

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titanlab.costs import flops
 from titanlab.costs.account import ModelAccount, Operation, style_of
-from titanlab.model.contract import LanguageModel
-from titanlab.options import account_of, implementation
+from titanlab.model.contract import ModelConfig
+from titanlab.model.language_model import LanguageModel
 from titanlab.parallelism.tensor import STYLES
 from titanlab.training.stage import thin
 from titanlab.weights.initialise import initialise
@@ -29,25 +29,24 @@ from titanlab.weights.initialise import initialise
 _ROUNDING = 1e-6
 
 
-def faults(config: Any, *, batch: int = 2, seq_len: int = 16) -> list[str]:
+def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[str]:
     """What a model's module and its account do not agree on, one line each; empty: nothing was found.
 
     Args:
         config: the model's schema, of a small model with two blocks or more: it is run on the CPU.
         batch, seq_len: of the tokens that it is run on.
     """
-    part, declared = implementation(config), account_of(config)
-    account: ModelAccount = declared.account(config)
+    account, builder = config.account(), config.implementation()
     with torch.device("meta"):
-        model: LanguageModel = part.build(config, seq_len=seq_len)
+        model = builder.build(seq_len=seq_len)
     sizes = {"batch": batch, "seq_len": seq_len}
-    block, edges = declared.block_operations(config, **sizes), declared.edge_operations(config, **sizes)
-    values = declared.initial_values(config)
+    block, edges = config.block_operations(**sizes), config.edge_operations(**sizes)
+    values = config.initial_values()
     found = [*_parameters(model, account, values), *_pieces(model, account), *_plan(model, account)]
     if not found:
         # The rest asks for what was just looked at.
         found += [*_operations(model, account, block, edges, **sizes), *_per_token(account, block, edges, **sizes)]
-        found += _stages(lambda: part.build(config, seq_len=seq_len), account, values, **sizes)
+        found += _stages(lambda: builder.build(seq_len=seq_len), account, values, **sizes)
     return found
 
 

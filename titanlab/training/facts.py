@@ -11,7 +11,7 @@ from titanlab.checkpoint.position import Position
 from titanlab.costs import flops, meter
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.meter import Work
-from titanlab.options import account_of, implementation
+from titanlab.options import implementation
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -23,8 +23,7 @@ CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
 
 def model_account(recipe: Recipe) -> ModelAccount:
     """The recipe's model, as data."""
-    account: ModelAccount = account_of(recipe.model).account(recipe.model)
-    return account
+    return recipe.model.account()
 
 
 def work(recipe: Recipe, device: torch.device) -> Work:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from titanlab.checkpoint.folders import find
 from titanlab.checkpoint.store import load_model
-from titanlab.data import tokenizer as tokenizers
+from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.distributed.ranks import ALONE
 from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError
-from titanlab.model.contract import LanguageModel
-from titanlab.options import implementation
+from titanlab.model.contract import ModelConfig
+from titanlab.model.language_model import LanguageModel
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
@@ -101,9 +100,9 @@ def _load(recipe: Recipe, checkpoint: Path, device: torch.device) -> LanguageMod
     return model
 
 
-def _empty(config: Any, seq_len: int, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+def _empty(config: ModelConfig, seq_len: int, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     with torch.device("meta"), default_dtype(dtype):
-        model: LanguageModel = implementation(config).build(config, seq_len=seq_len)
+        model = config.implementation().build(seq_len=seq_len)
     model.to_empty(device=device)
     model.init_buffers(device)
     model.eval()

@@ -1,4 +1,4 @@
-"""A tracker's files written anew from metrics.jsonl, for runs of which it lacks something."""
+"""Writing a tracker's files anew from metrics.jsonl, for runs of which it lacks something."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.options import implementation
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_folder import RunFolder
-from titanlab.tracker.protocol import open_tracker
 from titanlab.tracker.record import FINISHED, Record, read_record, write_record
+from titanlab.tracker.tracked_run import open_tracker
 from titanlab.training.tracked_run import records, tracked_run
 
 _ROW = ("kind", "step", "attempt", "time")
@@ -22,49 +21,50 @@ class RebuildError(TitanlabError):
 
 
 def rebuild(run: RunFolder) -> Record:
-    """Write what a run's tracker has of it once more, all rows that count and the summary, under the same id.
+    """Write a run's tracker files anew, with all valid rows and the summary, under the same id.
 
-    Files of before go to `replaced/`; those of an earlier call are removed, so that calling it twice leaves one.
+    Earlier files go to `replaced/`; those of an earlier call are removed, so that calling it twice leaves one.
 
     Raises:
-        ConfigError: the run is under way, has no rows, or no tracker that keeps files.
-        RebuildError: the tracker could not write them; those of before are as they were.
+        ConfigError: the run is in progress, has no rows, or has a tracker that keeps no files.
+        RebuildError: the tracker could not write them; the earlier files are unchanged.
     """
     with run.claim():
         attempt = max(run.attempts(), default=1)
         has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
         recipe = frozen_recipe(run, attempt=attempt if has_own else None)
-        part = implementation(recipe.tracker)
         rows = run.metrics()
-        if not hasattr(part, "for_rebuild"):
+        config = recipe.tracker.for_rebuild(len(rows))
+        if config is None:
             rule = "keeps nothing beside metrics.jsonl, which is whole"
             raise ConfigError("tracker", recipe.tracker.kind, rule, "nothing is to be done")
         if not rows:
             raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
         described = tracked_run(recipe, run, attempt=attempt, is_live=False)
-        before = part.kept_files(run.path)
+        files = config.implementation()
+        before = files.kept_files(run.path)
         earlier = read_record(described.record)
-        told: list[str] = []
-        tracker = open_tracker(part.for_rebuild(recipe.tracker, len(rows)), described, warn=told.append)
+        warnings: list[str] = []
+        tracker = open_tracker(config, described, warn=warnings.append)
         for row in rows:
             tracker.log(
                 row["step"], {key: value for key, value in row.items() if key not in _ROW}, time=row.get("time")
             )
         outcome = run.result()
         tracker.finish(_summary(outcome, rows), exit_code=outcome.kind.exit_code if outcome else 1)
-        made, new = read_record(described.record), part.kept_files(run.path) - before
-        if told or made is None or made.state != FINISHED or made.left_out or len(new) != 1:
-            part.put_aside(run.path, new, keep=False)
+        made, new = read_record(described.record), files.kept_files(run.path) - before
+        if warnings or made is None or made.state != FINISHED or made.left_out or len(new) != 1:
+            files.put_aside(run.path, new, keep=False)
             if earlier is not None:
                 write_record(described.record, earlier)
             else:
                 described.record.unlink(missing_ok=True)
-            raise RebuildError(f"{run.path}: {'; '.join(told) or 'the tracker has not taken all rows'}")
+            raise RebuildError(f"{run.path}: {'; '.join(warnings) or 'the tracker has not taken all rows'}")
         old = {path for path in before if earlier is not None and str(path.relative_to(run.path)) == earlier.folder}
-        part.put_aside(run.path, old, keep=False)
-        part.put_aside(run.path, before - old, keep=True)
+        files.put_aside(run.path, old, keep=False)
+        files.put_aside(run.path, before - old, keep=True)
         (place,) = (str(path.relative_to(run.path)) for path in new)
-        # Where the rows were to go in the end.
+        # Where the rows were meant to go.
         wanted = [record.wanted for record in records(run).values()] or [made.wanted]
         made = replace(made, rebuilt=True, wanted=wanted[-1], folder=place)
         write_record(described.record, made)
@@ -72,7 +72,7 @@ def rebuild(run: RunFolder) -> Record:
 
 
 def _summary(outcome: Outcome | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and totals as the run ended with them; its latest row where nobody lived to say them."""
+    """Medians and totals at the run's end; its latest row where no process lived to write them."""
     if outcome is not None:
         return {**asdict(outcome)["metrics"], "outcome": outcome.kind.value}
     return {key: value for key, value in rows[-1].items() if key not in _ROW}

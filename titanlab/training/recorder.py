@@ -33,7 +33,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
 from titanlab.terminal.console import Console
 from titanlab.terminal.progress import Progress
-from titanlab.tracker.protocol import open_tracker
+from titanlab.tracker.tracked_run import open_tracker
 from titanlab.training import facts
 from titanlab.training.totals import Totals
 from titanlab.training.tracked_run import tracked_run

@@ -15,8 +15,8 @@ from torch import nn
 from titanlab.compile.blocks import compile_blocks
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
-from titanlab.model.contract import LanguageModel
-from titanlab.options import account_of, implementation
+from titanlab.model.language_model import LanguageModel
+from titanlab.options import implementation
 from titanlab.parallelism.context import spread_attention
 from titanlab.parallelism.gradients import sum_gradients
 from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
@@ -54,10 +54,10 @@ class Stage:
 def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[str] | None = None) -> Stage:
     """Build, cut, shard, materialise and initialise the recipe's model, or some pieces of it."""
     layout, config = recipe.layout, recipe.parallelism
-    part, account = implementation(recipe.model), account_of(recipe.model).account(recipe.model)
+    account = recipe.model.account()
     precision, dtypes = implementation(recipe.precision), dtypes_of(recipe)
     with torch.device("meta"), default_dtype(dtypes.master):
-        model: LanguageModel = part.build(recipe.model, seq_len=recipe.training.seq_len)
+        model = recipe.model.implementation().build(seq_len=recipe.training.seq_len)
     if pieces is not None:
         thin(model, account.pieces, pieces)
     model = precision.convert(recipe.precision, model, world.device)
@@ -96,7 +96,7 @@ def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> S
         return replicate_model(model, mesh.axis("replicate"))
     sharded = keep_whole(model)
     if way == "fsdp2":
-        units = keep_in_fp32(model, account_of(recipe.model).account(recipe.model), dtypes)
+        units = keep_in_fp32(model, recipe.model.account(), dtypes)
         sharded = fully_shard_model(
             model,
             list(model.layers.values()),
@@ -138,7 +138,7 @@ def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:
     """Give a model on meta its storage, this rank's part only, and its initial values."""
     model.to_empty(device="cpu" if recipe.parallelism.cpu_offload else world.device)
     model.init_buffers(world.device)
-    initialise(model, account_of(recipe.model).initial_values(recipe.model), recipe.seed)
+    initialise(model, recipe.model.initial_values(), recipe.seed)
 
 
 @contextlib.contextmanager

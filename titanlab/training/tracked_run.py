@@ -1,16 +1,14 @@
-"""What a tracker is told about a run, while it trains or from its folder later on. Torch-free."""
+"""What a tracker is told about a run, while it trains or later from its folder. Torch-free."""
 
 from __future__ import annotations
 
 import secrets
 
-from titanlab.costs.account import ModelAccount
-from titanlab.options import account_of
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.points_file import point_of
 from titanlab.records.run_folder import RunFolder
-from titanlab.tracker.protocol import TrackedRun
 from titanlab.tracker.record import FILE, Record, read_record
+from titanlab.tracker.tracked_run import TrackedRun
 
 
 def tracked_run(
@@ -26,12 +24,12 @@ def tracked_run(
 
     Args:
         recipe: as the attempt runs it.
-        id: under which a checkpoint says that the tracker knows the run; None: that of the attempts before.
+        id: the tracker's id of the run, as a checkpoint has it; None: that of earlier attempts.
         is_live: it trains now.
     """
-    account: ModelAccount = account_of(recipe.model).account(recipe.model)
+    account = recipe.model.account()
     return TrackedRun(
-        # Random digits, so that a run that was deleted and trained again is another one for the tracker.
+        # Random digits: a run that was deleted and trained again gets another id.
         id=id or _known_id(run) or f"{run.hash8}-{secrets.token_hex(3)}",
         name=run.path.name,
         sweep=recipe.sweep,
@@ -59,6 +57,6 @@ def records(run: RunFolder) -> dict[int, Record]:
 
 
 def _known_id(run: RunFolder) -> str | None:
-    """Of an attempt that ended before its first checkpoint, which would say it."""
+    """The id in the records of earlier attempts, which may have ended before their first checkpoint."""
     known = [record.id for record in records(run).values() if record.id]
     return known[-1] if known else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlab.checkpoint.reader import CheckpointPlanner, CheckpointReader
 from titanlab.errors import ConfigError
-from titanlab.options import account_of
+from titanlab.model.contract import ModelConfig
 from titanlab.weights.source import DTYPES, Entry
 
 
@@ -28,7 +27,7 @@ class CheckpointSource:
         ConfigError: it lacks a parameter, or keeps one in a format that no weights have.
     """
 
-    def __init__(self, checkpoint: Path, model: Any, key: str) -> None:
+    def __init__(self, checkpoint: Path, model: ModelConfig, key: str) -> None:
         self.model = model
         self.entries: dict[str, Entry] = {}
         self._name, self._whole = "", torch.empty(0)
@@ -37,7 +36,7 @@ class CheckpointSource:
         self._reader = CheckpointReader(checkpoint, key)
         self._metadata = self._reader.read_metadata()
         saved = self._metadata.state_dict_metadata
-        for name in account_of(model).account(model).parameters:
+        for name in model.account().parameters:
             found = saved.get(f"model.{name}")
             if not isinstance(found, TensorStorageMetadata) or found.properties.dtype not in words:
                 rule = f"has no plain tensor {name}"

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.options import account_of, schema_of
+from titanlab.model.contract import ModelConfig
+from titanlab.options import schema_of
 from titanlab.system.foreign import Foreign
-from titanlab.weights.source import SafetensorsSource, hold_entries, read_entries
+from titanlab.weights.source import SafetensorsSource, check_entries, read_entries
 
 MANIFEST = "weights.json"
 INDEX = "weights.index.json"
@@ -48,8 +49,8 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
         rule = f"its {MANIFEST} cannot be used ({type(error).__name__}: {error})"
         raise ConfigError(key, path, rule, "import the weights again") from error
     entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
-    expected = account_of(model).account(model).parameters
-    hold_entries(path, key, expected, entries)
+    expected = model.account().parameters
+    check_entries(path, key, expected, entries)
     return SafetensorsSource(
         model=model,
         entries={name: entries[name] for name in expected},
@@ -60,14 +61,15 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
     )
 
 
-def model_of(mapping: Mapping[str, Any]) -> Any:
+def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
     """The config of a model from plain values.
 
     Raises:
         KeyError, TypeError: they are none.
         ConfigError: no installed package has this kind of model, or a value breaks its rule.
     """
-    return schema_of("model", mapping["kind"])(**mapping)
+    model: ModelConfig = schema_of("model", mapping["kind"])(**mapping)
+    return model
 
 
 def indexed_files(path: Path, index: str, single: str, key: str) -> list[Path]:

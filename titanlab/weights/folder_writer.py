@@ -14,7 +14,7 @@ from titanlab.errors import ConfigError
 PART = ".part"
 
 
-def hold_place(folder: Path, is_ours: Callable[[Path], bool], *, force: bool) -> None:
+def check_target(folder: Path, is_ours: Callable[[Path], bool], *, force: bool) -> None:
     """The rule that a folder is written over only where a person says so, and only if it is what would be written.
 
     Raises:
@@ -32,7 +32,7 @@ def hold_place(folder: Path, is_ours: Callable[[Path], bool], *, force: bool) ->
         raise ConfigError("--into", folder, rule, "name a folder of yours")
 
 
-def hold_apart(source: Path, folder: Path) -> None:
+def check_apart(source: Path, folder: Path) -> None:
     """The rule that nothing is written over what is being read.
 
     Raises:

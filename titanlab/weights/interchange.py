@@ -9,18 +9,17 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from titanlab.data import tokenizer as tokenizers
+from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
-from titanlab.options import account_of
+from titanlab.model.contract import ModelConfig
+from titanlab.options import discover
 from titanlab.records.config_file import config_text
 from titanlab.system.atomic_file import write_json
 from titanlab.system.foreign import Foreign
 from titanlab.weights import folder as ours
 from titanlab.weights.folder_writer import whole_folder
 from titanlab.weights.huggingface import folder as hf
-from titanlab.weights.huggingface.families import family_of
 from titanlab.weights.huggingface.tokenizer_files import copy_tokenizer, write_tokenizer_config
 from titanlab.weights.origin import Origin
 from titanlab.weights.source import SafetensorsSource, chunks, usual_dtype
@@ -42,7 +41,7 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
     write_weights = importlib.import_module("titanlab.weights.copy").write_weights
     model = origin.source.model
     with whole_folder(into) as part:
-        _hold_copies(origin)
+        _check_copies(origin)
         digest = write_weights(
             origin.source,
             part,
@@ -79,13 +78,13 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
         ConfigError: the model has no form there, the disk does not take it, or a number does not fit the dtype.
     """
     source = origin.source
-    family = family_of(source.model)
+    family = source.model.hugging_face()
     if family is None:
         rule = f"{source.model.kind} has no form in transformers"
         raise ConfigError("--format", "hf", rule, "try --format titanlab")
     write_weights = importlib.import_module("titanlab.weights.copy").write_weights
     with whole_folder(into) as part:
-        _hold_copies(origin)
+        _check_copies(origin)
         write_weights(
             source,
             part,
@@ -113,8 +112,8 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
     _tell(origin, into, report)
 
 
-def _hold_copies(origin: Origin) -> None:
-    """The rule that a tied head which was saved too equals the embedding; read piece by piece."""
+def _check_copies(origin: Origin) -> None:
+    """Check that a tied head that was saved too equals the embedding; both are read piece by piece."""
     source = origin.source
     if not origin.copies or not isinstance(source, SafetensorsSource):
         return
@@ -136,14 +135,14 @@ def _write_generation(origin: Origin, part: Path) -> None:
         shutil.copyfile(origin.generation, part / ours.GENERATION)
 
 
-def _option_text(model: Any, title: str) -> str:
+def _option_text(model: ModelConfig, title: str) -> str:
     """The YAML of a model's option: what its schema does not say by itself."""
     values = {
-        each.name: getattr(model, each.name)
-        for each in dataclasses.fields(model)
-        if each.name != "kind" and getattr(model, each.name) != each.default
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if field.name != "kind" and getattr(model, field.name) != field.default
     }
-    schema = type(model).__titanlab_option__.schema_name
+    schema = discover()["model"][model.kind].schema_name
     return f"defaults: [{schema}, _self_]\n# From {title}.\n{config_text(values)}"
 
 
@@ -160,7 +159,7 @@ def _tell(origin: Origin, into: Path, report: Report) -> None:
     entries = origin.source.entries.values()
     files = sorted(into.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
-    parameters = account_of(origin.source.model).account(origin.source.model).parameter_count
+    parameters = origin.source.model.account().parameter_count
     report(
         f"{into}: {parameters:,} parameters in {len(entries)} tensors, {size / 2**20:,.1f} MiB in {len(files)} "
         f"file{'s' if len(files) > 1 else ''}"

@@ -10,12 +10,11 @@ from typing import Any
 
 from titanlab.checkpoint.folders import check_checkpoint, find, of_step
 from titanlab.checkpoint.search import find_run_or_checkpoint
-from titanlab.data import tokenizer as tokenizers
+from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
-from titanlab.options import account_of
+from titanlab.model.contract import ModelConfig
 from titanlab.weights import folder as ours
 from titanlab.weights.huggingface import folder as hf
-from titanlab.weights.huggingface.families import family_of
 from titanlab.weights.source import Source
 from titanlab.weights.starting_weights import open_folder
 
@@ -85,7 +84,7 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
         seq_len = int(config["training"]["seq_len"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError("run", run.path, f"its config.yaml has no model ({error})", "restore that file") from error
-    check_checkpoint(checkpoint, account_of(model).account(model).parameters, "run")
+    check_checkpoint(checkpoint, model.account().parameters, "run")
     about: dict[str, Any] = {"max_position_embeddings": _context(model, seq_len)}
     generation: dict[str, Any] = {}
     if run.tokenizer.is_dir():
@@ -102,6 +101,6 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
     )
 
 
-def _context(model: Any, seq_len: int) -> int:
-    family = family_of(model)
+def _context(model: ModelConfig, seq_len: int) -> int:
+    family = model.hugging_face()
     return max(seq_len, family.stretched_context(model) if family is not None else 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from safetensors import SafetensorError, safe_open
 
 from titanlab.errors import ConfigError
+from titanlab.model.contract import ModelConfig
 from titanlab.system.foreign import Foreign
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Source(Protocol):
     """A model's weights."""
 
     @property
-    def model(self) -> Any:
+    def model(self) -> ModelConfig:
         """Config of the model."""
 
     @property
@@ -66,7 +67,7 @@ class SafetensorsSource:
         copies: tensors in the files that must equal another one, by names in the files; nothing reads them.
     """
 
-    model: Any
+    model: ModelConfig
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
     foreign: Mapping[str, Foreign]
@@ -142,8 +143,8 @@ def read_entries(files: Sequence[Path], key: str) -> tuple[dict[str, Entry], dic
     return entries, places
 
 
-def hold_entries(place: Path, key: str, expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]) -> None:
-    """The rule that a folder has exactly these tensors, in a format that weights are trained in.
+def check_entries(place: Path, key: str, expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]) -> None:
+    """Check that a folder has exactly these tensors, in a format that weights are trained in.
 
     Raises:
         ConfigError: one is missing, has another shape, is too much, or is quantised.

@@ -11,15 +11,14 @@ import hashlib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlab.checkpoint.folders import check_checkpoint, check_shapes, check_step, find
 from titanlab.checkpoint.metadata import read_saved
 from titanlab.errors import ConfigError
-from titanlab.options import account_of
+from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
 from titanlab.weights.folder import is_weights_folder, model_of, open_weights
-from titanlab.weights.huggingface.families import family_of
 from titanlab.weights.huggingface.folder import CONFIG, is_hf_folder, open_hf
 from titanlab.weights.source import SafetensorsSource
 
@@ -44,7 +43,7 @@ def check_beginning(recipe: Recipe) -> None:
     check_start(recipe)
     if recipe.checkpoint.load_from is not None:
         checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
-        account = account_of(recipe.model).account(recipe.model)
+        account = recipe.model.account()
         check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
         check_step(checkpoint, recipe.training.steps)
         read_saved(checkpoint, "checkpoint.load_from")
@@ -65,10 +64,10 @@ def check_start(recipe: Recipe) -> None:
     source = open_folder(path, KEY)
     if source is None:
         checkpoint = _checkpoint(recipe.init_from)
-        _hold_model(recipe.init_from, _model_of_run(checkpoint), recipe.model)
-        check_checkpoint(checkpoint, account_of(recipe.model).account(recipe.model).parameters, KEY)
+        _check_model(recipe.init_from, _model_of_run(checkpoint), recipe.model)
+        check_checkpoint(checkpoint, recipe.model.account().parameters, KEY)
         return
-    _hold_model(recipe.init_from, source.model, recipe.model)
+    _check_model(recipe.init_from, source.model, recipe.model)
     if source.copies:
         rule = f"holds {next(iter(source.copies))} although its embeddings are tied"
         cure = f"try `titanlab import {path}`, which compares the two"
@@ -121,7 +120,7 @@ def _checkpoint(text: str) -> Path:
     return find(str(path), KEY)
 
 
-def _model_of_run(checkpoint: Path) -> Any:
+def _model_of_run(checkpoint: Path) -> ModelConfig | None:
     """The model of the run that a checkpoint lies in; None where the checkpoint was taken out of it."""
     run = checkpoint.parent.parent
     if not (run / "config.yaml").is_file():
@@ -132,13 +131,13 @@ def _model_of_run(checkpoint: Path) -> Any:
         raise ConfigError(KEY, run, f"its config.yaml has no model ({error})", "restore that file") from error
 
 
-def _hold_model(text: str, there: Any, wanted: Any) -> None:
+def _check_model(text: str, there: ModelConfig | None, wanted: ModelConfig) -> None:
     if there is None:
         return
     if type(there) is not type(wanted):
         rule = f"is a model of another kind: {there.kind}, and the recipe's is {wanted.kind}"
         raise ConfigError(KEY, text, rule, "choose the model that it was trained as")
-    family = family_of(wanted)
+    family = wanted.hugging_face()
     name = family.difference(there, wanted) if family is not None else ""
     if name:
         theirs, ours = (_plain(getattr(model, name)) for model in (there, wanted))

@@ -8,11 +8,10 @@ import yaml
 
 from tests.weights.huggingface import made
 from titanlab.errors import ConfigError
-from titanlab.model import llama_hf
-from titanlab.model.llama_account import account
 from titanlab.model.llama_schema import Llama
-from titanlab.weights.huggingface.families import family_for, family_of
+from titanlab.weights.huggingface.families import family_for
 
+llama_hf = Llama.hugging_face()
 CONF = Path(__file__).parents[3] / "conf" / "model"
 MODELS = sorted(path.stem for path in CONF.glob("*.yaml"))
 # As released, by what decides what is computed.
@@ -57,15 +56,15 @@ def test_every_llama_maps_both_ways(name):
     again = llama_hf.from_hf(config)
     assert again == model
     assert llama_hf.difference(again, model) == ""
-    assert family_for(config) is llama_hf
-    assert family_of(model) is llama_hf
+    assert family_for(config) == llama_hf
+    assert model.hugging_face() == llama_hf
     # The style of transformers 5: frequencies in an object of their own.
     newer = {key: value for key, value in config.items() if not key.startswith("rope")}
     scaling = config["rope_scaling"] or {"rope_type": "default"}
     assert llama_hf.from_hf({**newer, "rope_parameters": {"rope_theta": config["rope_theta"], **scaling}}) == model
     # Every parameter has a name of its own there, and only queries and keys have other rows.
     theirs = llama_hf.tensors(model)
-    assert list(theirs) == list(account(model).parameters)
+    assert list(theirs) == list(model.account().parameters)
     assert len({each.name for each in theirs.values()}) == len(theirs)
     assert {name.split(".")[-2] for name, each in theirs.items() if each.head} == {"wq", "wk"}
 
@@ -78,7 +77,7 @@ def test_a_released_config_is_our_model(name):
 def test_names_are_those_of_transformers():
     for config in made.FAMILIES.values():
         model = llama_hf.from_hf(config)
-        shapes = account(model).parameters
+        shapes = model.account().parameters
         assert {each.name: shapes[ours] for ours, each in llama_hf.tensors(model).items()} == made.names(config)
 
 
@@ -132,7 +131,7 @@ def test_what_is_not_computed_is_refused(change, message):
 )
 def test_other_architectures_are_refused(given):
     if given == "LlamaForCausalLM":
-        assert family_for({"architectures": given}) is llama_hf
+        assert family_for({"architectures": given}) == llama_hf
         return
     with pytest.raises(ConfigError, match=r"^config.json:architectures=.*; supported: LlamaForCausalLM$"):
         family_for({"architectures": given})

@@ -18,12 +18,13 @@ from titanlab.data.files_schema import Files
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.execute import prepare
-from titanlab.model import llama_hf
+from titanlab.model.llama_schema import Llama
 from titanlab.options import schema_of
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
 from titanlab.weights.starting_weights import check_start, open_folder, start_fingerprint
 
+llama_hf = Llama.hugging_face()
 # In fp32, relative, as for every layout: docs/parity.md.
 BAR = 1e-5
 LAYOUTS = {
@@ -280,7 +281,7 @@ def test_text_comes_from_a_folder_of_weights_as_from_the_run(with_tokenizer, tmp
 def test_transformers_opens_a_run_with_its_tokenizer(with_tokenizer, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from titanlab.data.tokenizer import load
+    from titanlab.data.tokenizers.tokenizer import load
 
     assert main(["export", str(with_tokenizer.path), "--into", str(tmp_path / "hf")]) == 0
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), load(with_tokenizer.tokenizer)

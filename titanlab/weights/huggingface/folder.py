@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from titanlab.errors import ConfigError
-from titanlab.options import account_of
 from titanlab.weights.folder import indexed_files, read_object
 from titanlab.weights.huggingface.families import family_for
-from titanlab.weights.source import SafetensorsSource, hold_entries, read_entries
+from titanlab.weights.source import SafetensorsSource, check_entries, read_entries
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -50,9 +49,9 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         raise ConfigError(key, path, f"has neither {STEM}.safetensors nor {INDEX}", "fetch the folder again, whole")
     entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
     copies = {name: of for name, of in family.copies(model).items() if name in entries}
-    theirs = {name: each for name, each in entries.items() if name not in copies and not family.DERIVED.fullmatch(name)}
-    shapes, foreign = account_of(model).account(model).parameters, family.tensors(model)
-    hold_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, theirs)
+    theirs = {name: each for name, each in entries.items() if name not in copies and not family.derived.fullmatch(name)}
+    shapes, foreign = model.account().parameters, family.tensors(model)
+    check_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, theirs)
     return SafetensorsSource(
         model=model,
         entries={name: entries[foreign[name].name] for name in shapes},

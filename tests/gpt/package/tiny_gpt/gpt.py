@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiny_gpt.gpt_schema import Gpt
-from titanlab.model.contract import LanguageModel
+from titanlab.model.contract import ModelBuilder
+from titanlab.model.language_model import LanguageModel
 
 
-def build(config: Gpt, *, seq_len: int) -> GptModel:
-    """The whole model; titanlab calls it on the meta device and takes away what other stages have."""
-    return GptModel(config)
+@dataclass(frozen=True)
+class GptBuilder(ModelBuilder):
+    """What `Gpt.implementation` returns."""
+
+    config: Gpt
+
+    def build(self, *, seq_len: int) -> GptModel:
+        """The whole model; titanlab calls it on the meta device and removes what other stages have."""
+        return GptModel(self.config)
 
 
 class GptModel(LanguageModel):

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.index import INDEX, Index
-from titanlab.data.stream import IGNORE, Batch
+from titanlab.data.shards.index import INDEX, Index
+from titanlab.data.streams.stream import IGNORE, Batch
 from titanlab.errors import ConfigError
 
 _CHECKED_TOKENS = 1 << 20
 
 
-def hold_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
+def check_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
     """Check that the first tokens of every file are below `vocab_size`.
 
     Raises:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from titanlab.data.indexed import rank_samples
-from titanlab.data.packing import Documents, PackedStream, Position
-from titanlab.data.rules import hold_streams
-from titanlab.data.stream import Batch, State, Stream, hold_to_state
+from titanlab.data.rules import check_streams
+from titanlab.data.streams.indexed import rank_samples
+from titanlab.data.streams.packing import Documents, PackedStream, Position
+from titanlab.data.streams.stream import Batch, State, Stream, check_state
 
 Opener = Callable[[int, Position | None], Documents]
 _POLL_SECONDS = 0.1
@@ -44,12 +44,12 @@ class StreamingStream:
         ranks: int,
         state: State | None,
     ) -> None:
-        hold_streams(streams, ranks)
+        check_streams(streams, ranks)
         self._facts = {"fingerprint": fingerprint, "seq_len": seq_len, "streams": streams}
         self._samples = 0
         parts: dict[str, Any] = {}
         if state is not None:
-            hold_to_state(state, **self._facts)
+            check_state(state, **self._facts)
             self._samples, parts = int(state["samples"]), state["parts"]
             if len(parts) != streams:
                 raise ValueError(f"the state has {len(parts)} of {streams} streams: merge those of all ranks")

@@ -81,7 +81,7 @@ def merge_states(states: list[State]) -> State:
     return whole | {"parts": dict(sorted(parts.items()))} if "parts" in states[0] else whole
 
 
-def hold_to_state(state: Mapping[str, Any], **now: object) -> None:
+def check_state(state: Mapping[str, Any], **now: object) -> None:
     """Check that a stream which is about to resume is the stream that was stopped.
 
     Args:

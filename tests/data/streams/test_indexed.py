@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.data import source
-from titanlab.data.index import Index, Shard, write_index
+from titanlab.data.shards.index import Index, Shard, write_index
 from titanlab.data.tokens_schema import TokenFolder
 from titanlab.errors import ConfigError
 

@@ -9,9 +9,9 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.index import BYTES, Index, Shard, dtype_for, write_index
-from titanlab.data.stream import Report
-from titanlab.data.tokenizer import Tokenizer, keep
+from titanlab.data.shards.index import BYTES, Index, Shard, dtype_for, write_index
+from titanlab.data.streams.stream import Report
+from titanlab.data.tokenizers.tokenizer import Tokenizer, keep
 
 SHARD_TOKENS = 1 << 30
 """A file ends with the document that reaches this many tokens."""

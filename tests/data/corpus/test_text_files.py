@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from titanlab.data.corpus import Corpus, matching
+from titanlab.data.corpus.text_files import Corpus, matching
 from titanlab.errors import ConfigError
 
 TEXTS = ["one\n", "two\r\n\ttabs  ", "drei – 中文 🎉"]

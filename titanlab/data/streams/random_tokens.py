@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.indexed import rank_samples
-from titanlab.data.permutation import keyed, mix
-from titanlab.data.stream import IGNORE, Batch, State, hold_to_state
+from titanlab.data.streams.indexed import rank_samples
+from titanlab.data.streams.permutation import keyed, mix
+from titanlab.data.streams.stream import IGNORE, Batch, State, check_state
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 # Apart from every seed of training, which a config cannot make negative.
@@ -42,7 +42,7 @@ class RandomStream:
         self._facts = {"fingerprint": fingerprint, "seed": seed, "seq_len": seq_len}
         self._samples = 0
         if state is not None:
-            hold_to_state(state, **self._facts)
+            check_state(state, **self._facts)
             self._samples = int(state["samples"])
         self._vocab_size, self._seed, self._seq_len = vocab_size, seed, seq_len
         self._global_batch, self._rank, self._ranks = global_batch, rank, ranks

@@ -12,10 +12,10 @@ import pytest
 import tokenizers
 
 from titanlab.cli import main
-from titanlab.data import watched_encoding
-from titanlab.data.tiktoken_file import PATTERN
-from titanlab.data.tokenizer import HuggingFaceTokenizer, load
-from titanlab.data.watched_encoding import unknown_patterns
+from titanlab.data.tokenizers import watched_encoding
+from titanlab.data.tokenizers.tiktoken_file import PATTERN
+from titanlab.data.tokenizers.tokenizer import HuggingFaceTokenizer, load
+from titanlab.data.tokenizers.watched_encoding import unknown_patterns
 from titanlab.errors import ConfigError
 
 ENDLESS = r"(a+)+b"
@@ -192,7 +192,7 @@ def test_a_text_that_it_cannot_encode_is_told(changed, pattern):
 HOLDER = """
 import json, sys
 from pathlib import Path
-from titanlab.data.tokenizer import load
+from titanlab.data.tokenizers.tokenizer import load
 tokenizer = load(Path(sys.argv[1]))
 process = tokenizer._watched._process
 if sys.argv[2] == "busy":

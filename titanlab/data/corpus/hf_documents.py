@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.corpus import whole_characters
-from titanlab.data.held_out import is_held_out
+from titanlab.data.corpus.held_out import is_held_out
+from titanlab.data.corpus.text_files import whole_characters
 from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.packing import Position
-from titanlab.data.tokenizer import Tokenizer
+from titanlab.data.streams.packing import Position
+from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 from titanlab.system.hub import check_reachable, is_offline
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlab.data.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
-from titanlab.data.tokenizer_rules import check_size, check_vocabulary
-from titanlab.data.watched_encoding import WatchedEncoding, unknown_patterns
+from titanlab.data.tokenizers.rules import check_size, check_vocabulary
+from titanlab.data.tokenizers.tiktoken_file import OtherModelError, is_tiktoken, read_tiktoken
+from titanlab.data.tokenizers.watched_encoding import WatchedEncoding, unknown_patterns
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 

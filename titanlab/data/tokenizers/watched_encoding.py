@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.data.tiktoken_file import PATTERN
+from titanlab.data.tokenizers.tiktoken_file import PATTERN
 from titanlab.errors import ConfigError
 
 # Seconds that one call may take: so many, and one more for so many characters or tokens.
@@ -152,7 +152,7 @@ class WatchedEncoding:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "titanlab.data.encoding_worker"],
+            [sys.executable, "-m", "titanlab.data.tokenizers.encoding_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # The library writes a page about each match that it gives up; making it takes longer than the match.

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.data.conftest import text
-from titanlab.data.tokenizer import Tokenizer, keep, load
-from titanlab.data.tokenizer_training import train
+from titanlab.data.tokenizers.tokenizer import Tokenizer, keep, load
+from titanlab.data.tokenizers.training import train
 from titanlab.errors import ConfigError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titanlab.data.packing import PackedStream, Position
-from titanlab.data.stream import State, merge_states
-from titanlab.data.streaming import ReadAhead, StreamingStream
+from titanlab.data.streams.packing import PackedStream, Position
+from titanlab.data.streams.stream import State, merge_states
+from titanlab.data.streams.streaming import ReadAhead, StreamingStream
 from titanlab.errors import ConfigError
 
 SEQ = 5

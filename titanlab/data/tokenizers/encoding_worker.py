@@ -1,6 +1,6 @@
 """The process that encodes for `watched_encoding.py`, which may end it at any time.
 
-    python -m titanlab.data.encoding_worker
+    python -m titanlab.data.tokenizers.encoding_worker
 
 A line of JSON in: [what, values, seconds].
 One out: ["done", the result], ["refused", [rule, cure]] or ["given up", ""].
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlab.data.tokenizer import HuggingFaceTokenizer
+from titanlab.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from titanlab.errors import ConfigError
 
 # Seconds after which the kernel ends this process, beside those that it is given: whoever asked may be gone.

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.index import Index
-from titanlab.data.permutation import shuffled
-from titanlab.data.rules import hold_sequences, hold_validation
-from titanlab.data.shards import Split
-from titanlab.data.stream import IGNORE, Batch, State, hold_to_state
+from titanlab.data.rules import check_sequences, check_validation
+from titanlab.data.shards.index import Index
+from titanlab.data.shards.split import Split
+from titanlab.data.streams.permutation import shuffled
+from titanlab.data.streams.stream import IGNORE, Batch, State, check_state
 
 _AHEAD = 1024
 
@@ -44,7 +44,7 @@ class IndexedStream:
         self._facts = {"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}
         self._samples = 0
         if state is not None:
-            hold_to_state(state, **self._facts)
+            check_state(state, **self._facts)
             self._samples = int(state["samples"])
         self._seed, self._global_batch = seed, global_batch
         self._order = _RankOrder(self._samples, global_batch=global_batch, rank=rank, ranks=ranks)
@@ -138,7 +138,7 @@ def open_train(
     Raises:
         ConfigError: it has less than one sequence, or `state` is of other data.
     """
-    hold_sequences(index, seq_len)
+    check_sequences(index, seq_len)
     split = Split(folder, index, "train", seq_len)
     return IndexedStream(
         split, fingerprint=fingerprint, seed=seed, global_batch=global_batch, rank=rank, ranks=ranks, state=state
@@ -153,5 +153,5 @@ def open_validation(
     Raises:
         ConfigError: nothing was held out.
     """
-    hold_validation(index, key, value)
+    check_validation(index, key, value)
     return HeldOutRows(Split(folder, index, "validation", seq_len), sequences=sequences, rank=rank, ranks=ranks)

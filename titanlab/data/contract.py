@@ -1,0 +1,124 @@
+"""What titanlab asks of a kind of data: of its config, and of what reads it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import Field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from titanlab.costs.setting import Setting
+    from titanlab.data.streams.stream import Report, Rows, State, Stream
+    from titanlab.data.tokenizers.tokenizer import Tokenizer
+
+
+class DataConfig(Protocol):
+    """A config of the group `data`: a dataclass that inherits from this class."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    kind: str
+
+    def implementation(self) -> DataSource:
+        """What reads the data. Imports neither torch nor, at the top of its file, numpy."""
+        ...
+
+    def check(self, setting: Setting) -> None:
+        """Check rules that reach beyond the data and that `DataSource.check` is not given; by default there are none.
+
+        Raises:
+            ConfigError: the first rule that is broken.
+        """
+        return
+
+
+class DataSource(Protocol):
+    """One kind of data, bound to its config. Called through the functions of `titanlab.data.source`."""
+
+    def fingerprint(self) -> str:
+        """A short hash of the data's content and order, part of a run's identity; the same before and after `prepare`.
+
+        Raises:
+            ConfigError: files that the config names are missing or cannot be read.
+        """
+        ...
+
+    def check(self, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int) -> None:
+        """Check every rule that can be checked now; called again after `prepare` for the rest. By default none.
+
+        Args:
+            seq_len: tokens in a sequence.
+            global_batch: sequences in a step, over all ranks; a multiple of `ranks`.
+            ranks: data-parallel ranks.
+            vocab_size: the model's.
+            validation_sequences: of a validation; 0 where there is none.
+
+        Raises:
+            ConfigError: a rule is broken, or files that the config names are missing or cannot be read.
+        """
+        return
+
+    def prepare(self, *, report: Report) -> None:
+        """Do what must be done once: train a tokenizer, tokenise into the cache. Returns at once if it has been done.
+
+        Safe when several processes call it together: one works, the others wait.
+
+        Args:
+            report: given a line now and then.
+
+        Raises:
+            ConfigError: the data, the tokenizer or the cache cannot be used.
+        """
+        ...
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of prepared data; None where tokens have no text.
+
+        Raises:
+            ConfigError: it cannot be read, or the data has not been prepared.
+        """
+        ...
+
+    def vocab_size(self) -> int:
+        """Tokens that prepared data can have: every id is below it.
+
+        Raises:
+            ConfigError: the data has not been prepared.
+        """
+        ...
+
+    def open_train(
+        self, *, seed: int, seq_len: int, global_batch: int, rank: int, ranks: int, state: State | None
+    ) -> Stream:
+        """One rank's part of the endless stream of training sequences.
+
+        The global order is a function of data, seed, sequence length and sample number. Sample g belongs to rank
+        g % ranks, so that it is the same for any number of ranks.
+
+        Args:
+            seed: of the order.
+            seq_len: tokens in a sequence.
+            global_batch: sequences in a step, over all ranks; a multiple of `ranks`.
+            rank: data-parallel rank.
+            ranks: how many there are.
+            state: resume here: the merged states of all ranks, however many there were.
+
+        Raises:
+            ConfigError: the data has not been prepared, is too short, or `state` is of other data.
+        """
+        ...
+
+    def open_validation(self, *, seq_len: int, sequences: int, rank: int, ranks: int) -> Rows:
+        """One rank's part of the held-out sequences: the same at every call and in every pass.
+
+        Every rank has equally many rows. Over all ranks they are `sequences`, or all that exist if there are
+        fewer; padding, within a row or of whole rows, has the label `IGNORE`.
+
+        Args:
+            seq_len: tokens in a sequence.
+            sequences: rows over all ranks.
+            rank: data-parallel rank.
+            ranks: how many there are.
+
+        Raises:
+            ConfigError: the data has not been prepared, or nothing was held out.
+        """
+        ...

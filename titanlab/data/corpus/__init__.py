@@ -1,0 +1,1 @@
+"""Documents: reading them from files and datasets, and choosing those that validate."""

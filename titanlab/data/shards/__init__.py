@@ -1,0 +1,1 @@
+"""Token shards: their index, writing them, and reading sequences of a split."""

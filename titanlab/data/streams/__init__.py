@@ -1,0 +1,1 @@
+"""Streams of batches: orders, packing, positions that can be kept and resumed."""

@@ -1,0 +1,1 @@
+"""Tokenizers: loading, training and downloading them, and encoding in a process that can be ended."""

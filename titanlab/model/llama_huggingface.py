@@ -1,0 +1,210 @@
+"""Llamas in the form of Hugging Face transformers: config.json and names of tensors, both ways. Torch-free.
+
+Sources: the config.json files that were released with Llama 2, 3, 3.1 and 3.2, in the style of transformers 4
+(`rope_theta`, `rope_scaling`) and in that of transformers 5 (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titanlab.errors import ConfigError
+from titanlab.model.contract import HuggingFaceFamily
+from titanlab.model.llama_account import EMBEDDING, HEAD
+from titanlab.system.foreign import Foreign
+
+if TYPE_CHECKING:
+    from titanlab.model.llama_schema import Llama
+
+_OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+_IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+# Rotary position embedding turns (i, i + head_dim/2) there and neighbours here.
+_TURNED = ("attention.wq", "attention.wk")
+_SIZES = {
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+_SCALING = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_context": "original_max_position_embeddings",
+}
+# What is not computed here, and the value under which a model does not use it.
+_PLAIN: Mapping[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "sliding_window": None,
+}
+
+
+@dataclass(frozen=True)
+class LlamaFamily(HuggingFaceFamily):
+    """Llamas in the form of transformers.
+
+    Attributes:
+        schema: the config's class; given, since the module of that class imports this one.
+    """
+
+    schema: type[Llama]
+    architectures = ("LlamaForCausalLM",)
+    # Files of 2023 have them.
+    derived = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+    def tensors(self, model: Llama) -> dict[str, Foreign]:
+        places = {}
+        for name in model.account().parameters:
+            if name in _OUTSIDE:
+                places[name] = Foreign(name=_OUTSIDE[name])
+                continue
+            _, layer, rest = name.split(".", 2)
+            module = rest.removesuffix(".weight")
+            head = model.head_dim if module in _TURNED else 0
+            places[name] = Foreign(name=f"model.layers.{layer}.{_IN_BLOCK[module]}.weight", head=head)
+        return places
+
+    def copies(self, model: Llama) -> dict[str, str]:
+        return {_OUTSIDE[HEAD]: _OUTSIDE[EMBEDDING]} if model.tied_embeddings else {}
+
+    def from_hf(self, config: Mapping[str, Any]) -> Llama:
+        for name, plain in _PLAIN.items():
+            value = config.get(name, plain)
+            if value != plain and value is not None:
+                cure = f"import a Llama with {name}={_json(plain)}"
+                raise _wrong(name, value, "is not computed here", cure)
+        sizes: dict[str, Any] = {ours: _whole(config, theirs) for ours, theirs in _SIZES.items()}
+        heads = sizes["heads"]
+        head_dim = _whole(config, "head_dim", sizes["dim"] // max(heads, 1))
+        if head_dim * heads != sizes["dim"]:
+            rule = f"heads are hidden_size / num_attention_heads = {sizes['dim']} / {heads} wide here"
+            raise _wrong("head_dim", head_dim, rule, "import a Llama whose heads are as wide")
+        return self.schema(
+            **sizes,
+            kv_heads=_whole(config, "num_key_value_heads", heads),
+            norm_eps=_number(config, "rms_norm_eps", 1e-6),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            **_rope(config),
+        )
+
+    def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
+        """config.json of a model, in the older style, which transformers 4 and 5 both read.
+
+        `context` becomes `max_position_embeddings`.
+        """
+        scaling = {theirs: getattr(model, ours) for ours, theirs in _SCALING.items()}
+        return {
+            "architectures": list(self.architectures),
+            "model_type": "llama",
+            **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "initializer_range": 0.02,
+            "max_position_embeddings": context,
+            "rms_norm_eps": model.norm_eps,
+            "rope_theta": model.rope_theta,
+            "rope_scaling": {"rope_type": "llama3", **scaling} if model.rope_factor != 1 else None,
+            "tie_word_embeddings": model.tied_embeddings,
+            "use_cache": True,
+        }
+
+    def stretched_context(self, model: Llama) -> int:
+        return int(model.rope_factor * model.rope_original_context) if model.rope_factor != 1 else 0
+
+    def difference(self, model: Llama, other: Llama) -> str:
+        names = [*_SIZES, "kv_heads", "tied_embeddings", "norm_eps", "rope_theta", "rope_factor"]
+        if model.rope_factor != 1:
+            names += _SCALING
+        return next((name for name in names if getattr(model, name) != getattr(other, name)), "")
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(value, Mapping):
+            raise _wrong(name, value, "must be an object", "restore the file")
+    _check_one_rope(config, parameters, scaling)
+    given = parameters or scaling
+    kind = _rope_type(given)
+    if kind not in ("default", "llama3"):
+        raise _wrong("rope_type", kind, "is a scaling that is not computed here", "known: default, llama3")
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
+        rule = "turns only part of a head, which is not computed here"
+        raise _wrong("partial_rotary_factor", given["partial_rotary_factor"], rule, "import a Llama without it")
+    theta = _number(given if "rope_theta" in given else config, "rope_theta", 10000.0)
+    if kind == "default":
+        return {"rope_theta": theta}
+    fields: dict[str, Any] = {"rope_theta": theta}
+    for ours, theirs in _SCALING.items():
+        fields[ours] = (_whole if ours == "rope_original_context" else _number)(given, theirs)
+    return fields
+
+
+def _rope_type(given: Mapping[str, Any]) -> Any:
+    return given.get("rope_type", given.get("type", "default"))
+
+
+def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
+    """Check that the file describes one RoPE: where it describes two, libraries choose differently."""
+    cure = "leave out the one that the model was not trained with"
+    if parameters and scaling:
+        plain = [{**given, "rope_type": _rope_type(given)} for given in (parameters, scaling)]
+        for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
+            values = [given.get(name) for given in plain]
+            # Where only one of them has the name, the other one leaves it to the rest of the file.
+            differs = values[0] != values[1] and (None not in values or name in _SCALING.values())
+            if differs:
+                rule = f"disagrees with rope_scaling, which has {name}={_json(values[1])}"
+                raise _wrong(f"rope_parameters.{name}", _json(values[0]), rule, cure)
+    for place, given in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            inner, outer = given.get(name), config.get(name)
+            if inner is not None and outer is not None and inner != outer:
+                rule = f"disagrees with {name}={_json(outer)} beside it"
+                raise _wrong(f"{place}.{name}", _json(inner), rule, cure)
+
+
+def _whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _wrong(name, value, "must be a whole number of at least 1", "restore the file")
+    return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _wrong(name, value, "must be a number", "restore the file")
+    return float(value)
+
+
+def _wrong(name: str, value: object, rule: str, cure: str) -> ConfigError:
+    return ConfigError(f"config.json:{name}", value, rule, cure)
+
+
+def _json(value: object) -> str:
+    return {False: "false", None: "null"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
