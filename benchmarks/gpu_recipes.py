@@ -232,7 +232,7 @@ def train(
     from titanlab.distributed.mesh import build_mesh
     from titanlab.distributed.ranks import ALONE
     from titanlab.distributed.world import open_world
-    from titanlab.options import account_of, implementation
+    from titanlab.options import account_of
     from titanlab.parallelism.gradients import Gradients
     from titanlab.recipe.recipe import resolve
     from titanlab.recipe.recipe_rules import check
@@ -262,7 +262,7 @@ def train(
         )
         assembled = assemble(recipe, world, build_mesh(recipe.layout, device.type))
         parameters = dict(assembled.model.named_parameters())
-        optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
+        optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.size)
         assembled.model.train()
         assembled.after_update()

@@ -22,10 +22,9 @@ from titanlab.model import llama_account
 from titanlab.options import account_of, implementation
 from titanlab.parallelism.gradients import Gradients
 from titanlab.precision.account import matched
-from titanlab.precision.bf16_full_schema import Bf16Full
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.float8_rowwise_schema import Float8Rowwise
-from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
+from titanlab.precision.bf16_schema import Bf16, Bf16Full
+from titanlab.precision.dtypes import Dtypes
+from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.schedule.gpipe_schema import GPipe
@@ -76,7 +75,7 @@ def traffic_of(made: Recipe, steps: int):
 
 def step_of(made: Recipe) -> Step:
     """What the formulas need to know of a recipe."""
-    config, dtypes = made.parallelism, implementation(made.precision).dtypes(made.precision)
+    config, dtypes = made.parallelism, Dtypes.of(made.precision.formats())
     account = account_of(made.model).account(made.model)
     piped = {}
     if made.layout.pipeline > 1:
@@ -101,7 +100,7 @@ def step_of(made: Recipe) -> Step:
         reduce_bytes=dtypes.reduce.itemsize,
         master_bytes=dtypes.master.itemsize,
         fp32_parts=matched(account, dtypes.fp32_parts),
-        float8_gathered=made.precision.float8_gathered(account) if hasattr(made.precision, "float8_gathered") else (),
+        float8_gathered=made.precision.float8_gathered(account),
         mixed=dtypes.mixed,
         reshards=stage._reshards(made),
         sequence_parallel=config.sequence_parallel,

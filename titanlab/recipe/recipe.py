@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,6 +22,14 @@ from titanlab.parallelism.schema import Parallelism
 from titanlab.ranges import ranged
 from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.recipe.training_schema import Training
+
+if TYPE_CHECKING:
+    from titanlab.ac.contract import ACConfig
+    from titanlab.optimizer.contract import OptimizerConfig
+    from titanlab.precision.contract import PrecisionConfig
+else:
+    # OmegaConf takes no Protocol for a field's type.
+    ACConfig = OptimizerConfig = PrecisionConfig = Any
 
 
 @ranged("")
@@ -53,10 +61,10 @@ class Recipe:
     model: Any = MISSING
     parallelism: Parallelism = MISSING
     schedule: Any = MISSING
-    precision: Any = MISSING
-    ac: Any = field(default=MISSING, metadata={"before": {"kind": "none"}})
+    precision: PrecisionConfig = MISSING
+    ac: ACConfig = field(default=MISSING, metadata={"before": {"kind": "none"}})
     compile: Compile = MISSING
-    optimizer: Any = MISSING
+    optimizer: OptimizerConfig = MISSING
     data: Any = MISSING
     checkpoint: Checkpoint = MISSING
     cluster: Cluster = field(default=MISSING)

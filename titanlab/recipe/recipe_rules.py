@@ -166,7 +166,7 @@ def _options(recipe: Recipe) -> None:
 def setting(recipe: Recipe) -> Setting:
     """A resolved recipe as its options see it."""
     groups = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    formats = account_of(recipe.precision).account(recipe.precision)
+    formats = recipe.precision.formats()
     return Setting(
         model=account_of(recipe.model).account(recipe.model),
         layout=recipe.layout,
