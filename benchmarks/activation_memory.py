@@ -28,18 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.none_schema import NoCheckpointing
-from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.compile.blocks import compile_blocks
 from titanlab.compile.schema import Compile
 from titanlab.costs.account import Share
 from titanlab.model import llama
 from titanlab.model.llama_block_account import block_operations
 from titanlab.model.llama_schema import Llama
-from titanlab.options import account_of, implementation
 
 HERE = Path(__file__).parent
 POLICIES: Mapping[str, Any] = {
@@ -73,11 +69,10 @@ class Stack(nn.Module):
 def build(config: Llama, policy: Any, dtype: torch.dtype, *, backend: str = "") -> Stack:
     """Blocks under a policy, compiled if there is a backend."""
     stack = Stack(config, dtype)
-    implementation(policy).apply(policy, {int(number): block for number, block in stack.layers.items()})
+    policy.implementation().apply({int(number): block for number, block in stack.layers.items()})
     if backend:
         compiled = Compile(blocks=True, backend=backend)
-        budget = {"memory_budget": policy.budget} if hasattr(policy, "budget") else {}
-        compile_blocks(stack.layers.values(), compiled, **budget)
+        compiled.implementation().compile_blocks(stack.layers.values(), memory_budget=policy.compiler_budget())
     return stack
 
 
@@ -116,10 +111,9 @@ def _allocations(profiled: Any) -> Iterator[int]:
 
 
 def declared_bytes(config: Llama, policy: Any, share: Share, *, batch: int, seq: int) -> int:
-    """What the policy's account says of all blocks together."""
+    """What the policy declares for all blocks together."""
     block = block_operations(config, batch=batch, seq_len=seq)
-    say = account_of(policy).saved_bytes
-    return sum(say(policy, block, share, number=number) for number in range(config.layers))
+    return sum(policy.saved_bytes(block, share, number=number) for number in range(config.layers))
 
 
 def step_seconds(module: nn.Module, given: Sequence[Tensor], times: int) -> float:

@@ -232,7 +232,6 @@ def train(
     from titanlab.distributed.mesh import build_mesh
     from titanlab.distributed.ranks import ALONE
     from titanlab.distributed.world import open_world
-    from titanlab.options import implementation
     from titanlab.parallelism.gradients import Gradients
     from titanlab.recipe.recipe import resolve
     from titanlab.recipe.recipe_rules import check
@@ -262,7 +261,7 @@ def train(
         )
         assembled = assemble(recipe, world, build_mesh(recipe.layout, device.type))
         parameters = dict(assembled.model.named_parameters())
-        optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
+        optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.world)
         assembled.model.train()
         assembled.after_update()

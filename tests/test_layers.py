@@ -83,8 +83,10 @@ def place(module: str) -> Place | None:
 
 def is_torch_free(module: str) -> bool:
     """Whether a module is one of those that the command line, the planner and the rules read without torch."""
-    return module.split(".")[1:2] in [[name] for name in TORCH_FREE] or module.replace(".", "_").endswith(
-        tuple(f"_{word}" for word in DECLARES)
+    # The contract of models is a class of torch.
+    return module != "titanlab.model.contract" and (
+        module.split(".")[1:2] in [[name] for name in TORCH_FREE]
+        or module.replace(".", "_").endswith(tuple(f"_{word}" for word in DECLARES))
     )
 
 
@@ -202,9 +204,7 @@ def test_every_name_of_the_table_is_a_folder_or_a_loose_module():
 def test_few_modules_are_loose_and_folders_are_small():
     assert len(list(PACKAGE.glob("*.py"))) <= 6
     sizes = {folder: len(list(folder.glob("*.py"))) - 1 for folder in PACKAGE.rglob("*") if folder.is_dir()}
-    assert {str(folder.relative_to(PACKAGE)): size for folder, size in sizes.items() if size > 20} == {
-        "precision": 33,
-    }
+    assert {str(folder.relative_to(PACKAGE)): size for folder, size in sizes.items() if size > 20} == {}
 
 
 def test_what_the_command_line_imports_first_is_light():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
-from titanlab.ac.none_schema import NoCheckpointing
+from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile

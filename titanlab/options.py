@@ -1,14 +1,14 @@
-"""Discovery of options: every schema that titanlab or an installed package offers.
+"""Discovery of options: every config that titanlab or an installed package offers.
 
-A technique is a code file, a torch-free schema file beside it and a YAML:
+A technique is a torch-free config, an implementation that the config names, and a YAML:
 
-    titanlab/precision/bf16.py            what it does
-    titanlab/precision/bf16_schema.py     @option("precision", "bf16") class Bf16: kind: str = "bf16"
-    conf/precision/bf16.yaml              defaults: [bf16_schema, _self_]
+    titanlab/precision/fp16_schema.py     @option("precision", "fp16") class Fp16: kind: str = "fp16"
+    titanlab/precision/fp16.py            what `Fp16.implementation` imports
+    conf/precision/fp16.yaml              defaults: [fp16_schema, _self_]
 
-A group of presets has one schema and no kinds: `@option("parallelism")` in
-`titanlab/parallelism/schema.py`. Other packages join by entry points: group `titanlab.options`
-names their schema modules, group `titanlab.conf` a package that holds their YAML folders.
+A group of presets has one config and no kinds: `@option("parallelism")` in `titanlab/parallelism/schema.py`.
+titanlab's own configs are in modules whose names end in `schema`. Other packages name theirs by entry points of the
+group `titanlab.options`, and the package with their YAMLs by one of the group `titanlab.conf`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Option:
 
 
 def option(group: str, kind: str | None = None) -> Callable[[T], T]:
-    """Mark a dataclass as the schema of a config group, or of one kind in it; its numbers get ranges (`ranged`)."""
+    """Mark a dataclass as the schema of a config group, or of one kind in it; its numbers are checked (`ranged`)."""
 
     def mark(schema: T) -> T:
         if kind is not None:
@@ -59,20 +59,20 @@ def option(group: str, kind: str | None = None) -> Callable[[T], T]:
 
 def discover() -> dict[str, dict[str | None, Option]]:
     """All options by group and kind. Imports schema modules only, none of which imports torch."""
-    found: dict[str, dict[str | None, Option]] = {}
+    groups: dict[str, dict[str | None, Option]] = {}
     for module in _schema_modules():
         for value in vars(module).values():
             marked = getattr(value, "__titanlab_option__", None)
-            # A schema that another module imported, or inherited from, is not its own.
+            # Skip schemas that the module imported, and undecorated subclasses, which inherit the mark.
             if not isinstance(marked, Option) or value.__module__ != module.__name__ or marked.schema is not value:
                 continue
-            kinds = found.setdefault(marked.group, {})
+            kinds = groups.setdefault(marked.group, {})
             if marked.kind in kinds:
-                others = kinds[marked.kind].schema.__module__
-                rule = f"is offered twice: by {others} and by {module.__name__}"
+                other = kinds[marked.kind].schema.__module__
+                rule = f"is offered twice: by {other} and by {module.__name__}"
                 raise ConfigError(marked.group, marked.kind, rule, "uninstall one of the two packages")
             kinds[marked.kind] = marked
-    return found
+    return groups
 
 
 def schema_of(group: str, kind: str | None) -> type:
@@ -99,7 +99,7 @@ def account_of(config: Any) -> ModuleType:
 
 
 def conf_packages() -> list[str]:
-    """Packages of others whose folders hold YAMLs of config groups."""
+    """Installed packages whose folders have YAMLs of config groups."""
     return [entry.value for entry in importlib.metadata.entry_points(group="titanlab.conf")]
 
 
@@ -123,7 +123,7 @@ def _others_schema_modules() -> Iterator[ModuleType]:
     for entry in importlib.metadata.entry_points(group="titanlab.options"):
         try:
             yield importlib.import_module(entry.value)
-        # Whatever it is, it is not ours, and a person is told where it comes from.
+        # Importing another package may raise anything; the message names the package.
         except Exception as error:
             package = entry.dist.name if entry.dist is not None else "a package"
             rule = f"cannot be imported ({type(error).__name__}: {error})"

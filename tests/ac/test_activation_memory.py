@@ -13,10 +13,8 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.activation_memory import build, declared_bytes, held_bytes, inputs
-from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.none_schema import NoCheckpointing
-from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share
 from titanlab.model.llama_account import account
@@ -102,7 +100,6 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
     # see. What is held does not depend on the numbers.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from titanlab.options import implementation
     from titanlab.parallelism.context import spread_attention
     from titanlab.parallelism.tensor import TensorParallel, parallelise
 
@@ -117,7 +114,7 @@ def cut(config, policy, *, tensor, context, sequence_parallel, method):
         )
     if context > 1:
         spread_attention(stack, "attention.inner", method=method, group=mesh.get_group())
-    implementation(policy).apply(policy, {int(number): block for number, block in stack.layers.items()})
+    policy.implementation().apply({int(number): block for number, block in stack.layers.items()})
     hidden, rope = inputs(config, batch=batch, seq=seq // context, dtype=torch.float32)
     if tensor > 1 and sequence_parallel:
         hidden = hidden.detach().flatten(0, 1).unsqueeze(0).chunk(tensor, dim=1)[0].contiguous().requires_grad_()

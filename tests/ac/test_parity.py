@@ -13,9 +13,8 @@ import pytest
 
 from tests import tiny
 from tests.parity.parity_rows import SCHEDULES
-from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity

@@ -9,9 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.activation_memory import build, inputs
-from titanlab.ac.full_schema import FullCheckpointing
-from titanlab.ac.none_schema import NoCheckpointing
-from titanlab.ac.selective_layer_schema import SelectiveLayer
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.model.llama_schema import Llama
 
@@ -133,10 +131,8 @@ class Noisy(torch.nn.Module):
 @pytest.mark.parametrize("policy", [FullCheckpointing(), SelectiveOp()])
 def test_chance_is_repeated_too(policy):
     """And a block may have a forward of its own, and arguments by name."""
-    from titanlab.options import implementation
-
     block = Noisy()
-    implementation(policy).apply(policy, {0: block})
+    policy.implementation().apply({0: block})
     hidden = torch.ones(4, 8, requires_grad=True)
     torch.manual_seed(0)
     output = block(hidden, scale=2.0)

@@ -11,14 +11,14 @@ import pytest
 import yaml
 
 from tests import tiny
-from titanlab.ac import selective_op
-from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.none_schema import NoCheckpointing
-from titanlab.ac.selective_layer_schema import SelectiveLayer
+from titanlab.ac.selective_op import SelectedOperators
 from titanlab.ac.selective_op_schema import PAPER, SelectiveOp
+from titanlab.costs.account import Share
 from titanlab.errors import ConfigError
-from titanlab.options import account_of, discover, implementation
+from titanlab.model.llama_account import block_operations
+from titanlab.options import discover
 from titanlab.records.identity import canonical
 
 CONF = Path(__file__).parents[2] / "conf" / "ac"
@@ -67,14 +67,14 @@ def test_operators_of_others_are_looked_up_when_they_have_been_imported(tmp_path
     theirs = SelectiveOp(saved=["their_package.attention.default"])
     tiny.recipe(tmp_path, ac=theirs)
     with pytest.raises(ConfigError, match="torch has no operator their_package.attention.default"):
-        selective_op.apply(theirs, {})
+        theirs.implementation().apply({})
 
 
 def test_the_default_list_is_known(tmp_path):
     """To torch, once context parallelism has been imported; and a recipe with it needs no torch to be checked."""
     from titanlab.parallelism import context
 
-    assert set(PAPER) <= selective_op.known_operators()
+    assert set(PAPER) <= SelectedOperators.known_operators()
     assert context.attention is not None
     code = (
         "import sys; from pathlib import Path; from titanlab.options import discover\n"
@@ -87,8 +87,10 @@ def test_the_default_list_is_known(tmp_path):
 @pytest.mark.parametrize("kind", discover()["ac"])
 def test_every_option_has_code_an_account_and_a_yaml_of_its_defaults(kind):
     config = discover()["ac"][kind].schema()
-    assert callable(implementation(config).apply)
-    assert callable(account_of(config).saved_bytes)
+    assert callable(config.implementation().apply)
+    assert config.saved_bytes(
+        block_operations(tiny.recipe("runs").model, batch=1, seq_len=32), Share(element_bytes=2), number=0
+    )
     written = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
     assert written.pop("defaults") == [f"{kind}_schema", "_self_"]
     assert {"kind": kind, **written} == dataclasses.asdict(config)
@@ -105,7 +107,7 @@ def test_blocks_go_by_their_number_in_the_whole_model(every, chosen, keep):
         found = set()
         for numbers in stages:
             blocks = {number: torch.nn.Linear(2, 2) for number in numbers}
-            implementation(config).apply(config, blocks)
+            config.implementation().apply(blocks)
             found |= {number for number, block in blocks.items() if "forward" in vars(block)}
         assert found == ({0, 1, 2, 3, 4} - chosen if keep else chosen)
 

@@ -213,7 +213,7 @@ def site(tmp_path_factory):
     schema = """\
 from dataclasses import dataclass
 from titanlab.errors import ConfigError
-from titanlab.optimizer.schedule_schema import Scheduled
+from titanlab.optimizer.contract import Scheduled
 from titanlab.options import option
 
 @option("optimizer", "cautious")
@@ -225,13 +225,20 @@ class Cautious(Scheduled):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.caution <= 1:
-            raise ConfigError("optimizer.caution", self.caution, "must lie between 0 and 1", "try 0.5")"""
+            raise ConfigError("optimizer.caution", self.caution, "must lie between 0 and 1", "try 0.5")
+
+    def implementation(self):
+        from others.cautious import CautiousFactory
+        return CautiousFactory(self)"""
     return write(
         tmp_path_factory.mktemp("site"),
         {
             "others/__init__.py": "",
             "others/cautious_schema.py": schema,
-            "others/cautious.py": "def build(config, parameters): return ('built', config.caution)",
+            "others/cautious.py": """\
+class CautiousFactory:
+    def __init__(self, config): self.config = config
+    def build(self, parameters): return ('built', self.config.caution)""",
             "others/conf/__init__.py": "",
             "others/conf/optimizer/cautious.yaml": "defaults: [cautious_schema, _self_]\nlr: 1.0e-2",
             "others-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: others\nVersion: 1.0",
@@ -247,12 +254,11 @@ import sys
 from titanlab.cli.compose import compose
 from titanlab.recipe.composition.keys import advice
 from titanlab.records.identity import identify
-from titanlab.options import implementation
 from titanlab.recipe.recipe import from_mapping, to_mapping
 (recipe,) = compose(["optimizer=cautious", "optimizer.caution=0.25"])
 assert from_mapping(to_mapping(recipe)) == recipe
 assert advice("optimizer.caution").endswith("try optimizer=cautious")
-print(recipe.optimizer, implementation(recipe.optimizer).build(recipe.optimizer, []), "torch" in sys.modules)
+print(recipe.optimizer, recipe.optimizer.implementation().build([]), "torch" in sys.modules)
 """
     said = as_process(sys.executable, "-c", code, PYTHONPATH=str(site))
     assert said.startswith("Cautious(lr=0.01, schedule=Schedule(")

@@ -19,13 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests import tiny
 from tests.pool import Pool
 from titanlab.compile import async_tensor
-from titanlab.compile.blocks import compile_blocks
 from titanlab.compile.schema import Compile
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
 from titanlab.model import llama, llama_account
 from titanlab.model.llama_schema import Llama
-from titanlab.options import implementation, schema_of
+from titanlab.options import schema_of
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision import float8
 from titanlab.weights.initialise import initialise
@@ -73,8 +72,8 @@ def fused_operators(precision):
         model = llama.Llama(config, seq_len=64)
     # As on a GPU that multiplies in float8.
     with patch.object(float8, "emulates", lambda config, device: False):
-        model = implementation(chosen).convert(chosen, model, torch.device("cpu"))
-    styles = implementation(chosen).tensor_styles(chosen)
+        chosen.implementation().convert(model, torch.device("cpu"))
+    styles = chosen.implementation().tensor_styles()
     cut = TensorParallel(mesh=group, seq_len=64, sequence_parallel=True, loss_parallel=True, products=styles)
     parallelise(model, llama_account.TENSOR_PLAN, cut)
     model.to_empty(device="cpu")
@@ -82,7 +81,7 @@ def fused_operators(precision):
     initialise(model, llama_account.initial_values(config), 0)
     model.to(torch.bfloat16)
     block = model.layers["0"]
-    compile_blocks([block], Compile(blocks=True), async_group=group.get_group())
+    Compile(blocks=True).implementation().compile_blocks([block], async_group=group.get_group())
     hidden = torch.randn(1, 8 * 64 // 4, 128, dtype=torch.bfloat16, requires_grad=True)
     with (
         patch.object(post_grad, "micro_pipeline_tp_pass", counted),

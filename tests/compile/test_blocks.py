@@ -15,14 +15,13 @@ import torch
 from torch._dynamo import utils
 
 from tests import tiny
-from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.ac.memory_budget_schema import MemoryBudget
-from titanlab.ac.selective_layer_schema import SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
-from titanlab.precision.float8_rowwise_schema import Float8Rowwise
+from titanlab.precision.float8_schema import Float8Rowwise
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.zbv_schema import ZBV

@@ -26,12 +26,12 @@ def test_a_first_compilation_is_expected_and_the_next_is_not():
     double = compiled(lambda x: x * 2)
     double(torch.ones(2))
     found = watched.look(first=True)
-    assert [(each.reason, each.surprise) for each in found.compilations] == [("", False)]
-    assert found.compilations[0].function.startswith("<lambda> (test_watch.py:")
+    assert [(each.reason, each.surprise) for each in found.functions] == [("", False)]
+    assert found.functions[0].function.startswith("<lambda> (test_watch.py:")
     assert found.seconds > 0
-    assert watched.look() == watch.Found()
+    assert watched.look() == watch.Compilations()
     double(torch.ones(3))
-    (again,) = watched.look().compilations
+    (again,) = watched.look().functions
     assert again.surprise
     assert "size mismatch" in again.reason
     assert watched.metrics()[SECONDS] > found.seconds
@@ -45,9 +45,9 @@ def test_a_validation_may_compile_everything_once_more():
     watched.look()
     with torch.no_grad():
         double(torch.ones(2))
-        assert [each.surprise for each in watched.look(evaluating=True).compilations] == [False]
+        assert [each.surprise for each in watched.look(evaluating=True).functions] == [False]
         double(torch.ones(3))
-        assert [each.surprise for each in watched.look(evaluating=True).compilations] == [True]
+        assert [each.surprise for each in watched.look(evaluating=True).functions] == [True]
 
 
 def test_optimizers_compile_once_for_each_shape(monkeypatch):
@@ -67,9 +67,9 @@ def test_optimizers_compile_once_for_each_shape(monkeypatch):
     found = watched.look(first=True)
     # Of what overlaps, the time counts once.
     assert found.seconds == 3.0
-    assert [each.surprise for each in found.compilations] == [False, False]
+    assert [each.surprise for each in found.functions] == [False, False]
     given += records({"start_time_us": 5_000_000, "end_time_us": 6_000_000})
-    assert [each.surprise for each in watched.look().compilations] == [True]
+    assert [each.surprise for each in watched.look().functions] == [True]
 
 
 def test_the_first_surprise_is_told():
@@ -90,7 +90,7 @@ def test_the_first_surprise_is_told():
 
 def test_what_was_compiled_before_does_not_count():
     compiled(lambda x: x + 1)(torch.ones(2))
-    assert Watch().look() == watch.Found()
+    assert Watch().look() == watch.Compilations()
 
 
 class Meddler(story.Observer):

@@ -20,10 +20,8 @@ from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import open_world
 from titanlab.model import llama_account
 from titanlab.parallelism.gradients import Gradients
-from titanlab.precision.bf16_full_schema import Bf16Full
-from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.float8_rowwise_schema import Float8Rowwise
-from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
+from titanlab.precision.bf16_schema import Bf16, Bf16Full
+from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe

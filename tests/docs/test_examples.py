@@ -8,8 +8,7 @@ import pytest
 import torch  # noqa: F401 (CONTRIBUTING.md's example takes it as imported)
 
 from tests.docs.pages import blocks
-from titanlab.ac.full_account import saved_bytes
-from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.costs.account import Share
 from titanlab.model.llama_block_account import block_operations
 from titanlab.model.llama_schema import Llama
@@ -50,7 +49,7 @@ def test_bytes_are_summed_as_shown():
     (example,) = code("docs/activation-checkpointing.md")
     model = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=2048)
     names = {"policy": FullCheckpointing(), "model": model, "Share": Share}
-    names |= {"saved_bytes": saved_bytes, "block_operations": block_operations}
+    names["block_operations"] = block_operations
     # Its input: batch × tokens × dim in 2 bytes, half of the tokens on each of two ranks.
     assert eval(example, names) == 2 * 1024 * 64 * 2 / 2
 

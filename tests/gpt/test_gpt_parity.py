@@ -14,7 +14,7 @@ from tiny_gpt.gpt_schema import Gpt
 
 from tests import tiny
 from tests.parity.parity_rows import COMMON, SCHEDULES
-from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity

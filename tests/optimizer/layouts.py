@@ -12,7 +12,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.optimizer.schedule_schema import Schedule
-from titanlab.options import implementation
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
 
@@ -57,7 +56,7 @@ def stepped(config, cut=None, steps=5, dtype=torch.float32):
         return tensor if mesh is None else spread(tensor, mesh, CUTS[cut][1])
 
     held = {name: nn.Parameter(placed(whole.data)) for name, whole in parameters(dtype).items()}
-    optimizer = implementation(config).build(config, held)
+    optimizer = config.implementation().build(held)
     for step in range(steps):
         for name, gradient in gradients(step).items():
             held[name].grad = placed(gradient.to(dtype))

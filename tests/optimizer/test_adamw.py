@@ -5,13 +5,12 @@ import torch
 from torch import nn
 
 from titanlab.errors import ConfigError
-from titanlab.optimizer import adamw
 from titanlab.optimizer.adamw_schema import AdamW
 
 
 def test_matrices_decay_and_vectors_do_not():
     model = nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4))
-    optimizer = adamw.build(AdamW(lr=0.1, weight_decay=0.5), dict(model.named_parameters()))
+    optimizer = AdamW(lr=0.1, weight_decay=0.5).implementation().build(dict(model.named_parameters()))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -23,7 +22,7 @@ def test_matrices_decay_and_vectors_do_not():
 
 
 def test_a_model_without_vectors_has_one_group():
-    optimizer = adamw.build(AdamW(), {"weight": nn.Parameter(torch.ones(2, 2))})
+    optimizer = AdamW().implementation().build({"weight": nn.Parameter(torch.ones(2, 2))})
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
 
 

@@ -12,12 +12,9 @@ from tests import tiny
 from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
 from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.errors import ConfigError
-from titanlab.optimizer.adamw_4bit_schema import AdamW4bit
-from titanlab.optimizer.adamw_8bit_schema import AdamW8bit
-from titanlab.optimizer.adamw_fp8_schema import AdamWFp8
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.low_bit import quiet
-from titanlab.options import implementation
+from titanlab.optimizer.low_bit_schema import AdamW4bit, AdamW8bit, AdamWFp8
 from titanlab.recipe.recipe_rules import check, setting
 from titanlab.training.train import _set_rate
 
@@ -55,7 +52,7 @@ def test_states_take_that_many_bytes(schema, size):
     config = schema()
     held = {"matrix": nn.Parameter(torch.ones(64, 256)), "small": nn.Parameter(torch.ones(4, 256))}
     held |= {"ragged": nn.Parameter(torch.ones(64, 65)), "vector": nn.Parameter(torch.ones(8192))}
-    optimizer = implementation(config).build(config, held)
+    optimizer = config.implementation().build(held)
     for parameter in held.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -100,7 +97,7 @@ def test_stochastic_rounding_keeps_the_mean():
     def moved(rounding, name="weight"):
         config = AdamW(lr=2.0**-12, weight_decay=0.0, rounding=rounding)
         held = {name: nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))}
-        optimizer = implementation(config).build(config, held)
+        optimizer = config.implementation().build(held)
         for _ in range(8):
             held[name].grad = torch.full_like(held[name], 0.5)
             optimizer.step()
@@ -118,7 +115,7 @@ def test_stochastic_rounding_keeps_the_mean():
 
 def test_the_schedule_sets_the_rate_of_every_group():
     made = tiny.recipe("runs", optimizer=gentle(AdamW8bit))
-    optimizer = implementation(made.optimizer).build(made.optimizer, parameters())
+    optimizer = made.optimizer.implementation().build(parameters())
     _set_rate(optimizer, made, 1)
     assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 5e-4]
 

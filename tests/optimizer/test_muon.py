@@ -9,7 +9,6 @@ from tests import tiny
 from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
 from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.errors import ConfigError
-from titanlab.optimizer import muon
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.training.train import _set_rate
 
@@ -50,7 +49,7 @@ def test_momentum_in_bf16_is_not_divided_in_place():
     before = parameters(torch.bfloat16)
     found, _ = stepped(Muon(nesterov=False), None, 2, torch.bfloat16)
     config = Muon(nesterov=False)
-    optimizer = muon.build(config, before)
+    optimizer = config.implementation().build(before)
     name = "layers.0.attention.wq.weight"
     for each, gradient in gradients(0).items():
         before[each].grad = gradient.bfloat16()
@@ -62,7 +61,7 @@ def test_momentum_in_bf16_is_not_divided_in_place():
 
 def test_it_is_one_optimizer():
     made = tiny.recipe("runs", optimizer=gentle(Muon))
-    optimizer = muon.build(made.optimizer, parameters())
+    optimizer = made.optimizer.implementation().build(parameters())
     _set_rate(optimizer, made, 1)
     assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [
         (4, 5e-4),

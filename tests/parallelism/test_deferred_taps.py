@@ -10,14 +10,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallelism.pipeline_run import SEQ, TOLERANCE, Run, shard
-from titanlab.ac.full_schema import FullCheckpointing
-from titanlab.ac.none_schema import NoCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
-from titanlab.compile.blocks import compile_blocks
 from titanlab.compile.schema import Compile
 from titanlab.model import llama
 from titanlab.model.llama_schema import Llama
-from titanlab.options import implementation, schema_of
+from titanlab.options import schema_of
 from titanlab.parallelism import pipeline_weights
 from titanlab.parallelism.pipeline_weights import DeferredWeights
 from titanlab.precision.product import product_of
@@ -54,8 +52,8 @@ def test_a_compiled_block_leaves_the_products_of_its_weights_for_later(policy):
     model = llama.Llama(CONFIG, seq_len=SEQ)
     whole = copy.deepcopy(model)
     for each in (model, whole):
-        implementation(POLICIES[policy]).apply(POLICIES[policy], dict(enumerate(each.layers.values())))
-        compile_blocks(each.layers.values(), Compile(blocks=True, backend="aot_eager"))
+        POLICIES[policy].implementation().apply(dict(enumerate(each.layers.values())))
+        Compile(blocks=True, backend="aot_eager").implementation().compile_blocks(each.layers.values())
     deferred = DeferredWeights(model)
     tokens = torch.randint(0, CONFIG.vocab_size, (3, 2, SEQ))
     expected = []
@@ -80,7 +78,7 @@ def test_a_compiled_block_leaves_the_products_of_its_weights_for_later(policy):
 
 def test_without_gradients_nothing_is_set_aside():
     model = llama.Llama(CONFIG, seq_len=SEQ)
-    compile_blocks(model.layers.values(), Compile(blocks=True, backend="eager"))
+    Compile(blocks=True, backend="eager").implementation().compile_blocks(model.layers.values())
     DeferredWeights(model)
     with torch.no_grad():
         assert model(torch.zeros(2, SEQ, dtype=torch.int64)).grad_fn is None
@@ -101,7 +99,7 @@ def test_a_layer_that_is_called_twice_computes_at_once():
     torch.manual_seed(0)
     block, twin = Twice(), Twice()
     twin.load_state_dict(block.state_dict())
-    compile_blocks([block], Compile(blocks=True, backend="aot_eager"))
+    Compile(blocks=True, backend="aot_eager").implementation().compile_blocks([block])
     deferred = DeferredWeights(nn.Sequential(block))
     hidden = torch.randn(2, 3, 4)
     with deferred.collect(0):
@@ -118,7 +116,7 @@ def pipelined(name, data, backend):
     accumulate = pipeline_weights._accumulate
 
     def compiled(stage, mesh):
-        compile_blocks(stage.layers.values(), Compile(blocks=True, backend=backend))
+        Compile(blocks=True, backend=backend).implementation().compile_blocks(stage.layers.values())
         if data > 1:
             shard(False)(stage, mesh)
 
@@ -152,7 +150,8 @@ def float8_layer(kind, **given):
     config = schema_of("precision", kind)(skip=[], **given)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(32, 48, bias=False))
-    model = implementation(config).convert(config, model, torch.device("cpu")).to_empty(device="cpu")
+    config.implementation().convert(model, torch.device("cpu"))
+    model.to_empty(device="cpu")
     torch.manual_seed(0)
     nn.init.normal_(model[0].weight)
     return model
@@ -166,7 +165,7 @@ def test_float8_computes_both_halves_as_torchao_does(kind, backend):
     whole, model = float8_layer(kind, **given), float8_layer(kind, **given)
     if backend:
         for each in (whole, model):
-            compile_blocks([each], Compile(blocks=True, backend=backend))
+            Compile(blocks=True, backend=backend).implementation().compile_blocks([each])
     deferred = DeferredWeights(model)
     assert product_of(model[0]).of_weight
     inputs = [torch.randn(2, 16, 32, requires_grad=True) for _ in range(2)]

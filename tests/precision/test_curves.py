@@ -8,8 +8,7 @@ sums in another order; another seed ends 0.4 % away.
 
 import pytest
 
-from titanlab.precision.bf16_full_schema import Bf16Full
-from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.bf16_schema import Bf16, Bf16Full
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
 

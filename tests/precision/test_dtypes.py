@@ -10,10 +10,8 @@ from tests import tiny
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
-from titanlab.options import account_of, implementation
 from titanlab.parallelism import shard
-from titanlab.precision.bf16_full_schema import Bf16Full
-from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.bf16_schema import Bf16, Bf16Full
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
@@ -53,7 +51,7 @@ def looked_at(made):
             # The first to look: before what casts the output.
             module.register_forward_hook(look, prepend=True)
         model.register_forward_hook(lambda *seen: note("logits", seen[-1]))
-        optimizer = implementation(made.optimizer).build(made.optimizer, dict(model.named_parameters()))
+        optimizer = made.optimizer.implementation().build(dict(model.named_parameters()))
         tokens = torch.arange(made.local_batch * made.training.seq_len).view(made.local_batch, -1) % 256
         sums = assembled.forward_backward(StepBatch(tokens, tokens, tokens.numel()))
         note("loss", sums.loss_sum)
@@ -118,9 +116,8 @@ def test_tied_tables_are_gathered_once_for_both(pool, tmp_path):
 
 @pytest.mark.parametrize("precision", [each for each, _ in EVERY], ids=lambda value: value.kind)
 def test_accounts_are_what_torch_is_told(precision):
-    formats = account_of(precision).account(precision)
-    dtypes = implementation(precision).dtypes(precision)
-    assert dtypes == Dtypes.of(formats)
+    formats = precision.formats()
+    dtypes = Dtypes.of(formats)
     assert formats.mixed == dtypes.mixed
     sizes = (formats.master_bytes, formats.compute_bytes, formats.reduce_bytes)
     assert sizes == tuple(each.itemsize for each in (dtypes.master, dtypes.compute, dtypes.reduce))

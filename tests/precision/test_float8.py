@@ -15,15 +15,13 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.model import llama_account
-from titanlab.options import implementation
+from titanlab.options import schema_of
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.parallelism.tensor import TensorParallel
 from titanlab.parity import parity
 from titanlab.precision import float8
 from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.float8_rowwise_schema import Float8Rowwise
-from titanlab.precision.float8_rowwise_with_gw_hp_schema import Float8RowwiseWithGwHp
-from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
+from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.precision.product import PLAIN, product_of
 from titanlab.training import assemble, generate
@@ -42,7 +40,8 @@ def converted(config, **model):
     made = tiny.recipe("runs", precision=config, **model)
     with torch.device("meta"):
         plain = made.model.implementation().build(seq_len=32)
-    return implementation(config).convert(config, plain, CPU), llama_account.account(made.model)
+    config.implementation().convert(plain, CPU)
+    return plain, llama_account.account(made.model)
 
 
 def changed(model):
@@ -140,7 +139,7 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
     """Forward and backward, to the bit, for the rows or columns of a rank."""
     torch.manual_seed(0)
     config = kind()
-    product = implementation(config).tensor_styles(config).get("colwise", linear)
+    product = config.implementation().tensor_styles().get("colwise", linear)
     for rows, columns in ((slice(0, 32), slice(None)), (slice(None), slice(32, 64))):
         whole, part = _layer(config), _layer(config)
         part.weight = nn.Parameter(whole.weight.detach()[rows, columns].clone())
@@ -153,7 +152,7 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
 
 
 def test_the_layers_that_a_precision_has_left_multiply_plainly():
-    products = implementation(Mxfp8()).tensor_styles(Mxfp8())
+    products = Mxfp8().implementation().tensor_styles()
     mesh = SimpleNamespace(get_group=lambda: SimpleNamespace(group_name="tensor"), size=lambda: 2)
     cut = TensorParallel(mesh=mesh, seq_len=1, sequence_parallel=False, loss_parallel=False, products=products)
     assert cut.product("colwise", _layer(Mxfp8())) is products["colwise"]
@@ -163,8 +162,7 @@ def test_the_layers_that_a_precision_has_left_multiply_plainly():
     assert cut.product("colwise", nn.Linear(2, 2)) is linear
     assert product_of(nn.Linear(2, 2)) is PLAIN
     for kind in ("fp32", "bf16", "fp16", "bf16_full", "float8_rowwise"):
-        part = __import__(f"titanlab.precision.{kind}", fromlist=["tensor_styles"])
-        assert part.tensor_styles(None) == {}
+        assert schema_of("precision", kind)().implementation().tensor_styles() == {}
 
 
 def scales(made):
@@ -323,7 +321,7 @@ def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
 def test_importing_is_quiet_and_lazy():
     source = (
         "import sys, warnings, torch; warnings.simplefilter('error')\n"
-        "import titanlab.precision.float8_tensorwise, titanlab.precision.mxfp8 as m\n"
+        "import titanlab.precision.float8, titanlab.precision.mxfp8 as m\n"
         "assert 'torchao' not in sys.modules\n"
         "m._multiplier(emulate=True); titanlab.precision.float8.float8_product(None, None)\n"
         "assert 'torchao' in sys.modules\n"
@@ -338,7 +336,8 @@ def _layer(config):
     holder = nn.ModuleDict({"wq": nn.Linear(64, 64, bias=False, device="meta")})
     if isinstance(config, Float8Tensorwise):
         config = Float8Tensorwise(all_gather=False)
-    layer = implementation(config).convert(config, holder, CPU)["wq"]
+    config.implementation().convert(holder, CPU)
+    layer = holder["wq"]
     layer.weight = nn.Parameter(torch.randn(64, 64).bfloat16())
     return layer
 

@@ -15,14 +15,12 @@ import os
 import pytest
 
 from tests import tiny
-from titanlab.ac.full_schema import FullCheckpointing
+from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
-from titanlab.precision.float8_rowwise_schema import Float8Rowwise
-from titanlab.precision.float8_rowwise_with_gw_hp_schema import Float8RowwiseWithGwHp
-from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
+from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.schedule.zbv_schema import ZBV

@@ -8,9 +8,7 @@ from tests import tiny
 from tests.parity.parity_rows import SCHEDULES
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.precision.float8_rowwise_schema import Float8Rowwise
-from titanlab.precision.float8_rowwise_with_gw_hp_schema import Float8RowwiseWithGwHp
-from titanlab.precision.float8_tensorwise_schema import Float8Tensorwise
+from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.recipe.recipe_rules import setting
 

@@ -15,8 +15,9 @@ from titanlab.checkpoint.folders import checkpoints
 from titanlab.costs import meter
 from titanlab.parallelism.loss import SplitLoss
 from titanlab.parity import parity
-from titanlab.precision import fp32, fp32_schema
+from titanlab.precision.cast import Cast
 from titanlab.precision.fp16_schema import Fp16
+from titanlab.precision.fp32_schema import Fp32
 from titanlab.precision.loss_scale import DynamicLossScale
 from titanlab.records.outcome import OutcomeKind
 from titanlab.training import assemble
@@ -190,7 +191,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_its_scale(pool, tmp_path, layout
 def with_scale(made, run, init_scale):
     """Train in fp32 with a scaled loss."""
 
-    def bring(config, device):
+    def loss_scale(self, device):
         return DynamicLossScale(
             device=device,
             init_scale=init_scale,
@@ -201,7 +202,7 @@ def with_scale(made, run, init_scale):
             max_skips=2,
         )
 
-    with patch.object(fp32, "loss_scale", bring, create=True):
+    with patch.object(Cast, "loss_scale", loss_scale):
         return attempt(made, run)
 
 
@@ -233,7 +234,7 @@ def test_without_a_scale_small_gradients_vanish(pool, tmp_path):
     """What the scale is for: below 2⁻¹⁴ float16 has fewer bits, below 2⁻²⁴ none."""
     found = {}
     scaled = {f"scale-{scale:g}": Fp16(init_scale=scale, dynamic=False) for scale in (1.0, 65536.0)}
-    for name, precision in {"exact": fp32_schema.Fp32(), **scaled}.items():
+    for name, precision in {"exact": Fp32(), **scaled}.items():
         made = tiny.recipe(tmp_path, name=name, steps=2, precision=precision)
         gradients = pool.run(1, attempt, made, tiny.begin(made))[0].trace.gradients
         found[name] = gradients["layers.1.attention.wq.weight"]

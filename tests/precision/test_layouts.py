@@ -14,8 +14,7 @@ from tests import tiny
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
-from titanlab.precision.bf16_full_schema import Bf16Full
-from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.bf16_schema import Bf16, Bf16Full
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
 

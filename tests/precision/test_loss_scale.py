@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from titanlab.distributed.world import World
-from titanlab.precision import fp16
 from titanlab.precision.fp16_schema import LARGEST, Fp16
 from titanlab.precision.loss_scale import LossScale
 from titanlab.training.totals import Reduction
@@ -27,7 +26,7 @@ class Step:
 
 
 def scale_of(**given):
-    return fp16.loss_scale(Fp16(**{"init_scale": 8.0, "growth_interval": 3, **given}), CPU)
+    return Fp16(**{"init_scale": 8.0, "growth_interval": 3, **given}).implementation().loss_scale(CPU)
 
 
 def told(scale, *norms):

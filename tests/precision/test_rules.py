@@ -7,8 +7,7 @@ import pytest
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.precision.account import matched
-from titanlab.precision.bf16_full_schema import Bf16Full
-from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.bf16_schema import Bf16, Bf16Full
 from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe.recipe_rules import setting

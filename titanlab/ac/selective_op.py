@@ -1,4 +1,4 @@
-"""ac=selective_op: blocks keep the results of some operators and compute the others again."""
+"""ac=selective_op: blocks keep the results of some operators and recompute the others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from titanlab.ac.block import checkpoint_block
 from titanlab.ac.selective_op_schema import MATMULS, SelectiveOp
 
 
-def apply(config: SelectiveOp, blocks: Mapping[int, nn.Module]) -> None:
-    """Checkpoint all blocks, in place.
+class SelectedOperators:
+    """Every block keeps its input and the results of the chosen operators."""
 
-    Raises:
-        ConfigError: there is no operator of a name, now that all have been imported.
-    """
-    config.refuse_unknown(known_operators(), final=True)
-    # Of plain values, which compilers compare: one compilation for all blocks.
-    contexts = functools.partial(_contexts, tuple(config.saved), config.every_other_matmul)
-    for block in blocks.values():
-        checkpoint_block(block, contexts)
+    def __init__(self, config: SelectiveOp) -> None:
+        self._config = config
 
+    def apply(self, blocks: Mapping[int, nn.Module]) -> None:
+        """See `ActivationCheckpointing`.
 
-def known_operators() -> frozenset[str]:
-    """Every operator that this process has, as torch prints it."""
-    # Private, in torch 2.11 as in 2.13: of public names there is none that lists what nobody has asked for yet.
-    return frozenset(_printed(name) for name in torch._C._dispatch_get_all_op_names())
+        Raises:
+            ConfigError: torch lacks an operator, although the model has been imported.
+        """
+        self._config.check_known(self.known_operators(), all_imported=True)
+        # Compilers compare the partial's values: they are plain, so that all blocks share one compilation.
+        contexts = functools.partial(_contexts, tuple(self._config.saved), self._config.every_other_matmul)
+        for block in blocks.values():
+            checkpoint_block(block, contexts)
+
+    @staticmethod
+    def known_operators() -> frozenset[str]:
+        """Every operator that is registered in this process, as torch prints it."""
+        # Private in torch 2.11 to 2.13. No public function lists operators that have not been used yet.
+        return frozenset(_printed(name) for name in torch._C._dispatch_get_all_op_names())
 
 
 def _printed(name: str) -> str:
@@ -40,12 +46,13 @@ def _printed(name: str) -> str:
 
 
 def _contexts(saved: tuple[str, ...], every_other: bool) -> tuple[Any, Any]:  # noqa: FBT001 (by a partial)
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_Policy(saved, every_other=every_other))
+    create: Any = create_selective_checkpoint_contexts  # untyped in torch 2.11 to 2.13
+    contexts: tuple[Any, Any] = create(_Policy(saved, every_other=every_other))
     return contexts
 
 
 class _Policy:
-    """Which results one pass over a block keeps. It counts products, in the forward and in its repetition alike."""
+    """Which results one forward pass of a block keeps. It counts products, in the pass and in its recomputation."""
 
     def __init__(self, saved: tuple[str, ...], *, every_other: bool) -> None:
         self._saved = frozenset(saved)

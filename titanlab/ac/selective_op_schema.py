@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from titanlab.ac.contract import ACConfig
+from titanlab.costs.account import Activation, Operation, Share, block_input
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
-from titanlab.options import implementation, option
+from titanlab.options import option
 
-# torch prints operators so: namespace, name, overload.
+if TYPE_CHECKING:
+    from titanlab.ac.selective_op import SelectedOperators
+
+# How torch prints an operator: namespace.name.overload.
 NAME = re.compile(r"\w+\.\w+\.\w+")
 KEY = "ac.saved"
-# Products of matrices, of which every other one may be left out.
+# Products of matrices, of which every second one may be recomputed.
 MATMULS = (
     "aten.mm.default",
     "aten.addmm.default",
@@ -21,7 +28,7 @@ MATMULS = (
     "aten.baddbmm.default",
     "aten._scaled_mm.default",
 )
-# TorchTitan's list (arXiv 2410.06511, and its code): what is dear to compute, or to send, again.
+# TorchTitan's list (arXiv 2410.06511, and its code): what is expensive to compute, or to communicate, again.
 PAPER = (
     "aten.mm.default",
     "aten.addmm.default",
@@ -38,7 +45,7 @@ PAPER = (
 
 @option("ac", "selective_op")
 @dataclass(kw_only=True)
-class SelectiveOp:
+class SelectiveOp(ACConfig):
     """Every block keeps its input and the results of some operators; the others are computed again.
 
     Attributes:
@@ -62,19 +69,52 @@ class SelectiveOp:
                 raise ConfigError(KEY, self._typed(), f"names {name} twice", "name it once")
 
     def check(self, setting: Setting) -> None:
-        """Operators of others may be unknown until the model has been imported; they are looked up again then."""
-        if not set(self.saved) <= set(PAPER):
-            # The one question that needs torch to be imported, and only for a list of one's own.
-            self.refuse_unknown(implementation(self).known_operators(), final=False)
+        """Check that torch has the operators.
 
-    def refuse_unknown(self, known: frozenset[str], *, final: bool) -> None:
-        """Refuse names that are not in `known`; unless `final`, only those of namespaces that it knows."""
+        Operators of other packages may be unknown until the model is imported; `apply` checks those.
+
+        Raises:
+            ConfigError: torch lacks one.
+        """
+        if not set(self.saved) <= set(PAPER):
+            # Imports torch, so only for a list other than the default.
+            self.check_known(self.implementation().known_operators(), all_imported=False)
+
+    def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
+        """Bytes of the block's input and of the chosen results, also of the last product, which no backward needs."""
+        saved, matmuls = set(self.saved), 0
+        activations: list[Activation] = [block_input(block)]
+        for operator in (operator for operation in block for operator in operation.operators):
+            chosen = saved.intersection(operator.names)
+            if self.every_other_matmul and chosen.intersection(MATMULS):
+                matmuls += 1
+                if matmuls % 2 == 0:
+                    continue
+            if chosen:
+                activations += operator.results
+        return share.bytes_of(activations)
+
+    def implementation(self) -> SelectedOperators:
+        """Blocks keep the results of the chosen operators."""
+        from titanlab.ac.selective_op import SelectedOperators
+
+        return SelectedOperators(self)
+
+    def check_known(self, known: frozenset[str], *, all_imported: bool) -> None:
+        """Check the names against the operators that torch knows.
+
+        Args:
+            all_imported: no package is still to be imported; otherwise names of unknown namespaces pass.
+
+        Raises:
+            ConfigError: a name is unknown.
+        """
         known = known | set(PAPER)
         spaces = {name.partition(".")[0] for name in known}
         for name in self.saved:
             space = name.partition(".")[0]
-            # A namespace that is nearly a known one is a slip.
-            if name not in known and (final or space in spaces or nearest(space, spaces)):
+            # A namespace that is nearly a known one is a typing error.
+            if name not in known and (all_imported or space in spaces or nearest(space, spaces)):
                 rule = f"torch has no operator {name}"
                 raise ConfigError(KEY, self._typed(), rule, f"try {nearest(name, known) or PAPER[0]}")
 
@@ -83,12 +123,12 @@ class SelectiveOp:
 
 
 def _respelled(name: str) -> str:
-    """An operator as others write it (`aten::mm`, `torch.ops.aten.mm`), as torch prints it."""
+    """An operator in another spelling (`aten::mm`, `torch.ops.aten.mm`) as torch prints it."""
     parts = name.replace("::", ".").removeprefix("torch.ops.").split(".")
-    found = ".".join([*parts, "default"] if len(parts) == 2 else parts)
-    return found if NAME.fullmatch(found) else PAPER[0]
+    printed = ".".join([*parts, "default"] if len(parts) == 2 else parts)
+    return printed if NAME.fullmatch(printed) else PAPER[0]
 
 
 def nearest(name: str, among: frozenset[str] | set[str] | tuple[str, ...]) -> str:
-    """What a person may have meant, or nothing."""
+    """The most similar name, or nothing."""
     return next(iter(difflib.get_close_matches(name, sorted(among), n=1, cutoff=0.7)), "")

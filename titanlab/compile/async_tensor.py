@@ -1,4 +1,4 @@
-"""AsyncTP: products that inductor has made one operator with the collectives of tensor parallelism beside them."""
+"""AsyncTP: inductor fuses products with the collectives of tensor parallelism beside them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from titanlab.errors import ConfigError
 
 KEY = "parallelism.async_tensor"
-# A private switch of inductor, in torch 2.11 to 2.13 the only one.
+# A private option of inductor; torch 2.11 to 2.13 have no public one.
 OPTIONS = {"_micro_pipeline_tp": True}
 _CALL = re.compile(r"= torch\.ops\.symm_mem\.fused_\w+")
 
 
 def register(group: dist.ProcessGroup) -> None:
-    """Let operators of symmetric memory work on a group; without it, inductor leaves its collectives alone.
+    """Enable symmetric memory for a group; without it, inductor does not fuse the group's collectives.
 
-    torch marks this function as deprecated and no longer necessary; inductor's pass
-    (`torch/_inductor/fx_passes/micro_pipeline_tp.py`) asks for it in 2.11 to 2.13. To be deleted when it does not.
+    torch calls the function deprecated and unnecessary, but inductor's pass
+    (`torch/_inductor/fx_passes/micro_pipeline_tp.py`) needs it in 2.11 to 2.13. Delete this when the pass does not.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`enable_symm_mem_for_group` is deprecated", category=FutureWarning)
@@ -31,14 +31,13 @@ def register(group: dist.ProcessGroup) -> None:
 
 
 class FusionCheck:
-    """Whether anything has been fused in the blocks that this process compiles from now on.
+    """Checks that inductor fuses something in the blocks that this process compiles from now on.
 
-    The generated code is read, not the graphs that the pass has seen: code that comes out of torch's cache has passed
-    no pass.
+    It reads the generated code: code from torch's cache has not gone through the pass in this process.
     """
 
     def __init__(self) -> None:
-        """What has been generated before does not count."""
+        """Code that was generated before does not count."""
         self._before = set(map(id, _generated()))
 
     def count(self) -> int:
@@ -47,13 +46,13 @@ class FusionCheck:
         return sum(len(_CALL.findall(Path(file).read_text())) for file in files if file)
 
     def check_fused(self, gather: Callable[[int], list[int]]) -> None:
-        """Hold a run that asks for AsyncTP to have it. All ranks call this together, when the first step is over.
+        """Check that every rank has fused something. All ranks call this together, after the first step.
 
         Args:
             gather: takes this rank's count and returns those of all ranks.
 
         Raises:
-            ConfigError: a rank has fused nothing; the same on every rank.
+            ConfigError: a rank has fused nothing. Every rank raises the same.
         """
         counts = gather(self.count())
         without = [rank for rank, count in enumerate(counts) if count == 0]

@@ -1,4 +1,4 @@
-"""What turns a traced graph into something that runs."""
+"""A backend of `torch.compile` with a budget for activations."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import Any
 
 import torch
 
-# The one place where backends are found by name, those of other packages too; torch 2.11 as 2.13.
+# Finds backends by name, also those of other packages, in torch 2.11 to 2.13.
 from torch._dynamo import lookup_backend
 from torch._functorch import config as functorch_config
 
 
 @dataclass(frozen=True)
 class Budgeted:
-    """A backend that keeps no more than a share of a graph's activations and computes the others again.
+    """A backend that keeps at most a share of a graph's activations and recomputes the others.
 
-    The budget is a setting of the process for torch. Here it holds while a graph is cut into forward and backward, so
-    that no other graph is cut by it. Two of these that say the same are the same for torch, which compares the
-    backends of what it has compiled.
+    torch's budget is a setting of the process; here it applies only while this graph is split into forward and
+    backward. torch compares backends to reuse compilations, so equal instances have to compare equal.
 
     Attributes:
         name: of the backend.
         options: of inductor.
-        budget: 1 keeps all, 0 the inputs only.
+        budget: 1 keeps all activations, 0 the inputs only.
     """
 
     name: str
@@ -33,7 +32,7 @@ class Budgeted:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         """Compile a graph."""
         patches = {"config_patches": dict(self.options)} if self.options else {}
-        # The mesh of tensor parallelism is an input too; torch 2.13 does not know that it holds no activations.
+        # The mesh of tensor parallelism is an input too, whose size torch 2.13 cannot compute: it has no activations.
         known = hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size")
         objects: dict[str, Any] = {"unsafe_treat_script_objects_as_zero_size": True} if known else {}
         with functorch_config.patch(activation_memory_budget=self.budget, **objects):

@@ -2,57 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from titanlab.compile import async_tensor
+from titanlab.compile.contract import F
 from titanlab.compile.generator_state import put_states_before_objects
 from titanlab.compile.schema import Compile
 
-F = TypeVar("F", bound=Callable[..., Any])
 
+class TorchCompiler:
+    """Compiles with `torch.compile`.
 
-def compile_blocks(
-    blocks: Iterable[nn.Module],
-    config: Compile,
-    *,
-    async_group: dist.ProcessGroup | None = None,
-    memory_budget: float | None = None,
-) -> None:
-    """Compile the forward pass of each block, in place, if the config asks for it.
-
-    The method is compiled and not the module: names stay, and the hooks by which FSDP gathers parameters run
-    outside of the graph, which would break at them.
-
-    Args:
-        async_group: AsyncTP: inductor puts products and the collectives of this group beside them into one operator
-            of symmetric memory, which works on one piece while another is on its way.
-        memory_budget: share of a block's activations that is kept between forward and backward; None: what the
-            backend finds best.
+    A block's `forward` is compiled and not the module: names stay, and the hooks by which FSDP gathers parameters run
+    outside of the graph; inside they would break it.
     """
-    if not config.blocks:
-        return
-    options = inductor_options(config)
-    if async_group is not None:
-        async_tensor.register(async_group)
-        options |= async_tensor.OPTIONS
-    for block in blocks:
-        block.forward = _compiled(block.forward, config, options, memory_budget)
 
+    def __init__(self, config: Compile) -> None:
+        self._config = config
 
-def compile_function(function: F, config: Compile) -> F:
-    """A loss, or a part of one, compiled if the config asks for it."""
-    if not config.loss:
-        return function
-    compiled: F = _compiled(function, config, inductor_options(config), None)
-    return compiled
+    def compile_blocks(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        async_group: dist.ProcessGroup | None = None,
+        memory_budget: float | None = None,
+    ) -> None:
+        """See `Compiler`."""
+        if not self._config.blocks:
+            return
+        options = inductor_options(self._config)
+        if async_group is not None:
+            async_tensor.register(async_group)
+            options |= async_tensor.OPTIONS
+        for block in blocks:
+            block.forward = _compiled(block.forward, self._config, options, memory_budget)
+
+    def compile_loss(self, function: F) -> F:
+        """See `Compiler`."""
+        if not self._config.loss:
+            return function
+        compiled: F = _compiled(function, self._config, inductor_options(self._config), None)
+        return compiled
 
 
 def inductor_options(config: Compile) -> dict[str, Any]:
-    """The mode as single settings, beside which there is room for others; empty for other backends."""
+    """The mode as options of inductor, to which others can be added; empty for other backends."""
     if config.backend != "inductor" or config.mode == "default":
         return {}
     from torch._inductor import list_mode_options
@@ -64,16 +62,16 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     import torch._dynamo
 
     put_states_before_objects()
-    # What an earlier model of the process has left in the function's cache would be asked first at every call, and
-    # counts against the few versions of a function that torch allows.
+    # Compilations for an earlier model of this process would be tried first at every call, and would count against
+    # torch's limit of versions of a function.
     torch._dynamo.reset_code(getattr(function, "__func__", function).__code__)
-    # Otherwise a block under DDP is cut into several graphs where DDP's buckets end, which are those of the whole
-    # model; and checkpointed ones are refused.
+    # Otherwise torch splits a block's graph under DDP at the ends of DDP's buckets, which are those of the whole model,
+    # and refuses checkpointed blocks.
     torch._dynamo.config.optimize_ddp = False
     backend: Any = config.backend
     if memory_budget is not None:
         from titanlab.compile.backend import Budgeted
 
         backend, options = Budgeted(config.backend, tuple(options.items()), memory_budget), {}
-    # Every microbatch has the same shape. Told so, torch never writes a slower graph for any shape.
+    # Every microbatch has the same shape, so torch need not write a slower graph for all shapes.
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False, options=options or None)

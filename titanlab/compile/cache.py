@@ -1,8 +1,8 @@
-"""The folder in which inductor keeps what it has compiled, and its repair after a process was killed in the middle.
+"""Inductor's cache folder, and its repair after a process was killed while it compiled.
 
-torch has a compiler write objects and libraries under their final names (`CppBuilder.build`, torch 2.11 to 2.13): one
-that is killed leaves half a file, which every later process takes for whole ("file too short"). Until torch writes them
-beside and renames them, what is damaged is removed before torch is imported; torch then makes it again.
+torch lets the compiler write objects and libraries under their final names (`CppBuilder.build`, torch 2.11 to 2.13): a
+killed one leaves half a file, which later processes load ("file too short"). So damaged files are removed before torch
+is imported, and torch makes them again. Delete this when torch writes to another name and renames.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from typing import Literal
 from titanlab.errors import ConfigError
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# Of torch: the folder beside a file while a compiler writes it, and that of the locks under which it does so.
+# torch's names: the suffix of a folder beside a file that is being compiled, and the folder of locks.
 _UNDER_WAY = "_CxxBuild"
 _LOCKS = "locks"
 _WRITTEN_IN_PLACE = (".so", ".o", ".gch", ".dylib")
-# These are renamed when they are whole; after a power cut they may be empty nevertheless.
+# torch renames these when they are complete; after a power cut they may be empty nevertheless.
 _RENAMED = (".py", ".cpp", ".h", ".hpp", ".json", ".best_config")
 
 
 def default_folder(other: Callable[[], Path]) -> Path | None:
-    """A folder of this user on this host, where no other program's compilations are; None: there is none.
+    """A cache folder of this user on this host, for titanlab only; None: there is none.
 
-    Not in a home folder, which many hosts may share: as with torch's own, code is generated for the host's processor,
-    and a disk of the host has locks.
+    It is not in the home folder, which hosts may share: code is generated for the host's processor, and a disk of the
+    host supports locks.
 
     Args:
-        other: gives the folder to use where somebody else could write to that one; may raise ConfigError.
+        other: the folder to use where another user could write to the first; may raise ConfigError.
     """
     folder = Path(tempfile.gettempdir()) / f"titanlab-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        # What is in it is executed: nobody else may have put it there.
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        status = folder.lstat()
+        # Its files are executed: no other user may write there.
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
             return folder / "inductor"
     with contextlib.suppress(ConfigError):
         return other() / "inductor"
@@ -52,36 +52,36 @@ def default_folder(other: Callable[[], Path]) -> Path | None:
 
 
 def repair(folder: Path) -> list[Path]:
-    """Remove what is damaged in a cache folder, and in torch's folder of precompiled headers.
+    """Remove damaged files of a cache folder and of torch's folder of precompiled headers.
 
-    What another process is writing is left alone: it holds torch's lock. Processes that start together wait for each
-    other here, so that none goes on before the first has finished.
+    Files that another process is writing stay: it holds torch's lock. Processes that start together wait here until
+    the first has finished.
 
     Returns:
-        what has been removed.
+        what was removed.
     """
     if not folder.is_dir():
         return []
-    # torch keeps these in its default folder, wherever the rest is.
+    # torch keeps these in its default folder, even if the cache is elsewhere.
     headers = _torch_default() / "precompiled_headers"
     with _alone(folder):
-        removed = [path for each in (folder, headers) for path in _damaged(each) if _remove(path, each / _LOCKS)]
+        removed = [path for root in (folder, headers) for path in _damaged(root) if _remove(path, root / _LOCKS)]
         removed += _repair_triton(folder / "triton")
     return removed
 
 
 def _damaged(folder: Path) -> list[Path]:
-    """Files, and the folders of compilers that were killed, of which the files may look whole."""
-    found = []
+    """Incomplete files, and folders of killed compilers, whose files may look complete."""
+    damaged = []
     for path in (*folder.glob("*"), *folder.glob("??/*")):
         known = path.suffix in _WRITTEN_IN_PLACE + _RENAMED and path.is_file()
         if path.name.endswith(_UNDER_WAY) or (known and not _is_whole(path)):
-            found.append(path)
-    return found
+            damaged.append(path)
+    return damaged
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file has all that its header, which a linker writes last, says that it has."""
+    """Whether a file is as long as its header says, which a linker writes last."""
     try:
         size = path.stat().st_size
         if size == 0 or path.suffix not in (".so", ".o") or sys.platform != "linux":
@@ -101,12 +101,12 @@ def _is_whole(path: Path) -> bool:
 
 
 def _remove(path: Path, locks: Path) -> bool:
-    """Remove a damaged file, or all that a killed compiler was to write; False where another process works on it."""
+    """Remove a damaged file, or all files of a killed compiler; False if another process works on it."""
     base = path.name.removesuffix(_UNDER_WAY) if path.name.endswith(_UNDER_WAY) else path.stem
     with contextlib.ExitStack() as stack:
         if path.suffix not in _RENAMED and not all(_lock(lock, stack) for lock in _locks_of(base, locks)):
             return False
-        # Looked at again: whoever had the lock may have made it.
+        # Another process may have compiled it before this one got the lock.
         if not path.exists() or (not path.name.endswith(_UNDER_WAY) and _is_whole(path)):
             return False
         if not path.name.endswith(_UNDER_WAY):
@@ -119,14 +119,14 @@ def _remove(path: Path, locks: Path) -> bool:
 
 
 def _locks_of(base: str, locks: Path) -> list[Path]:
-    """The locks under which a compiler writes what is called so."""
+    """The locks under which a compiler writes the file with this name."""
     key, _, part = base.partition(".")
-    # A part of a library is compiled under the lock of the library, which its name does not tell.
+    # A part of a library is compiled under the lock of the library, whose name it does not have.
     return sorted(locks.glob("*.lock")) if part == "optimized" else [locks / f"{key}.lock"]
 
 
 def _repair_triton(folder: Path) -> list[Path]:
-    """Remove kernels of which a file is empty: Triton renames what is whole, so that none is being written."""
+    """Remove kernels with an empty file: Triton renames complete files, so no such file is still being written."""
     damaged = {path.parent for path in folder.glob("*/*/*") if path.is_file() and path.stat().st_size == 0}
     for kernel in damaged:
         shutil.rmtree(kernel, ignore_errors=True)
@@ -134,7 +134,7 @@ def _repair_triton(folder: Path) -> list[Path]:
 
 
 def _lock(path: Path, stack: contextlib.ExitStack) -> bool:
-    """Hold one of torch's locks until the stack is left; False where another process does, or locks do not work."""
+    """Hold one of torch's locks until the stack is left; False if another process does, or if locks do not work."""
     try:
         path.parent.mkdir(exist_ok=True)
         fcntl.flock(stack.enter_context(path.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,7 +145,7 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time; where locks do not work, several, which does no harm."""
+    """One process at a time; where locks do not work, several, which is harmless."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             fcntl.flock(stack.enter_context((folder / ".titanlab-repair.lock").open("a")), fcntl.LOCK_EX)

@@ -7,16 +7,17 @@ import os
 import shutil
 from dataclasses import dataclass, field
 
+from titanlab.compile.contract import Compiler
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
-# Of those that torch has, the ones with which a model can train.
+# torch's backends with which a model can train.
 BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager", "cudagraphs")
-# Where torch looks for backends of other packages.
+# The entry points by which torch finds backends of other packages.
 ENTRY_POINTS = "torch_dynamo_backends"
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
-# These have CUDA graphs recorded.
+# Modes that record CUDA graphs.
 RECORDING = ("reduce-overhead", "max-autotune")
 
 
@@ -27,8 +28,8 @@ class Compile:
 
     Attributes:
         blocks: every block, each as one graph; equal blocks share one compilation.
-        loss: the loss function, as one graph; of logits that stay split over the vocabulary, what a rank computes
-            before and after it has heard from the others.
+        loss: the loss function, as one graph; where logits stay split over the vocabulary, what a rank computes
+            before and after its collectives.
         backend: inductor generates kernels; aot_eager and eager only trace, to find out where something fails;
             aot_eager_decomp_partition also takes operators apart as inductor does; cudagraphs records the graphs of
             aot_eager. Backends of installed packages are known too.
@@ -63,10 +64,10 @@ class Compile:
             raise ConfigError("compile.mode", self.mode, rule, "try default, or compile.backend=inductor")
 
     def check(self, setting: Setting) -> None:
-        """Hold the rest of a recipe to what the backend can do.
+        """Check the rest of the recipe against what the backend needs.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it does not fit.
         """
         if not self.compiles:
             return
@@ -78,9 +79,15 @@ class Compile:
             other = "max-autotune-no-cudagraphs" if "max" in self.mode else "default"
             _check_recording(setting, "compile.mode", self.mode, f"try {other}")
 
+    def implementation(self) -> Compiler:
+        """Compiles with `torch.compile`."""
+        from titanlab.compile.blocks import TorchCompiler
+
+        return TorchCompiler(self)
+
 
 def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
-    """CUDA graphs run again on the addresses that they were recorded with."""
+    """A CUDA graph runs again on the addresses with which it was recorded, so parameters must not move."""
     if setting.accelerator != "cuda":
         raise ConfigError(key, value, "records CUDA graphs, and this runs on a CPU", cure)
     if setting.layout.world > 1:
@@ -93,8 +100,9 @@ def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
 
 
 def _check_tools(setting: Setting) -> None:
-    """Inductor writes C++ for a CPU. (What it needs for a GPU comes with torch, and is not looked for: a recipe may be
-    checked on a machine that has none.)
+    """Inductor needs a C++ compiler for a CPU.
+
+    What it needs for a GPU comes with torch; it is not checked, because a recipe may be checked on another machine.
     """
     compiler = os.environ.get("CXX") or "g++"
     if setting.accelerator == "cpu" and shutil.which(compiler) is None:

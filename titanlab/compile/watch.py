@@ -1,4 +1,4 @@
-"""Watching torch compile: how long it takes, and what it compiles again although nothing should have changed."""
+"""Watching torch's compilations: how long they take, and which functions are compiled again without need."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Functions that torch and torchao compile for themselves, such as an optimizer's update, are compiled once for each
-# shape of a parameter.
+# Functions of torch and torchao, such as an optimizer's update, are compiled once for each shape of a parameter.
 _OWN = ("torch", "torchao")
 
 SECONDS = "compile/seconds"
@@ -22,8 +21,8 @@ class Compilation:
 
     Attributes:
         function: name and place, `forward (llama.py:130)`.
-        reason: why what there was did not fit; empty for a function's first compilation.
-        surprise: it should not have been necessary.
+        reason: why existing compilations did not fit; empty for a function's first one.
+        surprise: whether it should not have been necessary.
     """
 
     function: str
@@ -32,27 +31,27 @@ class Compilation:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was compiled since one last looked.
+class Compilations:
+    """What was compiled since the last look.
 
     Attributes:
-        seconds: spent on it, without what overlaps.
-        compilations: one by one.
+        seconds: of compiling; overlapping spans count once.
+        functions: the compilations, in order.
     """
 
     seconds: float = 0.0
-    compilations: tuple[Compilation, ...] = ()
+    functions: tuple[Compilation, ...] = ()
 
 
 class Watch:
-    """Looks at what torch has compiled, by torch's own records, and tells of it.
+    """Reads torch's records of compilations and reports them.
 
-    A first compilation is expected, and one more when a function is first called without gradients, as validation
-    does. Everything else is a surprise: a step that costs seconds, again and again if what changes keeps changing.
+    Expected are the first compilation of a function, and one more when it is first called without gradients, as in
+    validation. Any other is a surprise: it costs seconds of a step, and may happen in every step.
 
     Args:
-        active: metrics are of interest even before anything is compiled.
-        note: takes a line about what went as expected.
+        active: give metrics even before anything is compiled.
+        note: takes a line about expected compilations.
         warn: takes a line about the first surprise.
     """
 
@@ -63,7 +62,7 @@ class Watch:
         note: Callable[[str], None] = lambda line: None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """What was compiled before does not count."""
+        """Earlier compilations do not count."""
         self._active, self._note, self._warn = active, note, warn
         self._known: set[tuple[str, int]] = set()
         self._evaluated: set[tuple[str, int]] = set()
@@ -74,50 +73,55 @@ class Watch:
         self._new()
 
     def after_step(self, step: int, *, first: bool) -> float:
-        """Look after a step, the first of the process or another; the seconds of it that compilation took."""
-        found = self.look(first=first)
-        if first and found.compilations:
-            names = ", ".join(dict.fromkeys(each.function for each in found.compilations))
-            self._note(f"compiled in {found.seconds:.1f} s, which no step counts: {names}")
-        self._tell(step, found)
-        return found.seconds
+        """Report what a step compiled, and return the seconds that it took.
+
+        Args:
+            first: it was the first step of the process.
+        """
+        new = self.look(first=first)
+        if first and new.functions:
+            names = ", ".join(dict.fromkeys(compilation.function for compilation in new.functions))
+            self._note(f"compiled in {new.seconds:.1f} s, which no step counts: {names}")
+        self._report(step, new)
+        return new.seconds
 
     def after_validation(self, step: int) -> None:
-        """Look after the validation that follows a step."""
-        self._tell(step, self.look(evaluating=True))
+        """Report what the validation after a step compiled."""
+        self._report(step, self.look(evaluating=True))
 
     def metrics(self) -> dict[str, float | int]:
-        """Totals so far, by the names that they have in rows and results; nothing where nothing is compiled."""
+        """Totals so far, by the names of metrics; empty if nothing is compiled."""
         return {SECONDS: self.seconds, RECOMPILATIONS: self.surprises} if self._active else {}
 
-    def look(self, *, evaluating: bool = False, first: bool = False) -> Found:
+    def look(self, *, evaluating: bool = False, first: bool = False) -> Compilations:
         """What was compiled since the last look.
 
         Args:
-            evaluating: a validation was under way.
-            first: a process's first step was.
+            evaluating: during a validation.
+            first: during the first step of the process.
         """
         records = self._new()
-        named = [each for each in records if each.co_name]
-        found = Found(
-            seconds=_union((each.start_time_us, each.end_time_us) for each in records) / 1e6,
-            compilations=tuple(self._judged(each, evaluating=evaluating, first=first) for each in named),
+        named = [record for record in records if record.co_name]
+        new = Compilations(
+            seconds=_union((record.start_time_us, record.end_time_us) for record in records) / 1e6,
+            functions=tuple(self._compilation(record, evaluating=evaluating, first=first) for record in named),
         )
         self._active = self._active or bool(named)
-        self.seconds += found.seconds
-        return found
+        self.seconds += new.seconds
+        return new
 
-    def _tell(self, step: int, found: Found) -> None:
-        """The first surprise; the others are only counted."""
-        for each in found.compilations:
-            if each.surprise and self.surprises == 0:
+    def _report(self, step: int, new: Compilations) -> None:
+        """Warn of the first surprise; the others are only counted."""
+        for compilation in new.functions:
+            if compilation.surprise and self.surprises == 0:
+                reason = compilation.reason or "no reason given"
                 self._warn(
-                    f"step {step}: {each.function} was compiled again: {each.reason or 'no reason given'}; "
+                    f"step {step}: {compilation.function} was compiled again: {reason}; "
                     f"further ones are counted as {RECOMPILATIONS}"
                 )
-            self.surprises += each.surprise
+            self.surprises += compilation.surprise
 
-    def _judged(self, record: Any, *, evaluating: bool, first: bool) -> Compilation:
+    def _compilation(self, record: Any, *, evaluating: bool, first: bool) -> Compilation:
         place = (str(record.co_filename), int(record.co_firstlineno or 0))
         expected = place not in self._known
         self._known.add(place)
@@ -133,13 +137,13 @@ class Watch:
         )
 
     def _new(self) -> list[Any]:
-        """Records since the last call. Costs nothing while nothing has been compiled."""
+        """Records since the last call. It does nothing until torch's compiler is imported."""
         if "torch._dynamo.utils" not in sys.modules:
             return []
         from torch._dynamo import utils
 
         if self._limited:
-            # By default torch keeps 64; of a first step there may be more.
+            # torch keeps 64 by default; a first step may have more.
             utils.set_compilation_metrics_limit(4096)
             self._limited = False
         records = list(utils.get_compilation_metrics())
@@ -153,7 +157,7 @@ class Watch:
 
 
 def _union(spans: Iterable[tuple[int | None, int | None]]) -> int:
-    """Length of what the spans cover together: a backward may be compiled within a forward's span."""
+    """Length of the union of spans: a backward may be compiled within a forward's span."""
     total, end = 0, 0
     for start, stop in sorted(_whole(spans)):
         total += max(0, stop - max(start, end))
@@ -166,7 +170,7 @@ def _whole(spans: Iterable[tuple[int | None, int | None]]) -> Iterator[tuple[int
 
 
 def _short(reason: str) -> str:
-    """The first line of torch's reason, without the number of the version that did not fit."""
+    """The first line of torch's reason, without the number of the compilation that did not fit."""
     line = reason.strip().partition("\n")[0]
     number, colon, rest = line.partition(": ")
     return (rest if colon and "/" in number else line).strip()

@@ -1,4 +1,4 @@
-"""Config of optimizer=adamw, and what every optimizer with Adam's averages shares with it."""
+"""Config of optimizer=adamw, and the fields that other optimizers with Adam's averages share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
-from titanlab.optimizer.schedule_schema import Scheduled
+from titanlab.optimizer.contract import OptimizerFactory, Scheduled
 from titanlab.options import option
 
 ROUNDINGS = ("auto", "nearest", "stochastic")
@@ -41,12 +41,12 @@ class Averaged(Scheduled):
 
 @dataclass(kw_only=True)
 class Rounded(Averaged):
-    """AdamW that says how a new value becomes a parameter in bfloat16.
+    """AdamW with a choice of how new values are rounded to bfloat16.
 
     Attributes:
-        rounding: `nearest`; `stochastic`, up or down with the probability that keeps the mean, without which an update
-            of less than 1/256 of its parameter is lost (arXiv 2010.06192); `auto`: stochastic where parameters rest
-            in bfloat16.
+        rounding: `nearest`, which loses an update of less than 1/256 of its parameter; `stochastic`, up or down with
+            the probability that keeps the mean (arXiv 2010.06192); `auto`: stochastic where parameters rest in
+            bfloat16.
     """
 
     rounding: str = field(default="auto", metadata={"before": "auto"})
@@ -57,7 +57,11 @@ class Rounded(Averaged):
             raise ConfigError("optimizer.rounding", self.rounding, "no such choice", f"try {', '.join(ROUNDINGS)}")
 
     def check(self, setting: Setting) -> None:
-        """Parameters that are not in bfloat16 are not rounded to it."""
+        """Check that stochastic rounding has something to round.
+
+        Raises:
+            ConfigError: parameters do not rest in bfloat16, or torchao is not installed.
+        """
         if self.rounding != "stochastic":
             return
         if setting.rests_in != "bfloat16":
@@ -77,8 +81,18 @@ class AdamW(Rounded):
 
     kind: str = "adamw"
 
+    def implementation(self) -> OptimizerFactory:
+        """Torch's optimizer, or torchao's arithmetic."""
+        from titanlab.optimizer.adamw import AdamWFactory
+
+        return AdamWFactory(self)
+
 
 def needs_torchao(key: str, value: object, *, cure: str) -> None:
-    """Refuse what torchao does where it is not installed."""
+    """Check that torchao is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(key, value, "needs the package torchao, which is not installed", f"{cure}, or install it")

@@ -1,9 +1,9 @@
 """AdamW in torchao's arithmetic: averages in few bits, and parameters in bfloat16 that are rounded stochastically.
 
-torchao gives the number formats and the update of one parameter; its own optimizer class is not used, because
-its blocks run over the flattened shard of a rank. Here a block never leaves a row, so that its scale belongs to a
-place in the matrix and not to a layout; codes and scales are states of their own, cut as their parameter is, which
-`torch.distributed.checkpoint` can cut anew for another layout.
+torchao provides the number formats and the update of one parameter. Its own optimizer class is not used, because its
+blocks run over the flattened shard of a rank. Here a block stays within a row, so that its scale does not depend on the
+layout; codes and scales are states that are sharded like their parameter, which `torch.distributed.checkpoint` can
+reshard for another layout.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlab.optimizer.adamw_schema import Rounded
 from titanlab.optimizer.groups import groups_by_decay
 
-# Below this the scales and the small blocks cost more than the bits save (after bitsandbytes).
+# Elements of the smallest matrix with few bits: for smaller ones scales cost more than is saved (after bitsandbytes).
 SMALLEST = 4096
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How an average is kept.
+    """How an average is stored.
 
     Attributes:
         dtype: of the codes.
         per_code: elements that one code holds.
-        opened: torchao's tensor over `codes` [rows, columns / per_code] and `scale` [rows, columns / block]:
-            `opened(codes, scale, shape, signed=)`. Writing into it writes into them.
+        view: `view(codes, scale, shape, signed=)` is torchao's tensor over `codes` [rows, columns / per_code] and
+            `scale` [rows, columns / block]. Writing into it writes into them.
     """
 
     dtype: torch.dtype
     per_code: int
-    opened: Callable[..., Tensor]
+    view: Callable[..., Tensor]
 
 
 class LowBitAdamW(torch.optim.Optimizer):
@@ -82,7 +82,7 @@ class LowBitAdamW(torch.optim.Optimizer):
                         self._step(parameter, group, lr)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer's, but codes and scales keep their dtypes: torch casts states to that of the parameter."""
+        """As in torch, but codes and scales keep their dtypes: torch casts states to that of the parameter."""
         super().load_state_dict(state_dict)
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         held = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
@@ -102,7 +102,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         stochastic = self._stochastic and parameter.dtype == torch.bfloat16
         if stochastic:
             torch.manual_seed(self._seed(parameter, int(state["step"])))
-        averages = [self._opened(state, name, local) for name in AVERAGES]
+        averages = [self._view(state, name, local) for name in AVERAGES]
         update = torch.compile(self._update, fullgraph=True, dynamic=False) if _compiles(local) else self._update
         with _without_limit() if _compiles(local) else contextlib.nullcontext():
             update(
@@ -136,17 +136,17 @@ class LowBitAdamW(torch.optim.Optimizer):
             return False
         return parameter.shape[-1] % (self._block_size * _cuts_of_rows(parameter)) == 0
 
-    def _opened(self, state: dict[str, Tensor], name: str, local: Tensor) -> Tensor:
+    def _view(self, state: dict[str, Tensor], name: str, local: Tensor) -> Tensor:
         if name in state:
             return _local(state[name])
         assert self._format is not None
         codes, scale = _local(state[f"{name}_codes"]), _local(state[f"{name}_scale"])
-        return self._format.opened(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
+        return self._format.view(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
 
     def _seed(self, parameter: nn.Parameter, step: int) -> int:
-        """Of one update's rounding: of the parameter, the step, and where this rank's part of it begins.
+        """The seed of one update's rounding, from the parameter, the step, and where this rank's part begins.
 
-        So ranks that hold copies of a part round alike, and a resumed run rounds as it would have.
+        So ranks with copies of a part round alike, and a resumed run rounds like an uninterrupted one.
         """
         begins: tuple[int, ...] = (0,) * parameter.ndim
         if isinstance(parameter, DTensor):
@@ -158,7 +158,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Leave torch's generators as they are found."""
+        """Restore torch's random generators after a step."""
         if not self._stochastic:
             yield
             return
@@ -173,7 +173,7 @@ def _local(tensor: Tensor | None) -> Tensor:
 
 
 def _cuts_of_rows(parameter: Tensor) -> int:
-    """Number of ranks over which each row is spread."""
+    """Number of ranks over which each row is sharded."""
     cuts = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
@@ -183,7 +183,7 @@ def _cuts_of_rows(parameter: Tensor) -> int:
 
 
 def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Zeros with other columns than the parameter's, cut as the parameter is."""
+    """Zeros with another number of columns than the parameter, sharded like the parameter."""
     local = _local(parameter)
     part = columns // _cuts_of_rows(parameter)
     zeros = torch.zeros((*local.shape[:-1], part), dtype=dtype, device=local.device)
@@ -191,20 +191,20 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         return zeros
     shape = torch.Size((*parameter.shape[:-1], columns))
     stride = torch.empty(shape, device="meta").stride()
-    made = DTensor.from_local(
+    sharded = DTensor.from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
-    # With offloaded parameters the mesh is of another device.
-    return made.to(parameter.device)
+    # The mesh of offloaded parameters is on another device.
+    return sharded.to(parameter.device)
 
 
 def _compiles(local: Tensor) -> bool:
-    # On a CPU, compiling takes longer than the small models that are trained there.
+    # On a CPU, compiling takes longer than training the small models that fit.
     return local.device.type != "cpu"
 
 
 def _without_limit() -> contextlib.AbstractContextManager[None]:
-    """Every shape of a parameter is a compilation of its own; their number is that of the model."""
+    """No limit of recompilations: every shape of a parameter is compiled."""
     import torch._dynamo.config
 
     limit: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=10_000)
@@ -221,7 +221,7 @@ def _update_function() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence: torchao tells of parts that it cannot load here, and of what torch deprecates."""
+    """No warnings: torchao warns about parts that it cannot load and about deprecations of torch."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

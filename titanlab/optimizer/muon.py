@@ -8,80 +8,86 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import _muon as torchs
+from torch.optim import _muon as torch_muon
 
 from titanlab.optimizer.groups import groups_by_decay
 from titanlab.optimizer.muon_schema import Muon
-from titanlab.optimizer.whole import changed, sharers
+from titanlab.optimizer.whole import map_whole, sharing_ranks
 
 # Where assembly and pipelines expect a model's blocks (`titanlab.model.language_model`).
 BLOCKS = "layers."
 
 
-def build(config: Muon, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """One optimizer for checkpoints and for the schedule, over the parameters that this rank holds."""
-    matrices = [p for name, p in parameters.items() if name.startswith(BLOCKS) and p.ndim == 2]
-    chosen = set(matrices)
-    others = [p for p in parameters.values() if p not in chosen]
-    parts: list[torch.optim.Optimizer] = []
-    if matrices:
-        parts.append(
-            WholeMuon(
-                matrices,
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-                ns_steps=config.newton_schulz_steps,
-                adjust_lr_fn=config.adjust_lr,
+class MuonFactory:
+    """Muon and AdamW as one optimizer, for checkpoints and for the schedule."""
+
+    def __init__(self, config: Muon) -> None:
+        self._config = config
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """See `OptimizerFactory`."""
+        config = self._config
+        matrices = [p for name, p in parameters.items() if name.startswith(BLOCKS) and p.ndim == 2]
+        chosen = set(matrices)
+        others = [p for p in parameters.values() if p not in chosen]
+        parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            parts.append(
+                WholeMuon(
+                    matrices,
+                    lr=config.lr,
+                    weight_decay=config.weight_decay,
+                    momentum=config.momentum,
+                    nesterov=config.nesterov,
+                    ns_steps=config.newton_schulz_steps,
+                    adjust_lr_fn=config.adjust_lr,
+                )
             )
-        )
-    if others:
-        groups = groups_by_decay(others, config.weight_decay)
-        betas = (config.betas[0], config.betas[1])
-        parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True))
-    return Together(parts)
+        if others:
+            groups = groups_by_decay(others, config.weight_decay)
+            betas = (config.betas[0], config.betas[1])
+            parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True))
+        return Together(parts)
 
 
 class WholeMuon(torch.optim.Muon):
-    """torch's Muon, whose orthogonalisation sees whole matrices.
+    """torch's Muon, but it orthogonalises whole matrices.
 
-    torch's own computes on DTensors, where every product of the iteration is a collective or several and sums in
-    another order. Here matrices that are cut alike are shared out over the ranks of FSDP2, in the bfloat16 in which
-    they are made orthogonal.
+    torch's own iterates on DTensors: every product needs collectives, and sums in another order. Here each rank of
+    FSDP2 gathers some of the matrices that are sharded alike, in the bfloat16 of the orthogonalisation.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update; parameters without a gradient stay."""
         for group in self.param_groups:
-            alike: dict[Any, list[nn.Parameter]] = {}
+            groups: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     placements = parameter.placements if isinstance(parameter, DTensor) else None
-                    alike.setdefault((parameter.shape, placements), []).append(parameter)
-            for parameters in alike.values():
-                size = sharers(parameters[0])
+                    groups.setdefault((parameter.shape, placements), []).append(parameter)
+            for parameters in groups.values():
+                size = sharing_ranks(parameters[0])
                 for start in range(0, len(parameters), size):
                     self._step(parameters[start : start + size], group)
 
     def _step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """One update of parameters that are cut alike."""
+        """One update of parameters that are sharded alike."""
 
-        def orthogonalised(update: Tensor) -> Tensor:
-            made: Tensor = torchs._zeropower_via_newtonschulz(
+        def orthogonalise(update: Tensor) -> Tensor:
+            orthogonal: Tensor = torch_muon._zeropower_via_newtonschulz(
                 update, group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
-            return made
+            return orthogonal
 
-        updates = changed([self._update(parameter, group) for parameter in parameters], orthogonalised)
-        rate = torchs._adjust_lr(group["lr"], group["adjust_lr_fn"], parameters[0].shape)
+        updates = map_whole([self._update(parameter, group) for parameter in parameters], orthogonalise)
+        rate = torch_muon._adjust_lr(group["lr"], group["adjust_lr_fn"], parameters[0].shape)
         for parameter, update in zip(parameters, updates, strict=True):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """The average of a parameter's gradients: bfloat16, cut as it is."""
+        """The average of a parameter's gradients: bfloat16, sharded like the parameter."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if not state:
@@ -89,12 +95,12 @@ class WholeMuon(torch.optim.Muon):
         average: Tensor = state["momentum_buffer"]
         average.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        # The iteration divides in place, and in bf16 a cast is no copy.
+        # The iteration divides in place, so a gradient in bf16 has to be copied.
         return update.to(torch.bfloat16, copy=True)
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers, each with parameters of its own, as one: groups, state and steps."""
+    """Several optimizers over different parameters as one optimizer: param groups, state and steps."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self._parts = parts
@@ -108,7 +114,7 @@ class Together(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts work on the groups and the state that this one has."""
+        """Let the parts use this optimizer's groups and state."""
         start = 0
         for part in self._parts:
             part.param_groups = self.param_groups[start : start + len(part.param_groups)]

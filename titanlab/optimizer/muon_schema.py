@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Averaged
+from titanlab.optimizer.contract import OptimizerFactory
 from titanlab.options import option
 
 ADJUSTMENTS = ("match_rms_adamw", "original")
@@ -16,14 +17,14 @@ ADJUSTMENTS = ("match_rms_adamw", "original")
 class Muon(Averaged):
     """Muon for the matrices of blocks, AdamW for all else (K. Jordan et al., 2024; at scale: arXiv 2502.16982).
 
-    `betas` and `eps` are AdamW's, the rest is both's.
+    `betas` and `eps` are AdamW's; the other fields apply to both.
 
     Attributes:
-        momentum: decay of the average of gradients that is made orthogonal.
-        nesterov: looks one gradient ahead of that average.
-        newton_schulz_steps: iterations that make it orthogonal.
-        adjust_lr: `match_rms_adamw` scales an update to the size that AdamW's has, so that its rates fit (0.2·√(larger
-            side)); `original` scales it by √(rows / columns) where there are more rows.
+        momentum: decay of the average of gradients that is orthogonalised.
+        nesterov: mix the current gradient into that average once more.
+        newton_schulz_steps: iterations of the orthogonalisation.
+        adjust_lr: `match_rms_adamw` scales an update to the size of AdamW's, so that AdamW's learning rates fit
+            (0.2·√(larger side)); `original` scales it by √(rows / columns) where there are more rows.
     """
 
     kind: str = "muon"
@@ -41,3 +42,9 @@ class Muon(Averaged):
         if self.adjust_lr not in ADJUSTMENTS:
             known = ", ".join(ADJUSTMENTS)
             raise ConfigError("optimizer.adjust_lr", self.adjust_lr, "no such choice", f"choose one of {known}")
+
+    def implementation(self) -> OptimizerFactory:
+        """Torch's Muon and AdamW as one optimizer."""
+        from titanlab.optimizer.muon import MuonFactory
+
+        return MuonFactory(self)

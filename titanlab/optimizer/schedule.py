@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run needs no state for it."""
+"""The learning rate as a function of the step, so that a resumed run needs no state for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titanlab.optimizer.schedule_schema import Schedule
 
 
 def rate_factor(schedule: Schedule, *, step: int, steps: int) -> float:
-    """Share of the peak learning rate that step `step` (counted from 1) of `steps` uses."""
+    """The learning rate of step `step` (counted from 1) of `steps`, as a share of the peak."""
     warmup_steps = schedule.warmup(steps)
     if step <= warmup_steps:
         return step / warmup_steps

@@ -1,13 +1,12 @@
-"""Config of the learning-rate schedule that every optimizer carries."""
+"""Config of the learning-rate schedule, which every optimizer has."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 
-# Of a recipe that says nothing of its warm-up.
+# Warm-up of a recipe that does not give one.
 WARMUP_STEPS = 200
 DECAYS = ("linear", "cosine", "sqrt")
 
@@ -39,19 +38,7 @@ class Schedule:
             raise ConfigError("optimizer.schedule.decay", self.decay, "is no decay", f"try {', '.join(DECAYS)}")
 
     def warmup(self, steps: int) -> int:
-        """Steps of warm-up in a run of so many steps."""
+        """Number of warm-up steps in a run of `steps` steps."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         return WARMUP_STEPS if steps >= WARMUP_STEPS else max(1, steps // 10)
-
-
-@dataclass(kw_only=True)
-class Scheduled:
-    """What the optimizers' schemas have in common."""
-
-    lr: float = 3e-4
-    schedule: Schedule = field(default_factory=Schedule)
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ConfigError("optimizer.lr", self.lr, "must be positive and finite", "try 3e-4")

@@ -1,4 +1,4 @@
-"""Config of precision=bf16."""
+"""Configs of precision=bf16 and precision=bf16_full."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from dataclasses import dataclass, field
 
 from titanlab.costs.setting import Setting
 from titanlab.options import option
+from titanlab.precision.account import DTYPES, Formats
+from titanlab.precision.contract import PrecisionConfig
 from titanlab.precision.parts_schema import Parts, check_bf16, check_reduce
+
+_UNKNOWN_REDUCE = "is no dtype that bf16 gradients are summed in"
 
 
 @option("precision", "bf16")
 @dataclass(kw_only=True)
 class Bf16(Parts):
-    """Forward and backward in bfloat16; parameters and optimizer state in 32 bits.
+    """Forward and backward in bfloat16; parameters and optimizer state in float32.
 
     Attributes:
         reduce: what gradients are summed in over processes and microbatches: `fp32`, or `bf16`, which sends half as
@@ -23,13 +27,48 @@ class Bf16(Parts):
     reduce: str = field(default="fp32", metadata={"before": "fp32"})
 
     def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32", "bf16"), "is no dtype that bf16 gradients are summed in")
+        check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
+
+    def formats(self) -> Formats:
+        """bfloat16 to compute, float32 at rest and, by default, to sum."""
+        return Formats(
+            master="float32", compute="bfloat16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
+        )
 
     def check(self, setting: Setting) -> None:
-        """The device knows bfloat16, and the model the parts.
+        """The device supports bfloat16, and the model has the parts.
 
         Raises:
-            ConfigError: one of them does not.
+            ConfigError: one of these does not hold.
         """
         check_bf16(setting, self.kind)
         super().check(setting)
+
+
+@option("precision", "bf16_full")
+@dataclass(kw_only=True)
+class Bf16Full(PrecisionConfig):
+    """Everything at rest in bfloat16: parameters, gradients and the states of the optimizer.
+
+    Attributes:
+        reduce: what gradients are summed in over processes and microbatches, before they are kept in bfloat16: `fp32`
+            or `bf16`.
+    """
+
+    kind: str = "bf16_full"
+    reduce: str = "fp32"
+
+    def __post_init__(self) -> None:
+        check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
+
+    def formats(self) -> Formats:
+        """bfloat16 everywhere, but by default not for sums of gradients."""
+        return Formats(master="bfloat16", compute="bfloat16", reduce=DTYPES[self.reduce])
+
+    def check(self, setting: Setting) -> None:
+        """The device supports bfloat16.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        check_bf16(setting, self.kind)

@@ -1,4 +1,4 @@
-"""The answer of a precision to the question: which dtype where."""
+"""Number formats as torch's dtypes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from titanlab.precision.account import Formats
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes:
-    """Number formats of a run.
-
-    Attributes:
-        master: of parameters, gradients and optimizer state at rest.
-        compute: of parameters and activations in forward and backward.
-        reduce: of gradients while they are summed over processes and microbatches.
-        fp32_parts: what computes in float32 all the same, see `titanlab.precision.account.matched`.
-    """
+    """`titanlab.precision.account.Formats` with torch's dtypes."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -27,11 +20,11 @@ class Dtypes:
 
     @classmethod
     def of(cls, formats: Formats) -> Dtypes:
-        """What an account says, as torch has it."""
+        """The dtypes that formats name."""
         master, compute, reduce = (getattr(torch, name) for name in (formats.master, formats.compute, formats.reduce))
         return cls(master=master, compute=compute, reduce=reduce, fp32_parts=formats.fp32_parts)
 
     @property
     def mixed(self) -> bool:
-        """True if parameters are cast before they compute, or gradients before they are summed."""
+        """Whether parameters are cast before they compute, or gradients before they are summed."""
         return self.compute != self.master or self.reduce != self.master

@@ -1,26 +1,56 @@
-"""What the configs of the float8 options have in common."""
+"""Configs of the float8 options, and which linear layers of a model they convert."""
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from titanlab.costs import hardware
-from titanlab.costs.account import ModelAccount
+from titanlab.costs.account import ModelAccount, style_of
 from titanlab.costs.setting import Setting
+from titanlab.costs.tensor_styles import cut_dim
 from titanlab.errors import ConfigError
+from titanlab.options import option
 from titanlab.precision.account import matched
 from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.float8_account import Conversion, conversion, describe, linear_layers, matches, part_shape
+from titanlab.precision.contract import Precision
 
 HEAD = "output"
 EMULATE = ("auto", "true", "false")
+# Styles of a tensor plan that are products.
+_PRODUCTS = ("colwise", "rowwise", "head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """The linear layers of a model, by path, in the model's order.
+
+    Attributes:
+        converted: layers that compute in the new format → shape of the weight, [out, in].
+        skipped: layers that the recipe excludes.
+        uneven: layers that stay as they are because a dim is no multiple → shape of the weight.
+    """
+
+    converted: Mapping[str, tuple[int, ...]]
+    skipped: tuple[str, ...]
+    uneven: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        text = f"{len(self.converted)} linear layers"
+        left = [*self.skipped, *(f"{name} ({'×'.join(map(str, s))})" for name, s in self.uneven.items())]
+        if left:
+            shown = left if len(left) <= 3 else [*left[:2], f"{len(left) - 2} more"]
+            text += f", not {', '.join(shown)}"
+        return text
 
 
 @dataclass(kw_only=True)
 class Float8(Bf16):
-    """Linear layers multiply in float8; everything else is as in bf16, over 32-bit masters.
+    """Linear layers multiply in float8; everything else is as in bf16, over float32 masters.
 
     Attributes:
         skip: names of linear layers that stay as they are; `*` is any text, and one or more steps of a path are
@@ -36,9 +66,9 @@ class Float8(Bf16):
     strict: bool = False
     emulate: str = "auto"
 
-    # torchao's name of it.
+    # torchao's name of the recipe.
     recipe: ClassVar[str] = ""
-    # Of the hardware (torch's scaled_mm): from which compute capability on, and in which units of both dims.
+    # What torch's scaled_mm needs: a compute capability, and both dims of a weight multiples of a number.
     capability: ClassVar[tuple[int, int]] = (8, 9)
     multiple: ClassVar[int] = 16
     format: ClassVar[str] = "float8"
@@ -49,15 +79,24 @@ class Float8(Bf16):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A bare true or false on the command line is no text.
+        # The command line gives a bare true or false as a boolean.
         self.emulate = str(self.emulate).lower()
         if self.emulate not in EMULATE:
             raise ConfigError(
                 "precision.emulate", self.emulate, "no such choice", f"choose one of {', '.join(EMULATE)}"
             )
 
+    @abstractmethod
+    def implementation(self) -> Precision:
+        """See `PrecisionConfig`."""
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether FSDP2 gathers the converted weights in float8."""
+        return False
+
     def check(self, setting: Setting) -> None:
-        """Hold the rest of a recipe to what these layers and their kernels need.
+        """Check the rest of the recipe against what these layers and their kernels need.
 
         Raises:
             ConfigError: they cannot work, or nothing would be converted.
@@ -71,18 +110,30 @@ class Float8(Bf16):
         self._check_parts(setting.model)
 
     def conversion(self, model: ModelAccount) -> Conversion:
-        """What becomes of a model's linear layers."""
-        return conversion(model, skip=self.skip, multiple=self.multiple)
+        """Which of a model's linear layers are converted."""
+        converted, uneven, skipped = {}, {}, []
+        for name, shape in linear_layers(model).items():
+            if self.skips(name):
+                skipped.append(name)
+            elif any(size % self.multiple for size in shape):
+                uneven[name] = shape
+            else:
+                converted[name] = shape
+        return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
+
+    def skips(self, name: str) -> bool:
+        """Whether the recipe excludes the linear layer with this path."""
+        return any(matches(name, pattern) for pattern in self.skip)
 
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
-        """Names of the parameters that FSDP2 gathers in one byte an element; the scales are known to all ranks."""
-        return frozenset()
+        """Names of the converted weights, if FSDP2 gathers those in float8."""
+        return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
-        """For people: the option, what it does to a model, and whether the device is emulated."""
+        """The option, which layers it converts, and whether the device emulates."""
         capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
-        how = ", emulated" if self.emulates(capability) else ""
-        return f"{self.kind}: {describe(self.conversion(model))}{how}"
+        emulated = ", emulated" if self.emulates(capability) else ""
+        return f"{self.kind}: {self.conversion(model)}{emulated}"
 
     def emulates(self, capability: tuple[int, int] | None) -> bool:
         """Whether to emulate on a GPU of this compute capability; None: on a CPU."""
@@ -91,14 +142,14 @@ class Float8(Bf16):
         return self.emulate == "true"
 
     def check_capability(self, capability: tuple[int, int] | None, device: str) -> None:
-        """Hold a device to what the products need.
+        """Check that a device can multiply in this format, or emulates it.
 
         Args:
             capability: of the GPU; None: it is a CPU.
-            device: its name, for people.
+            device: its name, for the message.
 
         Raises:
-            ConfigError: it cannot multiply so, and is not to emulate.
+            ConfigError: it can do neither.
         """
         if self.emulates(capability):
             return
@@ -112,39 +163,8 @@ class Float8(Bf16):
             key, value = ("precision", self.kind) if self.emulate == "auto" else ("precision.emulate", self.emulate)
             raise ConfigError(key, value, rule, "try precision=bf16, or precision.emulate=true, which is slow")
 
-    def _check_names(self, model: ModelAccount) -> None:
-        layers = linear_layers(model)
-        # The default names a head that a model with a tied one does not have.
-        for pattern in self.skip:
-            if pattern != HEAD and not any(matches(name, pattern) for name in layers):
-                steps = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-                rule = f"{pattern} fits no linear layer"
-                raise ConfigError("precision.skip", _typed(self.skip), rule, f"there are {', '.join(steps)}")
-        found = self.conversion(model)
-        if found.uneven and (self.strict or not found.converted):
-            name, shape = next(iter(found.uneven.items()))
-            rule = f"{name} is {shape[0]}×{shape[1]}, and {self.format} products need multiples of {self.multiple}"
-            if not found.converted:
-                raise ConfigError("precision", self.kind, f"converts no layer: {rule}", "try precision=bf16")
-            raise ConfigError("precision.strict", True, rule, "try false: such layers stay as they are")
-        if not found.converted:
-            rule = "names every linear layer of the model, so that none is converted"
-            raise ConfigError("precision.skip", _typed(self.skip), rule, f"try [{HEAD}], or precision=bf16")
-
-    def _check_device(self, setting: Setting) -> None:
-        if setting.accelerator == "cpu":
-            self.check_capability(None, "a CPU")
-            return
-        capability = hardware.compute_capability(setting.device)
-        # What is not in the table is asked when it is there: see `precision.float8`.
-        if capability is not None:
-            self.check_capability(capability, setting.device)
-        # Where it is emulated, any number will do.
-        if self.multiplies_tokens and not self.emulates(capability or self.capability):
-            self.check_tokens(setting)
-
     def check_tokens(self, setting: Setting) -> None:
-        """Hold the number of tokens of a forward pass to what the products of weights' gradients need.
+        """Check the number of tokens in a forward pass: products for gradients of weights need a multiple.
 
         Raises:
             ConfigError: it is no multiple.
@@ -157,6 +177,37 @@ class Float8(Bf16):
             unit = self.multiple * setting.layout.context
             near = max(unit, round(setting.seq_len / unit) * unit)
             raise ConfigError("training.seq_len", setting.seq_len, rule, f"try {near}, or precision=bf16")
+
+    def _check_names(self, model: ModelAccount) -> None:
+        layers = linear_layers(model)
+        # A model with a tied head lacks the layer that the default names.
+        for pattern in self.skip:
+            if pattern != HEAD and not any(matches(name, pattern) for name in layers):
+                steps = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+                rule = f"{pattern} fits no linear layer"
+                raise ConfigError("precision.skip", _typed(self.skip), rule, f"there are {', '.join(steps)}")
+        sorted_layers = self.conversion(model)
+        if sorted_layers.uneven and (self.strict or not sorted_layers.converted):
+            name, shape = next(iter(sorted_layers.uneven.items()))
+            rule = f"{name} is {shape[0]}×{shape[1]}, and {self.format} products need multiples of {self.multiple}"
+            if not sorted_layers.converted:
+                raise ConfigError("precision", self.kind, f"converts no layer: {rule}", "try precision=bf16")
+            raise ConfigError("precision.strict", True, rule, "try false: such layers stay as they are")
+        if not sorted_layers.converted:
+            rule = "names every linear layer of the model, so that none is converted"
+            raise ConfigError("precision.skip", _typed(self.skip), rule, f"try [{HEAD}], or precision=bf16")
+
+    def _check_device(self, setting: Setting) -> None:
+        if setting.accelerator == "cpu":
+            self.check_capability(None, "a CPU")
+            return
+        capability = hardware.compute_capability(setting.device)
+        # The implementation checks a GPU that is not in the table.
+        if capability is not None:
+            self.check_capability(capability, setting.device)
+        # Emulation takes any number of tokens.
+        if self.multiplies_tokens and not self.emulates(capability or self.capability):
+            self.check_tokens(setting)
 
     def _check_parts(self, model: ModelAccount) -> None:
         for piece in matched(model, self.fp32_parts):
@@ -180,6 +231,103 @@ class Float8(Bf16):
                 raise ConfigError("parallelism.tensor", degree, rule, cure)
 
 
-def _typed(names: list[str]) -> str:
+@dataclass(kw_only=True)
+class TorchaoFloat8(Float8):
+    """The three recipes of torchao's `float8`."""
+
+    def implementation(self) -> Precision:
+        """Torchao's layers take the place of linear layers."""
+        from titanlab.precision.float8 import Float8Layers
+
+        return Float8Layers(self)
+
+
+@option("precision", "float8_tensorwise")
+@dataclass(kw_only=True)
+class Float8Tensorwise(TorchaoFloat8):
+    """Float8 with one scale for each input, weight and gradient: the fastest kernels, and the coarsest rounding.
+
+    Attributes:
+        all_gather: FSDP2 gathers the weights in float8, half of bfloat16's bytes; the scales of all weights are
+            computed together after each optimizer step.
+    """
+
+    kind: str = "float8_tensorwise"
+    all_gather: bool = True
+
+    recipe: ClassVar[str] = "tensorwise"
+
+    @property
+    def gathers_float8(self) -> bool:
+        """See `all_gather`."""
+        return self.all_gather
+
+    def check(self, setting: Setting) -> None:
+        """See `Float8.check`.
+
+        Raises:
+            ConfigError: also where weights cannot be gathered in float8.
+        """
+        super().check(setting)
+        if not self.all_gather:
+            return
+        if setting.cpu_offload:
+            rule = "computes scales where the weights rest, and with cpu_offload that is not where they are gathered"
+            raise ConfigError("precision.all_gather", True, rule, "try false, or parallelism.cpu_offload=false")
+        ranks = setting.layout.fsdp
+        for name, shape in self.conversion(setting.model).converted.items():
+            rows = part_shape(setting.model, name, shape, setting.layout.tensor)[0]
+            if rows % ranks:
+                rule = f"cannot cut the {rows} rows that a process has of {name} into {ranks} equal parts"
+                raise ConfigError("precision.all_gather", True, rule, "try false")
+
+
+@option("precision", "float8_rowwise")
+@dataclass(kw_only=True)
+class Float8Rowwise(TorchaoFloat8):
+    """Float8 with a scale, a power of two, for each row and column that is multiplied: finer than tensorwise."""
+
+    kind: str = "float8_rowwise"
+
+    recipe: ClassVar[str] = "rowwise"
+
+
+@option("precision", "float8_rowwise_with_gw_hp")
+@dataclass(kw_only=True)
+class Float8RowwiseWithGwHp(TorchaoFloat8):
+    """Rowwise float8, but gradients of weights are multiplied in bfloat16: the finest of the three."""
+
+    kind: str = "float8_rowwise_with_gw_hp"
+
+    recipe: ClassVar[str] = "rowwise_with_gw_hp"
+    multiplies_tokens: ClassVar[bool] = False
+
+
+def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
+    """Path of every linear layer → shape of its weight, [out, in].
+
+    These are the layers that the tensor plan multiplies with; in a model without a plan all matrices but tables.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter, shape in model.parameters.items():
+        name, _, leaf = parameter.rpartition(".")
+        multiplies = not model.tensor_plan or style_of(model.tensor_plan, name) in _PRODUCTS
+        if leaf == "weight" and len(shape) == 2 and multiplies and parameter not in (model.embedding, *model.lookups):
+            shapes[name] = shape
+    return shapes
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether steps of a module's path match a pattern: `wk`, `feed_forward.w*`, `layers.0`, or a whole path."""
+    return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+
+def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
+    """Shape of one tensor-parallel rank's part of a linear layer's weight; of uneven parts the first."""
+    cut = cut_dim(style_of(model.tensor_plan, name), len(shape))
+    return tuple(-(-size // degree) if dim == cut else size for dim, size in enumerate(shape))
+
+
+def _typed(names: Sequence[str]) -> str:
     """A list as it is written in an override."""
     return f"[{','.join(names)}]"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
+from titanlab.precision.account import DTYPES, Formats
+from titanlab.precision.contract import Precision
 from titanlab.precision.parts_schema import Parts, check_reduce
 
 LARGEST = 2.0**127
@@ -15,13 +17,13 @@ LARGEST = 2.0**127
 @option("precision", "fp16")
 @dataclass(kw_only=True)
 class Fp16(Parts):
-    """Forward and backward in float16, the loss scaled so that gradients do not vanish; masters in 32 bits.
+    """Forward and backward in float16, the loss scaled so that gradients do not vanish; masters in float32.
 
     Attributes:
         reduce: what gradients are summed in over processes and microbatches: `fp32` or `fp16`.
         init_scale: what the loss is multiplied by before the first backward. With powers of two here and for the two
             factors, scaling rounds nothing.
-        dynamic: the scale follows what the gradients bear; else it stays as it is.
+        dynamic: the scale grows and shrinks; else it stays as it is.
         growth_factor, growth_interval: after so many steps in a row without an overflow the scale is multiplied.
         backoff_factor: what it is multiplied by after an overflow, a step that updates nothing.
         min_scale: below this it is not lowered; an overflow there ends the run.
@@ -55,3 +57,15 @@ class Fp16(Parts):
         if not 0 < self.min_scale <= self.init_scale:
             rule = f"must be positive and at most init_scale={self.init_scale:g}"
             raise ConfigError("precision.min_scale", self.min_scale, rule, f"try {min(1.0, self.init_scale):g}")
+
+    def formats(self) -> Formats:
+        """float16 to compute, float32 at rest and, by default, to sum."""
+        return Formats(
+            master="float32", compute="float16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
+        )
+
+    def implementation(self) -> Precision:
+        """Casts, and a loss scale."""
+        from titanlab.precision.fp16 import ScaledCast
+
+        return ScaledCast(self)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from titanlab.options import option
+from titanlab.precision.account import Formats
+from titanlab.precision.contract import PrecisionConfig
 from titanlab.precision.parts_schema import check_reduce
 
 
 @option("precision", "fp32")
 @dataclass(kw_only=True)
-class Fp32:
-    """Everything in 32-bit floating point.
+class Fp32(PrecisionConfig):
+    """Everything in float32.
 
     Attributes:
         reduce: what gradients are summed in: `fp32`, there is no other.
@@ -22,3 +24,7 @@ class Fp32:
 
     def __post_init__(self) -> None:
         check_reduce(self.reduce, ("fp32",), "fp32 is what other precisions are held to, and rounds nothing")
+
+    def formats(self) -> Formats:
+        """float32 everywhere."""
+        return Formats(master="float32", compute="float32", reduce="float32")

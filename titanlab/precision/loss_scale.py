@@ -1,7 +1,7 @@
-"""The scale of the loss: what keeps gradients in the range of a dtype, and which steps update nothing.
+"""The loss scale: it keeps gradients in the range of a dtype, and skips the update of a step that overflowed.
 
-Everything is decided from the norm that all ranks know after a step's one reduction, so that an overflow on any of
-them is one on all; and on the device, so that nobody waits for it.
+All ranks decide from the same number, the norm of the whole gradient after a step's one reduction, so an overflow on
+one rank is an overflow on all. They decide on the device, so that the host does not wait.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 class ScaledStep(NamedTuple):
-    """What a step tells of its scale.
+    """The loss scale in one step.
 
-    scale: what its loss was multiplied by
-    skipped: steps that updated nothing so far, this one included
-    tolerated: if the gradients were not finite, the next step may be better
+    scale: what the loss was multiplied by
+    skipped: steps without an update so far, this one included
+    tolerated: whether the run may go on if the gradients were not finite
     """
 
     scale: float
@@ -27,30 +27,30 @@ class ScaledStep(NamedTuple):
 
 
 class LossScale:
-    """Nothing is scaled, and every step updates: what all precisions have that bring no scale of their own."""
+    """No scale: every step updates. The default of every precision."""
 
     def multiplier(self, constant: float) -> float | Tensor:
-        """What to multiply a loss by before its backward: constant · scale. Call once; a tensor keeps up by itself."""
+        """What to multiply a loss by before its backward: constant · scale. Call once: a tensor is updated in place."""
         return constant
 
     def unscaled(self, tensor: Tensor) -> Tensor:
-        """What a figure of this step's gradients would have been without the scale."""
+        """A norm of this step's scaled gradients, divided by the scale."""
         return tensor
 
     def judge(self, norm: Tensor) -> Tensor | None:
-        """Look at the norm of the unscaled gradients; returns the fields of a `ScaledStep`: [3] on the device."""
+        """Decide from the norm of the unscaled gradients; returns the fields of a `ScaledStep`: [3] on the device."""
         return None
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters, or skip it as judged, and be ready for the next step."""
+        """Update the parameters, or skip the update as decided, and adapt the scale."""
         optimizer.step()
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from what a checkpoint has kept; with nothing, from the start."""
+        """Continue from a checkpoint's state; an empty one changes nothing."""
 
 
 class DynamicLossScale(LossScale):
@@ -70,7 +70,7 @@ class DynamicLossScale(LossScale):
         self._growth_factor, self._growth_interval = growth_factor, growth_interval
         self._backoff_factor, self._min_scale, self._max_skips = backoff_factor, min_scale, max_skips
         self._scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
-        # Steps since the last change or skip; skipped in a row; skipped in all.
+        # Steps since the last change or skip; steps skipped in a row; all skipped steps.
         self._good, self._row, self._skipped = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._multipliers: list[tuple[float, Tensor]] = []
@@ -95,7 +95,7 @@ class DynamicLossScale(LossScale):
         self._good = torch.where(self._finite, self._good + 1, 0)
         grows = self._good >= self._growth_interval
         grown = self._scale * self._growth_factor
-        # Where growing would leave float32 the scale stays.
+        # The scale stays where growing would leave float32.
         kept = torch.where(grows & grown.isfinite(), grown, self._scale)
         shrunk = (self._scale * self._backoff_factor).clamp(min=self._min_scale)
         self._scale = torch.where(self._finite, kept, shrunk)
@@ -103,8 +103,8 @@ class DynamicLossScale(LossScale):
         self._refresh()
 
     def state(self) -> dict[str, float]:
-        held = {"scale": self._scale, "good": self._good, "row": self._row, "skipped": self._skipped}
-        return {name: tensor.item() for name, tensor in held.items()}
+        tensors = {"scale": self._scale, "good": self._good, "row": self._row, "skipped": self._skipped}
+        return {name: tensor.item() for name, tensor in tensors.items()}
 
     def restore(self, state: Mapping[str, float]) -> None:
         if not state:
@@ -121,19 +121,19 @@ class DynamicLossScale(LossScale):
 
 
 def _step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """Take a step if a flag on the device says so.
+    """Take a step if a flag on the device is true.
 
-    torch's fused Adam and AdamW look at such a flag in their kernels, as torch.amp.GradScaler makes use of; for others
-    the host has to wait until it knows. (Fused SGD looks at it too, and goes on from a buffer that nobody has written
-    if its first step was left out: torch 2.13, `_fused_sgd`.)
+    The kernels of torch's fused Adam and AdamW read such a flag, as torch.amp.GradScaler uses it; for other optimizers
+    the host waits for the flag. (Fused SGD reads it too, but in torch 2.13 `_fused_sgd` then uses a momentum buffer
+    that was never written if the first step was skipped.)
     """
-    looks = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and optimizer.defaults["fused"]
-    if not looks:
+    reads_flag = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and optimizer.defaults["fused"]
+    if not reads_flag:
         if finite:
             optimizer.step()
         return
     first = optimizer.param_groups[0]["params"][0]
-    # On the host, where parameters are that are offloaded, the flag has to have arrived.
+    # Offloaded parameters are updated on the host, so the flag is copied there.
     flags = {"found_inf": (~finite).to(first.device, torch.float32), "grad_scale": None}
     for name, flag in flags.items():
         setattr(optimizer, name, flag)

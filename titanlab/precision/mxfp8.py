@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlab.errors import ConfigError
-from titanlab.precision import bf16
-from titanlab.precision.dtypes import Dtypes
-from titanlab.precision.float8 import PRODUCTS, chooser, emulates
+from titanlab.precision.cast import Cast
+from titanlab.precision.float8 import emulates, layer_filter
 from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.precision.product import TensorProduct
 from titanlab.system.quiet_import import import_quietly
 
 _BLOCK = 32
@@ -23,7 +23,7 @@ _PROTOTYPE = "torchao.prototype.moe_training.mxfp8_linear"
 class Mxfp8Linear(nn.Linear):
     """A linear layer that multiplies in mxfp8: [batch, seq, in] → [batch, seq, out].
 
-    torchao's own names kernels of one GPU for the casts of the backward, emulated or not; here emulation has torch's.
+    torchao's own layer casts with GPU kernels in the backward pass even when it emulates; this one uses torch's then.
 
     Attributes:
         multiply: (inputs, weight) → inputs · weightᵀ.
@@ -36,42 +36,38 @@ class Mxfp8Linear(nn.Linear):
         return _product(self, input, self.bias)
 
 
-def dtypes(config: Mxfp8) -> Dtypes:
-    """As in bf16."""
-    return bf16.dtypes(config)
+class Mxfp8Layers(Cast):
+    """`Mxfp8Linear` in place of linear layers."""
+
+    def __init__(self, config: Mxfp8) -> None:
+        self._config = config
+
+    def convert(self, model: nn.Module, device: torch.device) -> None:
+        """Replace the linear layers of a model on the meta device, but those that the config or their shape excludes.
+
+        Raises:
+            ConfigError: the device cannot multiply in mxfp8 and may not emulate it, or torchao lacks the prototype.
+        """
+        multiply, is_converted = _multiplier(emulate=emulates(self._config, device)), layer_filter(self._config)
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, nn.Linear) and is_converted(layer, name):
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, _mxfp8_layer(layer, multiply))
+
+    def tensor_styles(self) -> Mapping[str, TensorProduct]:
+        """Each layer multiplies this rank's part of its weight.
+
+        A block of 32 never spans two parts, so each rank has the scales that one process would have; only the sums
+        over ranks round differently.
+        """
+        return dict.fromkeys(("colwise", "rowwise", "head"), _product)
 
 
-def convert(config: Mxfp8, model: nn.Module, device: torch.device) -> nn.Module:
-    """Exchange the linear layers of a model on meta, but those that the config or their shape excepts.
-
-    Args:
-        device: where the model is going to compute.
-
-    Raises:
-        ConfigError: the device cannot, and is not to be emulated; or torchao does not have the prototype.
-    """
-    model = bf16.convert(config, model, device)
-    multiply, chosen = _multiplier(emulate=emulates(config, device)), chooser(config)
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and chosen(layer, name):
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, _exchanged(layer, multiply))
-    return model
-
-
-def tensor_styles(config: Mxfp8) -> Mapping[str, Callable[[nn.Module, Tensor, Tensor | None], Tensor]]:
-    """How layers that the tensor plan cuts multiply with what a rank has of their weight, by style.
-
-    Blocks of 32 do not cross the borders of parts: each rank scales as one process would, but for sums over ranks.
-    """
-    return dict.fromkeys(PRODUCTS, _product)
-
-
-def _exchanged(layer: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> Mxfp8Linear:
+def _mxfp8_layer(layer: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> Mxfp8Linear:
     with torch.device("meta"):
-        made = Mxfp8Linear(layer.in_features, layer.out_features, bias=False)
-    made.weight, made.bias, made.multiply = layer.weight, layer.bias, multiply
-    return made
+        replacement = Mxfp8Linear(layer.in_features, layer.out_features, bias=False)
+    replacement.weight, replacement.bias, replacement.multiply = layer.weight, layer.bias, multiply
+    return replacement
 
 
 def _product(layer: Any, inputs: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,13 +78,13 @@ def _product(layer: Any, inputs: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiplier(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """How to multiply inputs and weightᵀ, cast to e4m3 with scales that are rounded up: nothing overflows.
+    """A function of (inputs, weight) that multiplies in e4m3; scales are rounded up, so that nothing overflows.
 
     Args:
-        emulate: cast there and back, and multiply in high precision.
+        emulate: cast to mxfp8 and back, and multiply in high precision.
 
     Raises:
-        ConfigError: this torchao does not have it, or not in this form.
+        ConfigError: this torchao lacks the prototype, or has another form of it.
     """
     try:
         linear = import_quietly(_PROTOTYPE)
@@ -99,10 +95,10 @@ def _multiplier(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
         rule = f"this torchao lacks the prototype ({error})"
         raise ConfigError("precision", "mxfp8", rule, "pip install torchao>=0.18, or try precision=bf16") from error
     product, e4m3, rounding = linear.mx_mm, torch.float8_e4m3fn, formats.ScaleCalculationMode.RCEIL
-    how = (kernels.EMULATED, first.TORCH, second.TORCH) if emulate else (kernels.AUTO, first.TRITON, second.CUDA)
+    kernel = (kernels.EMULATED, first.TORCH, second.TORCH) if emulate else (kernels.AUTO, first.TRITON, second.CUDA)
 
     def multiply(inputs: Tensor, weight: Tensor) -> Tensor:
-        output: Tensor = product.apply(inputs, weight, e4m3, e4m3, e4m3, _BLOCK, *how, rounding, False)
+        output: Tensor = product.apply(inputs, weight, e4m3, e4m3, e4m3, _BLOCK, *kernel, rounding, False)
         return output
 
     return multiply

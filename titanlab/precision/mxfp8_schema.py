@@ -8,6 +8,7 @@ from typing import ClassVar
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
+from titanlab.precision.contract import Precision
 from titanlab.precision.float8_schema import Float8
 
 
@@ -16,8 +17,8 @@ from titanlab.precision.float8_schema import Float8
 class Mxfp8(Float8):
     """Float8 with a scale, a power of two, for every 32 neighbouring elements, as Blackwell GPUs multiply it.
 
-    (OCP Microscaling Formats specification 1.0; arXiv 2506.08027.) torchao has it as a prototype. On a GPU that is too
-    old it is refused and not emulated, unless that is asked for.
+    (OCP Microscaling Formats specification 1.0; arXiv 2506.08027.) It is a prototype in torchao. An older GPU emulates
+    it only with `emulate=true`.
     """
 
     kind: str = "mxfp8"
@@ -32,7 +33,7 @@ class Mxfp8(Float8):
 
         Raises:
             ConfigError: also where tokens do not make whole blocks, emulated or not; and under schedules that compute
-                weights' gradients later, of which torchao's prototype knows nothing.
+                gradients of weights later, which torchao's prototype cannot.
         """
         super().check(setting)
         if setting.splits_backward:
@@ -41,3 +42,9 @@ class Mxfp8(Float8):
             cure = "try schedule=interleaved_1f1b, or precision=float8_rowwise"
             raise ConfigError("precision", self.kind, rule, cure)
         self.check_tokens(setting)
+
+    def implementation(self) -> Precision:
+        """`Mxfp8Linear` takes the place of linear layers."""
+        from titanlab.precision.mxfp8 import Mxfp8Layers
+
+        return Mxfp8Layers(self)

@@ -1,4 +1,4 @@
-"""What the configs of precisions have in common: the dtype of reductions, and parts that stay in float32."""
+"""What configs of precisions share: the dtype of reductions, and parts of the model that compute in float32."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from titanlab.costs.hardware import compute_capability
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.precision.account import EMBEDDING, HEAD, matched
+from titanlab.precision.contract import PrecisionConfig
 
 KEY = "precision.fp32_parts"
 
 
 def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
-    """A dtype of reductions is one that the precision knows.
+    """Check that the precision supports a dtype of reductions.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not.
     """
     if reduce not in known:
         raise ConfigError("precision.reduce", reduce, why, f"try {' or '.join(known)}")
 
 
 @dataclass(kw_only=True)
-class Parts:
-    """A field for what computes in float32 beside 16 bits.
+class Parts(PrecisionConfig):
+    """The field that lets pieces of a model compute in float32 while the rest computes in 16 bits.
 
     Attributes:
         fp32_parts: pieces of the model that compute in float32: `embedding`, `head`, names such as `norm` or
-            `layers.0`, and patterns such as `layers.*`. What they take and give is cast at their borders; logits stay
-            in float32.
+            `layers.0`, and patterns such as `layers.*`. Their inputs and outputs are cast; logits stay in float32.
     """
 
     fp32_parts: list[str] = field(default_factory=list, metadata={"before": []})
 
     def check(self, setting: Setting) -> None:
-        """Every part is there, and no table would have to be in two dtypes.
+        """Check that the model has every part, and that no tied table would need two dtypes.
 
         Raises:
-            ConfigError: a part that the model does not have, or half of a tied pair.
+            ConfigError: the model lacks a part, or only one of embedding and head is named where they are tied.
         """
         if not self.fp32_parts:
             return
@@ -47,7 +47,7 @@ class Parts:
             raise ConfigError(KEY, shown, "the model does not say what its pieces are", "try []")
         for part in self.fp32_parts:
             if not matched(account, [part]):
-                names = (EMBEDDING, HEAD, *dict.fromkeys(_general(piece) for piece in account.pieces))
+                names = (EMBEDDING, HEAD, *dict.fromkeys(_family(piece) for piece in account.pieces))
                 rule = f"no piece of the model is called {part or 'nothing'}"
                 raise ConfigError(KEY, shown, rule, f"choose from {', '.join(names)}")
         if account.tied:
@@ -59,10 +59,10 @@ class Parts:
 
 
 def check_bf16(setting: Setting, kind: str) -> None:
-    """The device multiplies in bfloat16.
+    """Check that the GPU multiplies in bfloat16: NVIDIA's do from compute capability 8.0 (Ampere) on.
 
     Raises:
-        ConfigError: it is known, and too old: before compute capability 8.0 (Ampere) NVIDIA's GPUs have no such units.
+        ConfigError: the GPU is known to be older.
     """
     capability = compute_capability(setting.device) if setting.accelerator == "cuda" else None
     if capability is not None and capability < (8, 0):
@@ -70,5 +70,5 @@ def check_bf16(setting: Setting, kind: str) -> None:
         raise ConfigError("precision", kind, rule, "try precision=fp16 or precision=fp32")
 
 
-def _general(piece: str) -> str:
+def _family(piece: str) -> str:
     return "layers.*" if piece.startswith("layers.") else piece

@@ -1,20 +1,24 @@
-"""How a linear layer multiplies, with its backward in two halves."""
+"""How a linear layer multiplies, with a backward pass in two halves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Of a layer that a precision has exchanged: its Product. Without it, a layer multiplies as its class does.
+# The attribute of a converted layer that has its Product. A layer without it multiplies as its class does.
 ATTRIBUTE = "product"
+
+# (layer, inputs [..., in], bias or None) → [..., out]. Tensor parallelism has cut `layer.weight`.
+TensorProduct: TypeAlias = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product whose two gradients can be computed apart. Weights are what a rank has of them, plain.
+    """A product whose two gradients can be computed apart. Weights are plain tensors: this rank's part.
 
     Attributes:
         forward: (inputs [..., in], weight [out, in], bias or None) → [..., out]; autograd knows its backward.
@@ -29,8 +33,8 @@ class Product:
 
 def product_of(layer: nn.Module) -> Product:
     """How a layer multiplies."""
-    found: Product = getattr(layer, ATTRIBUTE, PLAIN)
-    return found
+    product: Product = getattr(layer, ATTRIBUTE, PLAIN)
+    return product
 
 
 def rows(tensor: Tensor) -> Tensor:

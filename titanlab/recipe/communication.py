@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from titanlab.costs.traffic_account import Step
-from titanlab.options import account_of
 from titanlab.precision.account import matched
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 
@@ -11,9 +10,8 @@ from titanlab.recipe.recipe import Recipe, pieces_by_stage
 def step_of(recipe: Recipe) -> Step:
     """What the traffic of a resolved recipe's step depends on."""
     config, layout = recipe.parallelism, recipe.layout
-    model = account_of(recipe.model).account(recipe.model)
-    formats = account_of(recipe.precision).account(recipe.precision)
-    gathered = getattr(recipe.precision, "float8_gathered", None)
+    model = recipe.model.account()
+    formats = recipe.precision.formats()
     stages: list[tuple[str, ...]] = []
     placement: list[int] = [0]
     orders: list[list[str]] = []
@@ -35,7 +33,7 @@ def step_of(recipe: Recipe) -> Step:
         reduce_bytes=formats.reduce_bytes,
         master_bytes=formats.master_bytes,
         fp32_parts=matched(model, formats.fp32_parts),
-        float8_gathered=gathered(model) if gathered is not None else (),
+        float8_gathered=recipe.precision.float8_gathered(model),
         mixed=formats.mixed,
         reshards=config.frees_after_forward,
         sequence_parallel=config.sequence_parallel,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
-from titanlab.options import account_of
-from titanlab.precision.account import BYTES
 from titanlab.recipe.recipe import Recipe
 
 # Beside tensors: an interpreter that has imported torch, without the pages that all processes share.
@@ -23,7 +21,7 @@ def check_addressable(recipe: Recipe) -> None:
         ConfigError: its parameters are more bytes than 64 bits count.
     """
     parameters = recipe.model.account().parameter_count
-    if parameters * _bytes_at_rest(recipe) >= _ADDRESSABLE:
+    if parameters * recipe.precision.formats().master_bytes >= _ADDRESSABLE:
         key, value = _largest_size(recipe.model)
         rule = f"makes a model of {parameters:.1e} parameters, more bytes than there are addresses"
         raise ConfigError(key, value, rule, "give a smaller number")
@@ -47,8 +45,8 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
     of_processes = processes * PROCESS_BYTES
     parameters = recipe.model.account().parameter_count
     # Of a parameter and its gradient there is one in each copy of the model.
-    of_model = int(2 * _bytes_at_rest(recipe) * parameters * layout.replicate * here)
-    computes = BYTES[account_of(recipe.precision).account(recipe.precision).compute]
+    of_model = int(2 * recipe.precision.formats().master_bytes * parameters * layout.replicate * here)
+    computes = recipe.precision.formats().compute_bytes
     tokens = recipe.microbatch * recipe.training.seq_len
     width = recipe.model.account().dim
     of_tokens = int(tokens * layout.data * (8 + width * computes) * here)
@@ -68,10 +66,6 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
         rule = f"one microbatch is {tokens:,} tokens, which take at least {_gib(of_tokens)} here, {has}"
         cure = f"give a smaller number, or training.microbatch=1, or take {elsewhere}"
         raise ConfigError(f"training.{key}", getattr(training, key), rule, cure)
-
-
-def _bytes_at_rest(recipe: Recipe) -> int:
-    return BYTES[account_of(recipe.precision).account(recipe.precision).master]
 
 
 def _largest_size(model: object) -> tuple[str, int]:

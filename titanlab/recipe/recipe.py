@@ -24,13 +24,16 @@ from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.recipe.training_schema import Training
 
 if TYPE_CHECKING:
+    from titanlab.ac.contract import ACConfig
     from titanlab.data.contract import DataConfig
     from titanlab.model.contract import ModelConfig
+    from titanlab.optimizer.contract import OptimizerConfig
+    from titanlab.precision.contract import PrecisionConfig
     from titanlab.schedule.contract import PipelineSchedule
     from titanlab.tracker.contract import TrackerConfig
 else:
     # OmegaConf takes dataclasses and Any as types of fields, and no Protocol.
-    DataConfig = ModelConfig = PipelineSchedule = TrackerConfig = Any
+    ACConfig = DataConfig = ModelConfig = OptimizerConfig = PrecisionConfig = PipelineSchedule = TrackerConfig = Any
 
 
 @ranged("")
@@ -62,10 +65,10 @@ class Recipe:
     model: ModelConfig = MISSING
     parallelism: Parallelism = MISSING
     schedule: PipelineSchedule = MISSING
-    precision: Any = MISSING
-    ac: Any = field(default=MISSING, metadata={"before": {"kind": "none"}})
+    precision: PrecisionConfig = MISSING
+    ac: ACConfig = field(default=MISSING, metadata={"before": {"kind": "none"}})
     compile: Compile = MISSING
-    optimizer: Any = MISSING
+    optimizer: OptimizerConfig = MISSING
     data: DataConfig = MISSING
     checkpoint: Checkpoint = MISSING
     cluster: Cluster = field(default=MISSING)

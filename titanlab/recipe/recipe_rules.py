@@ -9,7 +9,6 @@ import re
 from titanlab.costs.setting import Setting
 from titanlab.data import source
 from titanlab.errors import ConfigError
-from titanlab.options import account_of, implementation
 from titanlab.recipe import layout_rules
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
@@ -164,7 +163,7 @@ def _options(recipe: Recipe) -> None:
 def setting(recipe: Recipe) -> Setting:
     """A resolved recipe as its options see it."""
     groups = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    formats = account_of(recipe.precision).account(recipe.precision)
+    formats = recipe.precision.formats()
     return Setting(
         model=recipe.model.account(),
         layout=recipe.layout,

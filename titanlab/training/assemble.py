@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titanlab.compile.blocks import compile_function
 from titanlab.costs.layout import hidden_shape
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
-from titanlab.options import implementation
 from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
 from titanlab.precision.loss_scale import LossScale
@@ -78,7 +76,8 @@ class Assembled:
 
 def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     """Build, spread, materialise and initialise the recipe's model."""
-    loss, loss_scale, check = _loss(recipe, mesh), _loss_scale(recipe, world), _first_step_check(recipe, world)
+    loss, check = _loss(recipe, mesh), _first_step_check(recipe, world)
+    loss_scale = recipe.precision.implementation().loss_scale(world.device)
     if recipe.layout.pipeline > 1:
         return replace(_pipelined(recipe, world, mesh, loss, loss_scale), after_first_step=check)
     stage = build_stage(recipe, world, mesh)
@@ -123,7 +122,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
             recipe.layout,
             microbatch=recipe.microbatch,
             seq_len=recipe.training.seq_len,
-            dim=account_of(recipe.model).account(recipe.model).dim,
+            dim=recipe.model.account().dim,
             sequence_parallel=recipe.parallelism.sequence_parallel,
         ),
         hidden_dtype=dtypes_of(recipe).compute,
@@ -156,9 +155,8 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
 
 
 def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
-    """What a precision does with new parameters: nothing, for most."""
-    update = getattr(implementation(recipe.precision), "after_update", None)
-    return (lambda: None) if update is None else (lambda: update(recipe.precision, model))
+    """What the precision does with new parameters."""
+    return functools.partial(recipe.precision.implementation().after_update, model)
 
 
 def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
@@ -171,16 +169,11 @@ def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
 
 
 def _loss(recipe: Recipe, mesh: Mesh) -> Loss:
-    compiled = functools.partial(compile_function, config=recipe.compile)
+    compiled = recipe.compile.implementation().compile_loss
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
         group = mesh.axis("tensor").get_group()
         return SplitLoss(group, vocab_size=recipe.model.vocab_size, compiled=compiled)
     return compiled(loss_sum)
-
-
-def _loss_scale(recipe: Recipe, world: World) -> LossScale:
-    bring = getattr(implementation(recipe.precision), "loss_scale", None)
-    return bring(recipe.precision, world.device) if bring is not None else LossScale()
 
 
 def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:

@@ -11,7 +11,7 @@ from titanlab.checkpoint.position import Position
 from titanlab.costs import flops, meter
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.meter import Work
-from titanlab.options import implementation
+from titanlab.precision.dtypes import Dtypes
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -28,8 +28,7 @@ def model_account(recipe: Recipe) -> ModelAccount:
 
 def work(recipe: Recipe, device: torch.device) -> Work:
     """The constants from which throughput becomes TFLOP/s and MFU."""
-    compute = implementation(recipe.precision).dtypes(recipe.precision).compute
-    reason = getattr(recipe.precision, "no_mfu", "")
+    compute, reason = Dtypes.of(recipe.precision.formats()).compute, recipe.precision.no_mfu
     peak, source = (None, reason) if reason else peak_flops(recipe.cluster, device, compute)
     return Work(
         devices=recipe.layout.world,
@@ -119,12 +118,8 @@ def _peak(constants: Work) -> str:
 
 
 def _precision(recipe: Recipe, account: ModelAccount) -> str:
-    """The option, and what it says of itself."""
-    describe = getattr(recipe.precision, "describe", None)
-    if describe is None:
-        return str(recipe.precision.kind)
     cluster = recipe.cluster
-    return str(describe(account, accelerator=cluster.accelerator, device=str(cluster.device)))
+    return recipe.precision.describe(account, accelerator=cluster.accelerator, device=str(cluster.device))
 
 
 def _shown(path: Path) -> str:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from titanlab.compile.blocks import compile_blocks
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
 from titanlab.model.language_model import LanguageModel
-from titanlab.options import implementation
 from titanlab.parallelism.context import spread_attention
 from titanlab.parallelism.gradients import sum_gradients
 from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
@@ -55,12 +53,12 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     """Build, cut, shard, materialise and initialise the recipe's model, or some pieces of it."""
     layout, config = recipe.layout, recipe.parallelism
     account = recipe.model.account()
-    precision, dtypes = implementation(recipe.precision), dtypes_of(recipe)
+    precision, dtypes = recipe.precision.implementation(), dtypes_of(recipe)
     with torch.device("meta"), default_dtype(dtypes.master):
         model = recipe.model.implementation().build(seq_len=recipe.training.seq_len)
     if pieces is not None:
         thin(model, account.pieces, pieces)
-    model = precision.convert(recipe.precision, model, world.device)
+    precision.convert(model, world.device)
     summands: frozenset[str] = frozenset()
     if layout.tensor > 1:
         cut = TensorParallel(
@@ -68,17 +66,16 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
             seq_len=recipe.training.seq_len // layout.context,
             sequence_parallel=config.sequence_parallel,
             loss_parallel=config.loss_parallel,
-            products=precision.tensor_styles(recipe.precision),
+            products=precision.tensor_styles(),
         )
         summands = parallelise(model, account.tensor_plan, cut)
     if layout.context > 1:
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
-    implementation(recipe.ac).apply(recipe.ac, {int(index): block for index, block in model.layers.items()})
-    compile_blocks(
+    recipe.ac.implementation().apply({int(index): block for index, block in model.layers.items()})
+    recipe.compile.implementation().compile_blocks(
         model.layers.values(),
-        recipe.compile,
         async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
-        memory_budget=getattr(recipe.ac, "budget", None),
+        memory_budget=recipe.ac.compiler_budget(),
     )
     sharded = _spread(model, recipe, world, mesh)
     summed = [parameter for name, parameter in model.named_parameters() if name in summands]
@@ -154,5 +151,4 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def dtypes_of(recipe: Recipe) -> Dtypes:
     """Which dtype where."""
-    dtypes: Dtypes = implementation(recipe.precision).dtypes(recipe.precision)
-    return dtypes
+    return Dtypes.of(recipe.precision.formats())

@@ -28,7 +28,6 @@ from titanlab.distributed.stop import STOPS, StopRequest, stop_request
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.distributed.world import World, open_world
 from titanlab.optimizer.schedule import rate_factor
-from titanlab.options import implementation
 from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -100,7 +99,7 @@ def train(
         assembled = assemble(recipe, world, mesh)
         model = assembled.model
         parameters = dict(model.named_parameters())
-        optimizer = implementation(recipe.optimizer).build(recipe.optimizer, parameters)
+        optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
         position = _resume(recipe, run, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)

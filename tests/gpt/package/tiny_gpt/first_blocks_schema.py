@@ -1,16 +1,21 @@
-"""Config of ac=first_blocks."""
+"""ac=first_blocks: a pipeline's first stages hold most microbatches, so that memory is scarce there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlab.ac.contract import ACConfig
 from titanlab.options import option
 
 
 @option("ac", "first_blocks")
 @dataclass(kw_only=True)
-class FirstBlocks:
+class FirstBlocks(ACConfig):
     """The first `count` blocks keep nothing but their input, the others all."""
 
     kind: str = "first_blocks"
     count: int = 1
+
+    def recomputes(self, number: int) -> bool:
+        """number: of the block in the whole model."""
+        return number < self.count

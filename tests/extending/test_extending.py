@@ -1,0 +1,98 @@
+"""Every section of docs/extending.md is a package: it is installed beside titanlab, and its commands do what it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.docs.pages import Block, Command
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs" / "extending.md", *sorted((ROOT / "docs").glob("extending_parts/*.md"))]
+FENCE = re.compile(r"(?:^<!-- (\S+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Section(NamedTuple):
+    """The files of a section, by path, and its commands."""
+
+    files: dict[str, str]
+    commands: list[Command]
+
+
+def sections() -> dict[str, Section]:
+    """The sections of the page that show files, by title."""
+    result = {}
+    for page in PAGES:
+        for part in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
+            blocks = [(file, Block(0, language, text)) for file, language, text in FENCE.findall(part)]
+            files = {file: block.text for file, block in blocks if file}
+            commands = [command for file, block in blocks if not file for command in block.commands()]
+            if files:
+                result[part.partition("\n")[0]] = Section(files, commands)
+    return result
+
+
+def install(files: dict[str, str], site: Path) -> None:
+    """Put a package's files and its entry points where Python finds installed packages."""
+    for name, text in files.items():
+        path = (site / name).resolve()
+        assert path.is_relative_to(site), name
+        assert not name.startswith("titanlab/"), name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for folder in path.relative_to(site).parents[:-1]:
+            (site / folder / "__init__.py").touch()
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def prints(said: str, shown: str) -> bool:
+    """Whether each line that the page shows is printed; spaces do not count, and `…` is any text."""
+    plain = " ".join(said.split())
+    lines = [re.escape(" ".join(line.split())).replace("…", ".*?") for line in shown.splitlines()]
+    return all(re.search(line, plain) for line in lines)
+
+
+@pytest.mark.parametrize("title", sections())
+def test_a_section_is_a_package_that_works(tmp_path: Path, title: str) -> None:
+    section = sections()[title]
+    site, folder = (tmp_path / "site").resolve(), tmp_path / "elsewhere"
+    folder.mkdir()
+    install(section.files, site)
+    environ = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    assert any(command.shown for command in section.commands)
+    for command in section.commands:
+        program, *words = shlex.split(command.text, comments=True)
+        assert program == "titanlab"
+        done = subprocess.run(
+            [sys.executable, "-m", "titanlab", *words],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = done.stdout + done.stderr
+        refused = command.shown is not None and command.shown.startswith("error: ")
+        assert done.returncode == (2 if refused else 0), said
+        assert prints(said, command.shown or ""), said
+
+
+def test_what_is_not_printed_is_noticed() -> None:
+    said = "  precision        rounded, 4 bits\n  folder  runs\n  done: all steps are done"
+    assert prints(said, "  precision   rounded, … bits\n  …\n  done: all steps\n")
+    assert not prints(said, "  precision   rounded, 8 bits")

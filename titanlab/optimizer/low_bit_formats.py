@@ -1,0 +1,65 @@
+"""optimizer=adamw_8bit, adamw_4bit and adamw_fp8: torchao's formats for the averages of AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from titanlab.optimizer.low_bit import Format, LowBitAdamW, quiet
+from titanlab.optimizer.low_bit_schema import LowBit
+
+
+class LowBitFactory:
+    """AdamW; the averages of matrices whose rows are whole blocks have few bits."""
+
+    def __init__(self, config: LowBit) -> None:
+        self._config = config
+
+    def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """See `OptimizerFactory`."""
+        config, device = self._config, next(iter(parameters.values())).device
+        states = _FORMATS[config.kind](config.block_size, device)
+        return LowBitAdamW(config, parameters, states=states, block_size=config.block_size)
+
+
+def _eight_bits(block_size: int, device: torch.device) -> Format:
+    with quiet():
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+    # The value of every code. Averages with a sign have a table of their own.
+    tables = {signed: OptimState8bit.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
+
+    def view(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+        tensor: Tensor = OptimState8bit(codes, scale, tables[signed], signed)
+        return tensor
+
+    return Format(dtype=torch.uint8, per_code=1, view=view)
+
+
+def _four_bits(block_size: int, device: torch.device) -> Format:
+    with quiet():
+        from torchao.optim.subclass_4bit import OptimState4bit
+
+    tables = {signed: OptimState4bit.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
+
+    def view(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+        tensor: Tensor = OptimState4bit(codes.view(-1), scale, tables[signed], signed, shape)
+        return tensor
+
+    return Format(dtype=torch.uint8, per_code=2, view=view)
+
+
+def _fp8(block_size: int, device: torch.device) -> Format:
+    with quiet():
+        from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    def view(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+        tensor: Tensor = OptimStateFp8(codes, scale)
+        return tensor
+
+    return Format(dtype=torch.float8_e4m3fn, per_code=1, view=view)
+
+
+_FORMATS = {"adamw_8bit": _eight_bits, "adamw_4bit": _four_bits, "adamw_fp8": _fp8}

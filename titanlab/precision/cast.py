@@ -1,0 +1,29 @@
+"""precision=fp32, bf16 and bf16_full: casts only. FSDP2 casts parameters when it gathers them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from titanlab.precision.loss_scale import LossScale
+from titanlab.precision.product import TensorProduct
+
+
+class Cast:
+    """Does nothing at any hook: `parallelism/shard.py` casts. Other precisions inherit the hooks they do not need."""
+
+    def convert(self, model: nn.Module, device: torch.device) -> None:
+        """The model stays as it is."""
+
+    def tensor_styles(self) -> Mapping[str, TensorProduct]:
+        """Layers multiply as usual."""
+        return {}
+
+    def loss_scale(self, device: torch.device) -> LossScale:
+        """The loss is not scaled."""
+        return LossScale()
+
+    def after_update(self, model: nn.Module) -> None:
+        """Nothing depends on the new parameters."""

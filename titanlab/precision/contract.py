@@ -1,0 +1,78 @@
+"""What a precision is: a config, which needs no torch, and an implementation."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.setting import Setting
+from titanlab.precision.account import Formats
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from titanlab.precision.loss_scale import LossScale
+    from titanlab.precision.product import TensorProduct
+
+
+class PrecisionConfig(Protocol):
+    """Config of a precision. A dataclass that inherits from it has to define `kind` and `formats`.
+
+    Attributes:
+        no_mfu: why there is no MFU, for the table at the start; empty: there is one.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    kind: str
+    no_mfu: ClassVar[str] = ""
+
+    @abstractmethod
+    def formats(self) -> Formats:
+        """Which number format is used where."""
+
+    def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
+        """Names of the parameters that FSDP2 gathers with one byte per element."""
+        return frozenset()
+
+    def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
+        """The text for the table at the start."""
+        return self.kind
+
+    def check(self, setting: Setting) -> None:
+        """Check the rest of the recipe against what this precision needs.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+
+    def implementation(self) -> Precision:
+        """By default parameters and activations are cast, and no module is replaced."""
+        from titanlab.precision.cast import Cast
+
+        return Cast()
+
+
+class Precision(Protocol):
+    """Implementation of a precision; `titanlab.precision.cast.Cast` has a default for each method."""
+
+    def convert(self, model: nn.Module, device: torch.device) -> None:
+        """Replace modules of a model on the meta device, in place.
+
+        Args:
+            device: where the model will compute.
+
+        Raises:
+            ConfigError: the device cannot compute in this precision.
+        """
+
+    def tensor_styles(self) -> Mapping[str, TensorProduct]:
+        """How layers that tensor parallelism cuts multiply, by style; a style that is missing multiplies as usual."""
+
+    def loss_scale(self, device: torch.device) -> LossScale:
+        """What scales the loss and takes the optimizer's step."""
+
+    def after_update(self, model: nn.Module) -> None:
+        """Called before the first step and after each update of the parameters."""
