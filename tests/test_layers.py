@@ -46,6 +46,8 @@ HEAVY = {
 TORCH_FREE = ("terminal", "errors", "costs", "options", "ranges", "system", "cluster", "records")
 # Last word of the name of a technique's torch-free module.
 DECLARES = ("schema", "account")
+# Contracts that configs derive from.
+TORCH_FREE_MODULES = ("titanlab.launch.contract",)
 # Folders that never import torch, and that import the rest inside functions only.
 TORCH_FREE_PARTS = ("data", "schedule")
 # What the command line imports before it has anything to train.
@@ -83,6 +85,8 @@ def place(module: str) -> Place | None:
 
 def is_torch_free(module: str) -> bool:
     """Whether a module is one of those that the command line, the planner and the rules read without torch."""
+    if module in TORCH_FREE_MODULES:
+        return True
     return module.split(".")[1:2] in [[name] for name in TORCH_FREE] or module.replace(".", "_").endswith(
         tuple(f"_{word}" for word in DECLARES)
     )

@@ -36,5 +36,5 @@ def stub_package(folder: Path, *, seconds: float = 0.1) -> Path:
     """The package's folder; its jobs take `seconds`, and note in ran.txt of their sweep what they were."""
     package = folder / "titanlab"
     shutil.copytree(Path(titanlab.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "sweep" / "job" / "task.py").write_text(_JOB.replace("SECONDS", str(seconds)))
+    (package / "launch" / "job" / "task.py").write_text(_JOB.replace("SECONDS", str(seconds)))
     return package

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ def _needed(names: Sequence[str], keys: Sequence[Row], seen: Sequence[str]) -> l
 
 def _figures(group: Group) -> list[str]:
     mark = "*" if group.is_oversubscribed else ""
-    forms = {
+    forms: dict[str, Callable[[float], str]] = {
         "tokens_per_second": lambda value: grouped(value) + mark,
         "tokens_per_second_all": lambda value: grouped(value) + mark,
         "mfu_percent": lambda value: f"{value:.1f}%",
