@@ -8,6 +8,7 @@ import titanlab
 _JOB = """
 import os, signal, sys, time
 from pathlib import Path
+from titanlab.launch.launchers import launcher_named
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.sweep_folder import SweepFolder
 
@@ -16,10 +17,12 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 folder, token, index = SweepFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 (submission,) = [each for each in folder.submissions() if each.token == token]
 run = folder.run(submission.runs[index])
-rank, world = int(os.environ["SUBMITIT_LOCAL_GLOBALID"]), int(os.environ["SUBMITIT_LOCAL_NTASKS"])
+launcher = launcher_named(submission.launcher)
+place = launcher.place_in(os.environ)
+rank, world = place.ranks.rank, place.ranks.world
 kind = OutcomeKind.DONE
 with (folder.path / "ran.txt").open("a") as file:
-    words = [run.path.name, rank, world, os.environ["OMP_NUM_THREADS"], os.environ["CUDA_VISIBLE_DEVICES"] or "none"]
+    words = [run.path.name, rank, world, os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES") or "none"]
     file.write(" ".join([*map(str, words), os.getcwd(), str(time.time())]) + "\\n")
 if rank:
     signal.sigtimedwait({signal.SIGTERM}, SECONDS)

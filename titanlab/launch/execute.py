@@ -28,6 +28,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.system.disk import disk_fault, tells_of_disk
 from titanlab.terminal.console import Console
+from titanlab.terminal.paths import shown_path
 from titanlab.weights.starting_weights import check_beginning, start_fingerprint
 
 
@@ -171,7 +172,7 @@ def _recorded(
         fault = disk_fault(error)
         if fault is None:
             raise
-        console.error(f"the run has ended, and {_shown(run.path)} cannot take a result.json: {fault}")
+        console.error(f"the run has ended, and {shown_path(run.path)} cannot take a result.json: {fault}")
         return Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=fault)
     if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
         console.note(outcome.traceback.rstrip())
@@ -181,12 +182,8 @@ def _recorded(
             ("cause", outcome.cause or ""),
             ("rank", "" if outcome.rank is None else outcome.rank),
             ("step", outcome.step),
-            ("folder", _shown(run.path)),
+            ("folder", shown_path(run.path)),
         ],
         tone="bad",
     )
     return outcome
-
-
-def _shown(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
