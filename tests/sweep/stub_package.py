@@ -28,7 +28,8 @@ if rank:
     signal.sigtimedwait({signal.SIGTERM}, SECONDS)
 else:
     with run.claim():
-        attempt = run.begin_attempt(run.config(), {"code": {"fingerprint": "stub"}})
+        env = {"time": time.time(), "launcher": place.launcher, "code": {"fingerprint": "stub"}}
+        attempt = run.begin_attempt(run.config(), env)
         if signal.sigtimedwait({signal.SIGTERM}, SECONDS):
             kind = OutcomeKind.CANCELLED if run.asked_to_cancel() else OutcomeKind.PREEMPTED
         run.write_result(Outcome(kind=kind, attempt=attempt, step=1))

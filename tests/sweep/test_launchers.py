@@ -49,7 +49,7 @@ def stub(tmp_path, monkeypatch):
     taken = snapshot.take
 
     def of(seconds):
-        package = stub_package(tmp_path / "stub", seconds=seconds)
+        package = stub_package(tmp_path / f"stub-{seconds}", seconds=seconds)
         monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
