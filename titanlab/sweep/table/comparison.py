@@ -117,7 +117,7 @@ def _figures(group: Group) -> list[str]:
         "validation_loss": lambda value: f"{value:.4f}",
     }
     medians = {name: group.median(name) for name in forms}
-    texts = ["" if medians[name] is None else form(medians[name]) for name, form in forms.items()]
+    texts = ["" if (median := medians[name]) is None else form(median) for name, form in forms.items()]
     ends = Counter(map(word, group.rows))
     alone = len(group.rows) == 1
     return [*texts, ", ".join(name if alone else f"{count} {name}" for name, count in ends.items())]
