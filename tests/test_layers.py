@@ -83,10 +83,8 @@ def place(module: str) -> Place | None:
 
 def is_torch_free(module: str) -> bool:
     """Whether a module is one of those that the command line, the planner and the rules read without torch."""
-    # The contract of models is a class of torch.
-    return module != "titanlab.model.contract" and (
-        module.split(".")[1:2] in [[name] for name in TORCH_FREE]
-        or module.replace(".", "_").endswith(tuple(f"_{word}" for word in DECLARES))
+    return module.split(".")[1:2] in [[name] for name in TORCH_FREE] or module.replace(".", "_").endswith(
+        tuple(f"_{word}" for word in DECLARES)
     )
 
 

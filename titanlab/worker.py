@@ -41,13 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _write_to_own_log()
     ranks = joined(os.environ) or ALONE
     run = open_run(Path(folder))
+    attempt = _given_attempt()
     given = sys.stdin.readline() if rest == ["-"] else None
     # From now on a wish to stop waits: for the first step's end, or for the note of a failure.
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(told_request(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         try:
-            recipe = from_mapping(json.loads(given) if given is not None else run.config(max(run.attempts())))
-            watchdog = _watchdog(recipe, run, ranks)
+            recipe = from_mapping(
+                json.loads(given) if given is not None else run.config(attempt or max(run.attempts()))
+            )
+            watchdog = _watchdog(recipe, run, ranks, attempt)
             stack.callback(watchdog.close)
             os.environ.update(environment(recipe, ranks))
             _repair_compiled()
@@ -57,19 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             source.prepare(recipe.data, report=lambda line: None)
             # Not at the top: importing torch reads the variables that were set just now.
             outcome = importlib.import_module("titanlab.training.train").train(
-                recipe, run, ranks, stop=stop, watchdog=watchdog
+                recipe, run, ranks, stop=stop, watchdog=watchdog, attempt=attempt
             )
         except BaseException as error:
-            return _failed(error, run, ranks)
+            return _failed(error, run, ranks, attempt)
     return int(outcome.kind.exit_code)
 
 
-def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Watchdog:
+def _given_attempt() -> int | None:
+    """The attempt that the launcher has begun; None for a rank of torchrun's, which may start before it begins."""
+    given = os.environ.get("TITANLAB_ATTEMPT")
+    return None if given is None else int(given)
+
+
+def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None) -> Watchdog:
     begin = time.time()
 
     def note(outcome: Outcome) -> None:
-        # Asked again: a rank may have been started before rank 0 had begun the attempt.
-        run.write_failure(replace(outcome, attempt=max(run.attempts(), default=1)))
+        run.write_failure(replace(outcome, attempt=attempt or max(run.attempts(), default=1)))
 
     return Watchdog(
         step_seconds=recipe.training.step_timeout_seconds,
@@ -88,9 +96,9 @@ def _show_stacks() -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def _failed(error: BaseException, run: RunFolder, ranks: Ranks) -> int:
+def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | None) -> int:
     """Note the failure: whoever started the ranks tells from the notes whose made the others fail."""
-    note = from_exception(error, rank=ranks.rank, attempt=max(run.attempts(), default=0))
+    note = from_exception(error, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))
     told = note.echo or disk_fault(error) is not None
     if note.attempt:
         try:
@@ -107,7 +115,7 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks) -> int:
 
 def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
     """Variables that must be set before torch is imported; a person's own settings win."""
-    threads = getattr(recipe.launch, "threads", None) or max(1, cores() // ranks.local_world)
+    threads = recipe.launch.threads or max(1, cores() // ranks.local_world)
     wanted = {
         **ranks.environment(),
         "OMP_NUM_THREADS": str(threads),

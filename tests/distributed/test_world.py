@@ -97,7 +97,7 @@ def test_several_hosts_are_not_taken_for_one():
     assert not is_one_host(here, {})
     assert is_one_host(here, {"TORCHELASTIC_RUN_ID": "7"})
     assert not is_one_host(replace(here, local_world=1), {"TORCHELASTIC_RUN_ID": "7"})
-    assert is_one_host(replace(here, started_by="slurm"), {})
+    assert is_one_host(replace(here, is_counted=True), {})
     assert is_one_host(replace(here, address="127.0.0.1"), {})
 
 

@@ -15,8 +15,8 @@ from titanlab.data.files_schema import Files
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import begin
+from titanlab.launch.contract import Failure
 from titanlab.launch.execute import continue_run, execute, prepare
-from titanlab.launch.local import Failure
 from titanlab.model import llama_account
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
@@ -40,7 +40,7 @@ def starts(monkeypatch):
     found = Starts()
     found.ranks = lambda folder: []
 
-    def start(folder, *, world, logs):
+    def start(folder, *, attempt, world, logs):
         found.append({"folder": folder, "world": world})
         return found.ranks(folder)
 
@@ -48,8 +48,8 @@ def starts(monkeypatch):
         found.append({"folder": folder, "rank": ranks.rank, "config": config})
         return found.ranks(folder)
 
-    monkeypatch.setattr("titanlab.launch.local.start", start)
-    monkeypatch.setattr("titanlab.launch.local.start_one", start_one)
+    monkeypatch.setattr("titanlab.launch.local.ranks.start", start)
+    monkeypatch.setattr("titanlab.launch.local.ranks.start_one", start_one)
     monkeypatch.setattr("titanlab.launch.execute.this_host", lambda: HOST)
     return found
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.slurm.site import ROOT, Site
-from titanlab.launch.slurm_array import token_of
+from titanlab.launch.submission import token_of
 from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.slurm

@@ -10,10 +10,10 @@ from tests import tiny
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.launch.shape import Shape
+from titanlab.launch.submission import Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep.submission import Submission, write_submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -71,7 +71,7 @@ class Jobs:
         """The ranks of the run's latest job."""
         submission, _ = self.job_of(run)
         self.started += 1
-        command = [sys.executable, "-m", "titanlab.sweep.job.task", str(self.sweep.path), submission.token, "0"]
+        command = [sys.executable, "-m", "titanlab.launch.job.task", str(self.sweep.path), submission.token, "0"]
         if preamble:
             command = ["sh", "-c", f'{preamble}; exec "$@"', "sh", *command]
         ranks = [

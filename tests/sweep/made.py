@@ -9,14 +9,14 @@ from typing import Any
 
 from tests import tiny
 from titanlab.costs import meter
+from titanlab.launch.contract import JobState
 from titanlab.launch.shape import Shape
+from titanlab.launch.submission import Submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.records.run_status import Status
-from titanlab.sweep.queue import JobState
-from titanlab.sweep.submission import Submission, write_submission
 from titanlab.sweep.sweep_folder import SweepFolder
 
 SUMMARY = {

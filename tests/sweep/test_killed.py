@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.sweep.local_submit import has_work
+from titanlab.launch.local.wake import has_work
 from titanlab.sweep.sweep_folder import SweepFolder
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def test_this_host_runs_every_job_once(tmp_path):
         folder = SweepFolder(Path(each["folder"]))
         submitted_once(folder, found["runs"])
         until = time.monotonic() + 120
-        while has_work(folder) and time.monotonic() < until:
+        while has_work(folder.path) and time.monotonic() < until:
             time.sleep(0.1)
         ran = [line.split()[:2] for line in (folder.path / "ran.txt").read_text().splitlines()]
         starts = collections.Counter(run for run, rank in ran if rank == "0")

@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from titanlab.launch import slurm_command
+from titanlab.launch.contract import JobState
+from titanlab.launch.local.local_job import LocalJob, born_at, write_local_job
 from titanlab.launch.shape import Shape
-from titanlab.launch.slurm_command import Reply
+from titanlab.launch.slurm import command as slurm_command
+from titanlab.launch.slurm import states as slurm_states
+from titanlab.launch.slurm.command import Reply
+from titanlab.launch.submission import Submission
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
-from titanlab.sweep import queue
-from titanlab.sweep.queue import JobState, job_states
-from titanlab.sweep.submission import LocalJob, Submission, born_at, write_local_job
+from titanlab.sweep.queue import job_states, silence
 from titanlab.system.atomic_file import write_json
 
 LONG_AGO = 1_700_000_000.0
@@ -39,7 +41,7 @@ def slurm(monkeypatch):
         said = answers[words[0]]
         return Reply(output=said, problem=f"{words[0]} says: nothing" if said is None else None)
 
-    for module in (queue, slurm_command):
+    for module in (slurm_states, slurm_command):
         monkeypatch.setattr(module, "ask_slurm", ask)
     return answers
 
@@ -195,8 +197,8 @@ def test_a_scheduler_that_does_not_answer_is_told(slurm, tmp_path):
     (state,) = states(tmp_path, submission(runs=("one",)))
     assert (state.state, state.raw) == ("unknown", "UNKNOWN")
     assert state.reason == "the scheduler does not answer: squeue says: nothing"
-    assert queue.silence({("aa", 0): state}) == state.reason
-    assert queue.silence({("aa", 0): JobState(state="pending", reason="Priority")}) is None
+    assert silence({("aa", 0): state}) == state.reason
+    assert silence({("aa", 0): JobState(state="pending", reason="Priority")}) is None
 
 
 def test_jobs_of_an_interrupted_submission_are_looked_for_among_all(slurm, tmp_path):

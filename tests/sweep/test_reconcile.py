@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from tests.sweep.jobs import Jobs
+from titanlab.launch.contract import JobState, StopReason
+from titanlab.launch.job.stop_file import write_stop
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception, from_exit
 from titanlab.records.run_status import Status
 from titanlab.sweep import reconcile as reconciling
-from titanlab.sweep.job.wish import Wish, write_wish
-from titanlab.sweep.queue import JobState
 from titanlab.sweep.reconcile import reconcile
 from titanlab.system.atomic_file import write_json
 
@@ -122,7 +122,7 @@ def test_a_bare_exit_or_an_echo_says_less_than_the_scheduler(jobs, settled):
 
 def test_a_wish_that_came_too_late_is_the_reason(jobs, settled):
     run = begun(jobs)
-    write_wish(run.attempt_folder(1), Wish(kind=OutcomeKind.PREEMPTED, cause="job 12_0 is preempted (SIGTERM)"))
+    write_stop(run.attempt_folder(1), StopReason(kind=OutcomeKind.PREEMPTED, cause="job 12_0 is preempted (SIGTERM)"))
     result = settled(run, JobState(state="ended", raw="FAILED", exit_code=-9, job_id="12_0"))
     assert (result.kind, result.cause) == (
         OutcomeKind.PREEMPTED,

@@ -8,12 +8,14 @@ from titanlab.cli import cancel as cancel_verb
 from titanlab.cli import retry as retry_verb
 from titanlab.cli import status as status_verb
 from titanlab.errors import ConfigError
+from titanlab.launch.local.launcher import LocalLauncher
+from titanlab.launch.local.local_job import LocalJob, write_local_job
+from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
 from titanlab.sweep.cancel import cancel
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import FAILED, retry
-from titanlab.sweep.submission import LocalJob, write_local_job
 from titanlab.sweep.submit import decide, submit
 from titanlab.sweep.sweep_folder import jobs_of
 
@@ -104,15 +106,15 @@ def test_stale_runs_that_sbatch_refuses_are_left_to_submit(slurm, sweep, tmp_pat
 
 def test_each_launcher_is_asked_about_its_own_jobs(slurm, sweep, tmp_path, monkeypatch):
     here = study(tmp_path / "runs", [{"shard": 1, "seed": 9}])
-    monkeypatch.setattr("titanlab.sweep.local_submit.wake", lambda folder: None)
+    monkeypatch.setattr("titanlab.launch.local.launcher.wake", lambda sweep: None)
     (name,) = submit(here, quiet).jobs[0][2]
     run = sweep.run(name)
     run.begin_attempt(run.config(), {"code": {"fingerprint": "other"}})
     run.write_result(Outcome(kind=OutcomeKind.HANG, attempt=1, step=3))
     write_local_job(sweep.path, jobs_of(sweep, sweep.submissions())[name][0].token, 0, LocalJob(state="ended"))
     asked = []
-    monkeypatch.setattr("titanlab.launch.slurm.check", lambda jobs: asked.append(len(jobs)))
-    monkeypatch.setattr("titanlab.launch.local.check", lambda jobs: asked.append(-len(jobs)), raising=False)
+    monkeypatch.setattr(SlurmLauncher, "check", lambda self, jobs: asked.append(len(jobs)))
+    monkeypatch.setattr(LocalLauncher, "check", lambda self, jobs: asked.append(-len(jobs)))
     assert len(retry(sweep, quiet, outcomes=["hang", "oom"]).chosen) == 3
     assert sorted(asked) == [-1, 2]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
-from titanlab.launch import slurm as slurm_launcher
+from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import settle
@@ -79,7 +79,7 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     assert f"export PYTHONPATH={snapshot}${{PYTHONPATH:+:$PYTHONPATH}}" in lines
     (command,) = [line for line in lines if line.startswith("srun ")]
     assert "--export=ALL --kill-on-bad-exit=0" in command
-    assert "--cpus-per-task=4 --mpi=none apptainer exec image.sif python3 -P -m titanlab.sweep.job.task" in command
+    assert "--cpus-per-task=4 --mpi=none apptainer exec image.sif python3 -P -m titanlab.launch.job.task" in command
     assert shlex.split(command)[-2:] == [str(submitted.folder.path), submission.token]
     assert list(submission.runs) == [each.run_name for each in submitted.decisions]
     assert not list((submitted.folder.path / "jobs").glob("*.pkl"))
@@ -106,7 +106,7 @@ def test_variables_of_a_job_around_it_do_not_reach_the_new_job(slurm, tmp_path, 
 
 
 def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.slurm.MAX_ARRAY", 2)
+    monkeypatch.setattr("titanlab.launch.slurm.queue.MAX_ARRAY", 2)
     submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)
     assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%1", "0-1%1", "0-0%1"]
 
@@ -137,8 +137,8 @@ def test_sbatch_is_called_under_a_lock_where_there_are_locks(tmp_path, monkeypat
         if error is not None:
             raise OSError(error, "no")
 
-    monkeypatch.setattr(slurm_launcher.fcntl, "flock", flock)
-    words = slurm_launcher._sbatch(SLURM, tmp_path / "batch.sh", (tmp_path / "intent.json", tmp_path / "lock"))
+    monkeypatch.setattr(batch.fcntl, "flock", flock)
+    words = batch._sbatch(SLURM, tmp_path / "batch.sh", tmp_path / "intent.json", tmp_path / "lock")
     assert (words[0] == "flock") is held
     # Also without one: an intent that is gone is not submitted.
     assert ["sh", "-c", 'test -e "$0" && exec "$@"', str(tmp_path / "intent.json"), "env"] == words[2 * held :][:5]

@@ -6,9 +6,9 @@ import pytest
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
+from titanlab.launch.submission import Submission, drop_submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import create_run
-from titanlab.sweep.submission import Submission, drop_submission, write_submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, open_sweep
 
 

@@ -10,9 +10,10 @@ from titanlab.cli.arguments import Arguments
 from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.sweep.table.collect import write_table
 from titanlab.sweep.table.comparison import comparison
-from titanlab.sweep.table.listing import counted, dropped, failures, gaps, runs
+from titanlab.sweep.table.listing import dropped, failures, gaps, runs
 from titanlab.sweep.table.look import look_at
 from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted
 
 
 def main(arguments: Sequence[str]) -> int:

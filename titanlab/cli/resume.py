@@ -9,8 +9,7 @@ from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
 from titanlab.launch.execute import continue_run, prepare
-from titanlab.launch.local_schema import Local
-from titanlab.options import implementation
+from titanlab.launch.launchers import directly
 from titanlab.recipe.composition.frozen import hold_changeable, overridden
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
@@ -49,9 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     run, checkpoint = find_run_or_checkpoint(given.run, given.runs)
     recipe = _changed(run, given.overrides)
     # It may have moved since it was born; and a queue is `titanlab retry`'s, this verb runs here.
-    recipe = replace(recipe, runs=str(run.path.parent.parent))
-    if not hasattr(implementation(recipe.launch), "start"):
-        recipe = replace(recipe, launch=Local(threads=getattr(recipe.launch, "threads", None)))
+    recipe = replace(recipe, runs=str(run.path.parent.parent), launch=directly(recipe.launch))
     newest = checkpoint or latest(run.checkpoints)
     with Console() as console:
         (ready,) = prepare([recipe], console.note, started=newest is not None)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanlab.cli.compose import compose
-from titanlab.distributed.ranks import joined
 from titanlab.errors import ConfigError
+from titanlab.launch.launchers import joined
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.study.plan import Study, plan_study, with_data

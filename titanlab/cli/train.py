@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from titanlab.cli.compose import compose
 from titanlab.cli.sweep import Given, run_study
-from titanlab.distributed.ranks import joined
 from titanlab.launch.execute import execute, prepare
+from titanlab.launch.launchers import joined
 from titanlab.recipe.composition.flags import Flags, read_flags
 from titanlab.terminal.console import Console
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if len(recipes) > 1:
         return run_study(many)
-    if recipes[0].launch.kind != "local" and joined(os.environ) is None:
+    if not recipes[0].launch.starts_directly and joined(os.environ) is None:
         # A study of one point.
         return run_study(Given(rest=tuple(arguments)))
     with Console() as console:

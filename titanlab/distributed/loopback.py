@@ -62,5 +62,5 @@ def is_one_host(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
 
     Ranks that somebody starts by hand may lack LOCAL_WORLD_SIZE, and then a number on one host says nothing.
     """
-    counted = ranks.started_by == "slurm" or "TORCHELASTIC_RUN_ID" in environ
+    counted = ranks.is_counted or "TORCHELASTIC_RUN_ID" in environ
     return is_loopback(ranks.address) or (counted and ranks.local_world == ranks.world)

@@ -17,7 +17,7 @@ from typing import Any
 
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.stop import STOP_SIGNALS, stop_line
-from titanlab.launch.local import worker_command, worker_environment
+from titanlab.launch.local.ranks import worker_command, worker_environment
 from titanlab.records.outcome import OutcomeKind
 
 
@@ -26,13 +26,21 @@ class Child:
 
     Args:
         folder: the run's.
+        attempt: that has begun.
         config: the recipe as plain values.
         log: file to which the worker writes what it and its libraries print, after what is there.
         environment: variables for it, beside this process's.
     """
 
     def __init__(
-        self, folder: Path, ranks: Ranks, *, config: Mapping[str, Any], log: Path, environment: Mapping[str, str]
+        self,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        attempt: int,
+        config: Mapping[str, Any],
+        log: Path,
+        environment: Mapping[str, str],
     ) -> None:
         self._log = log
         self._log_begin = log.stat().st_size if log.exists() else 0
@@ -41,13 +49,13 @@ class Child:
             env={
                 **os.environ,
                 **environment,
-                **worker_environment(ranks),
+                **worker_environment(ranks, attempt),
                 "TITANLAB_TOLD": "1",
                 "TITANLAB_LOG": str(log),
             },
             stdin=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_ignore_wishes,
+            preexec_fn=_ignore_stop_signals,
         )
         self._write(json.dumps(config) + "\n")
 
@@ -92,6 +100,6 @@ class Child:
             self._process.stdin.flush()
 
 
-def _ignore_wishes() -> None:
+def _ignore_stop_signals() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

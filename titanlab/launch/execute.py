@@ -13,12 +13,13 @@ from pathlib import Path
 
 from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
-from titanlab.distributed.ranks import Ranks, joined
+from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import await_answers
-from titanlab.launch import local
 from titanlab.launch.attempt import begin, conclude, go_back, keep_tokenizer, missed_checkpoint
+from titanlab.launch.contract import Failure, LaunchConfig
+from titanlab.launch.launchers import joined
+from titanlab.launch.local import ranks as rank_processes
 from titanlab.launch.memory_kills import memory_kills
-from titanlab.options import implementation
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
 from titanlab.recipe.recipe_rules import check
@@ -27,6 +28,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.system.disk import disk_fault, tells_of_disk
 from titanlab.terminal.console import Console
+from titanlab.terminal.paths import shown_path
 from titanlab.weights.starting_weights import check_beginning, start_fingerprint
 
 
@@ -92,22 +94,25 @@ def continue_run(
         return done
     if ranks is not None and ranks.rank > 0:
         # Rank 0 keeps the record; the others only train.
-        failures = local.start_one(run.path, ranks, config=to_mapping(recipe))
+        failures = rank_processes.start_one(run.path, ranks, config=to_mapping(recipe))
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         run.withdraw_cancel()
         notes = [missed_checkpoint(run)] if checkpoint is None else go_back(run, recipe, checkpoint)
         for note in filter(None, notes):
             console.note(note)
-        attempt = begin(run, recipe, host, started_by=ranks.started_by if ranks else recipe.launch.kind)
+        launch: LaunchConfig = recipe.launch
+        attempt = begin(run, recipe, host, started_by=ranks.started_by if ranks else launch.kind)
         keep_tokenizer(run, recipe)
         kills = memory_kills()
         if ranks is not None:
             begun = time.time()
-            failures = local.start_one(run.path, ranks)
+            failures = rank_processes.start_one(run.path, ranks)
             await_answers(run, ranks.world, since=begun)
         else:
-            failures = implementation(recipe.launch).start(run.path, world=recipe.layout.world, logs=run.logs)
+            failures = recipe.launch.implementation().start(
+                run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs
+            )
         terminal = {0} if ranks is None else set(range(ranks.world))
         return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.rose())
 
@@ -146,7 +151,7 @@ def _with_data(
 def _recorded(
     run: RunFolder,
     attempt: int,
-    failures: list[local.Failure],
+    failures: list[Failure],
     console: Console,
     *,
     terminal: Collection[int],
@@ -167,7 +172,7 @@ def _recorded(
         fault = disk_fault(error)
         if fault is None:
             raise
-        console.error(f"the run has ended, and {_shown(run.path)} cannot take a result.json: {fault}")
+        console.error(f"the run has ended, and {shown_path(run.path)} cannot take a result.json: {fault}")
         return Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=fault)
     if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
         console.note(outcome.traceback.rstrip())
@@ -177,12 +182,8 @@ def _recorded(
             ("cause", outcome.cause or ""),
             ("rank", "" if outcome.rank is None else outcome.rank),
             ("step", outcome.step),
-            ("folder", _shown(run.path)),
+            ("folder", shown_path(run.path)),
         ],
         tone="bad",
     )
     return outcome
-
-
-def _shown(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import LaunchConfig, Launcher
 from titanlab.options import option
 
 
 @option("launch", "local")
 @dataclass(kw_only=True)
-class Local:
+class Local(LaunchConfig):
     """Processes on this host.
 
     Attributes:
@@ -28,3 +29,19 @@ class Local:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"launch.{name}", value, "must be at least 1", "try 1, or null")
+
+    @property
+    def runs_here(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def starts_directly(self) -> bool:
+        """Yes."""
+        return True
+
+    def implementation(self) -> Launcher:
+        """Processes of this host."""
+        from titanlab.launch.local.launcher import LocalLauncher
+
+        return LocalLauncher()

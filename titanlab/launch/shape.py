@@ -11,6 +11,7 @@ from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import Layout
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import LaunchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Placed(Protocol):
 
     world: int | None
     cluster: Cluster
-    launch: Any
+    launch: LaunchConfig
 
     @property
     def layout(self) -> Layout:
@@ -71,7 +72,7 @@ def shape_of(recipe: Placed) -> Shape:
     world, cluster, launch = recipe.world, recipe.cluster, recipe.launch
     assert world is not None, "a resolved recipe has its world"
     on_gpus = cluster.accelerator == "cuda"
-    if launch.kind == "local":
+    if launch.runs_here:
         return Shape(processes=world, tasks_per_node=world, gpus_per_node=world if on_gpus else 0)
     check_cluster(cluster, launch)
     assert cluster.per_node is not None
@@ -81,22 +82,22 @@ def shape_of(recipe: Placed) -> Shape:
         processes=world,
         nodes=nodes,
         tasks_per_node=tasks,
-        cpus_per_task=getattr(launch, "cpus_per_task", None),
+        cpus_per_task=launch.cpus_per_task,
         gpus_per_node=tasks if on_gpus else 0,
-        memory_gib=getattr(launch, "memory_gib", None),
-        minutes=getattr(launch, "minutes", None),
+        memory_gib=launch.memory_gib,
+        minutes=launch.minutes,
     )
 
 
-def check_cluster(cluster: Cluster, launch: Any) -> None:
-    """Hold a cluster to say what its nodes are: jobs run there, and this host says nothing about them.
+def check_cluster(cluster: Cluster, launch: LaunchConfig) -> None:
+    """Check that a cluster says what its nodes are: jobs run there, and this host says nothing about them.
 
     To be asked before a recipe is resolved, which would fill `auto` in.
 
     Raises:
         ConfigError: it leaves the accelerator or the size of a node to what is found.
     """
-    if launch.kind == "local":
+    if launch.runs_here:
         return
     cure = "name the nodes: cluster=h100, cluster=cpu or one of your own (docs/clusters.md)"
     if cluster.accelerator == "auto" or (cluster.accelerator == "cuda" and cluster.device is None):

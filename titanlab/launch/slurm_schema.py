@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import LaunchConfig, Launcher
 from titanlab.options import option
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -21,7 +22,7 @@ _OURS = frozenset(
 
 @option("launch", "slurm")
 @dataclass(kw_only=True)
-class Slurm:
+class Slurm(LaunchConfig):
     """Jobs of a Slurm cluster. What is null is left to the site.
 
     Attributes:
@@ -96,12 +97,18 @@ class Slurm:
             if not _NAME.fullmatch(name):
                 rule = "is no name of a variable"
                 raise ConfigError("launch.environment", name, rule, "letters, digits and '_', the first no digit")
-        self._hold_extra()
+        self._check_extra()
 
-    def _hold_extra(self) -> None:
+    def _check_extra(self) -> None:
         for name in self.extra:
             if not _FLAG.fullmatch(name):
                 raise ConfigError("launch.extra", name, "is no flag of sbatch", "write it long, without the dashes")
             if name.replace("_", "-") in _OURS:
                 rule = "is titanlab's own, from the layout, the cluster and other keys of launch"
                 raise ConfigError(f"launch.extra.{name}", self.extra[name], rule, "leave it out")
+
+    def implementation(self) -> Launcher:
+        """Arrays of jobs."""
+        from titanlab.launch.slurm.launcher import SlurmLauncher
+
+        return SlurmLauncher(self)

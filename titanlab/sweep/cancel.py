@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from titanlab.errors import ConfigError
+from titanlab.launch.launchers import launcher_named
+from titanlab.launch.submission import Submission
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.enqueue import launcher_of, settle
+from titanlab.sweep.enqueue import settle
 from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing
-from titanlab.sweep.submission import LocalJob, Submission, local_job, write_local_job
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 
 _CAUSE = "cancelled before it started"
@@ -54,7 +51,7 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
         if (problem := silence(states)) is not None:
             report(problem)
         # By launcher, and whether they have time to save.
-        elsewhere: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
+        jobs_to_end: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
         for run in readable(folder.find(names), report, named=bool(names)):
             name, job = run.path.name, jobs.get(run.path.name)
             word, _ = standing(run, job, states)
@@ -62,42 +59,20 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
                 done.left.append(name)
                 continue
             (done.told if word == "running" else done.waited).append(name)
-            # Whoever asks a second time does not want to wait.
-            gently = word == "running" and run.asked_to_cancel() is None
-            # First the wish, then the signal: whoever gets it reads the wish.
+            # A person who asks a second time does not want to wait.
+            is_gentle = word == "running" and run.asked_to_cancel() is None
+            # First the request, then the signal: the process that gets the signal reads the request.
             run.ask_to_cancel()
-            if job is None:
-                continue
-            if job[0].launcher == "local":
-                _end_here(folder, job, report)
-            else:
-                elsewhere.setdefault((job[0].launcher, gently), []).append(job)
-        for (_, gently), there in elsewhere.items():
-            elements: dict[str, list[int]] = {}
-            for submission, index in there:
-                elements.setdefault(str(submission.job_id), []).append(index)
-            launcher_of(there[0][0]).cancel(elements, gently=gently)
+            if job is not None:
+                jobs_to_end.setdefault((job[0].launcher, is_gentle), []).append(job)
+        for (kind, is_gentle), to_end in jobs_to_end.items():
+            launcher_named(kind).cancel(folder.path, to_end, report, is_gentle=is_gentle)
         for name in list(done.waited):
             if not _note_end(folder.run(name)):
                 # It has started just now, and writes its own end.
                 done.waited.remove(name)
                 done.told.append(name)
     return done
-
-
-def _end_here(folder: SweepFolder, job: tuple[Submission, int], report: Callable[[str], None]) -> None:
-    submission, index = job
-    noted = local_job(folder.path, submission.token, index)
-    if noted is None or (noted.state == "starting" and noted.pid is None):
-        write_local_job(folder.path, submission.token, index, LocalJob(state="cancelled", ended=time.time()))
-    elif not noted.is_here and not noted.is_alive(folder.run(submission.runs[index])):
-        # Nobody will note that it has ended.
-        write_local_job(folder.path, submission.token, index, replace(noted, state="ended", ended=time.time()))
-    elif not noted.is_here:
-        report(f"{submission.runs[index]} runs on {noted.host}: cancel it there")
-    elif noted.is_alive(folder.run(submission.runs[index])) and noted.pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(noted.pid, signal.SIGTERM)
 
 
 def _note_end(run: RunFolder) -> bool:

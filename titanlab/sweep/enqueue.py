@@ -6,20 +6,18 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import ModuleType
 from typing import Any
 
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import LaunchConfig
+from titanlab.launch.launchers import launcher_named
 from titanlab.launch.shape import Shape
-from titanlab.options import implementation, schema_of
+from titanlab.launch.submission import HANDING_OVER, Submission, drop_submission, write_submission
 from titanlab.records.claim import claimed
 from titanlab.sweep import snapshot
-from titanlab.sweep.submission import Submission, drop_submission, write_submission
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.terminal.numerals import counted
 
-# Held by every call of sbatch, which may outlive the process that made it.
-_LOCK = ".sbatch"
 _PATIENCE_SECONDS = 300.0
 
 
@@ -35,10 +33,10 @@ class Item:
 
     run: str
     shape: Shape
-    launch: Any
+    launch: LaunchConfig
 
 
-def check_jobs(jobs: Sequence[tuple[Any, Shape]], *, submits: bool = True) -> None:
+def check_jobs(jobs: Sequence[tuple[LaunchConfig, Shape]], *, submits: bool = True) -> None:
     """Ask each launcher whether it can take its jobs, all at once.
 
     Args:
@@ -48,23 +46,24 @@ def check_jobs(jobs: Sequence[tuple[Any, Shape]], *, submits: bool = True) -> No
     Raises:
         ConfigError: it cannot.
     """
-    by_launcher: dict[str, list[tuple[Any, Shape]]] = {}
+    by_launcher: dict[str, list[tuple[LaunchConfig, Shape]]] = {}
     for launch, shape in jobs:
         by_launcher.setdefault(launch.kind, []).append((launch, shape))
-    for group in by_launcher.values():
-        launcher = implementation(group[0][0])
-        if hasattr(launcher, "check") and (submits or launcher.is_here()):
-            launcher.check(group)
+    for kind, own in by_launcher.items():
+        launcher = launcher_named(kind)
+        if submits or launcher.is_here():
+            launcher.check(own)
 
 
-def silent_launcher(launches: Iterable[Any]) -> str | None:
+def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
     """Why a launcher that is installed here does not answer, in a line; None if all do.
 
     Args:
         launches: configs of launchers.
     """
-    for launcher in {launch.kind: implementation(launch) for launch in launches}.values():
-        if hasattr(launcher, "silence") and launcher.is_here() and (problem := launcher.silence()) is not None:
+    for kind in dict.fromkeys(launch.kind for launch in launches):
+        launcher = launcher_named(kind)
+        if launcher.is_here() and (problem := launcher.silence()) is not None:
             return f"the scheduler does not answer: {problem}"
     return None
 
@@ -90,17 +89,12 @@ def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], 
             created=max([time.time(), *(run.created() or 0.0 for run in runs)]),
             code=code.as_posix(),
             shape=first.shape,
-            launch=asdict(first.launch),
+            launch=_plain(first.launch),
             runs=tuple(run.path.name for run in runs),
         )
-        if first.launch.kind == "local":
-            # The file itself is the queue, which the supervisor reads.
-            submission = replace(submission, state="submitted", job_id=submission.token)
-            write_submission(folder.path, submission)
-        else:
-            write_submission(folder.path, submission)
-            submission = _asked_for(folder, submission, first.launch, report)
-        report(f"job {submission.job_id}: {_told(submission)}")
+        write_submission(folder.path, submission)
+        submission = _submitted(folder, submission, first.launch)
+        report(f"job {submission.job_id}: {_described(submission)}")
         made.append(submission)
     return made
 
@@ -113,46 +107,26 @@ def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
     """
     for submission in folder.submissions():
         if submission.state == "intent":
-            found = _settled(folder, submission)
-            end = f"is job {found.job_id}" if found else "came to nothing"
-            report(f"an interrupted submission {end}: {_told(submission)}")
+            settled = _settled(folder, submission)
+            end = f"is job {settled.job_id}" if settled else "came to nothing"
+            report(f"an interrupted submission {end}: {_described(submission)}")
 
 
-def job_command(folder: SweepFolder, submission: Submission, index: int | None = None) -> list[str]:
-    """What each task of a job runs, as words for the interpreter; without an index it finds its own."""
-    # -P: a clone that happens to be the current folder must not win over the snapshot.
-    words = ["-P", "-m", "titanlab.sweep.job.task", str(folder.path), submission.token]
-    return words if index is None else [*words, str(index)]
+def wake(folder: SweepFolder) -> None:
+    """Have launchers start what has to run on this host as long as the sweep has jobs."""
+    for kind in dict.fromkeys(submission.launcher for submission in folder.submissions()):
+        launcher_named(kind).wake(folder.path)
 
 
-def job_environment(folder: SweepFolder, submission: Submission) -> dict[str, str]:
-    """Variables of a job's processes: those that lead to its code."""
-    return snapshot.environment(folder.path / submission.code)
-
-
-def launcher_of(submission: Submission) -> ModuleType:
-    """The module of the launcher that a submission went to."""
-    return implementation(schema_of("launch", submission.launcher)())
-
-
-def _asked_for(folder: SweepFolder, submission: Submission, launch: Any, report: Callable[[str], None]) -> Submission:
-    launcher = implementation(launch)
-    array = launcher.Array(
-        name=submission.job_name(folder.name),
-        count=len(submission.runs),
-        command=job_command(folder, submission),
-        environment=job_environment(folder, submission),
-        folder=folder.jobs,
-        guard=(folder.path / "submissions" / f"{submission.token}.json", folder.path / _LOCK),
-    )
+def _submitted(folder: SweepFolder, submission: Submission, launch: LaunchConfig) -> Submission:
     try:
-        job_id = launcher.submit(launch, submission.shape, array)
+        job_id = launch.implementation().submit(folder.path, submission)
     except ConfigError:
         # It may have been taken all the same: an answer that comes too late is an error as well.
-        found = _settled(folder, submission)
-        if found is None:
+        settled = _settled(folder, submission)
+        if settled is None:
             raise
-        return found
+        return settled
     submission = replace(submission, state="submitted", job_id=job_id)
     write_submission(folder.path, submission)
     return submission
@@ -161,8 +135,8 @@ def _asked_for(folder: SweepFolder, submission: Submission, launch: Any, report:
 def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
     """The submission with the number of its jobs; None, and it is forgotten, if there are none."""
     # A call that the killed process has left behind ends first, or finds its intent gone.
-    with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=_LOCK):
-        job_id = launcher_of(submission).find(submission.token, since=submission.created)
+    with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=HANDING_OVER):
+        job_id = launcher_named(submission.launcher).find(folder.path, submission)
         if job_id is None:
             drop_submission(folder.path, submission)
             return None
@@ -179,20 +153,24 @@ def arrays(items: Sequence[Item], *, answered: bool = True) -> Iterator[list[Ite
     """
     groups: dict[str, list[Item]] = {}
     for item in items:
-        key = json.dumps([asdict(item.shape), asdict(item.launch)], sort_keys=True, default=str)
+        key = json.dumps([asdict(item.shape), _plain(item.launch)], sort_keys=True, default=str)
         groups.setdefault(key, []).append(item)
-    most_of: dict[str, int] = {}
+    most_of: dict[str, int | None] = {}
     for group in groups.values():
-        kind, launcher = group[0].launch.kind, implementation(group[0].launch)
-        if kind not in most_of and hasattr(launcher, "max_array"):
-            most_of[kind] = launcher.max_array() if answered else launcher.MAX_ARRAY
-        elif kind not in most_of:
-            most_of[kind] = len(items)
-        most = most_of[kind]
+        kind = group[0].launch.kind
+        if kind not in most_of:
+            most_of[kind] = launcher_named(kind).max_array(is_answered=answered)
+        most = most_of[kind] or len(group)
         yield from (group[first : first + most] for first in range(0, len(group), most))
 
 
-def _told(submission: Submission) -> str:
+def _plain(launch: LaunchConfig) -> dict[str, Any]:
+    """A launcher's config as plain values."""
+    config: Any = launch
+    return asdict(config)
+
+
+def _described(submission: Submission) -> str:
     shape, runs = submission.shape, len(submission.runs)
     nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
     return f"{counted(runs, 'run')} of {counted(shape.processes, 'process', 'processes')}{nodes}"

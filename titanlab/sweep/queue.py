@@ -1,263 +1,30 @@
-"""Where the jobs of submissions stand: one question to the queue and one to the accounting, for all of them.
-
-Slurm is asked by its numbers of jobs, and believed about those whose name ends with the submission's token: after a
-reset its numbers begin anew, and another job may have ours. On this host it is the supervisor's notes and the locks of
-live processes that tell.
-"""
+"""The states of a sweep's jobs, by what their launchers say."""
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.distributed.ranks import hosts
-from titanlab.launch.slurm_array import elements_of, token_of
-from titanlab.launch.slurm_command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm
-from titanlab.records.claim import is_claimed
-from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.local_submit import LOCK
-from titanlab.sweep.submission import Submission, local_job
-
-# As long, a job that nobody knows may be on its way into the queue.
-_FRESH_SECONDS = 60.0
-_WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
-_ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
-_SQUEUE = "%j|%F|%K|%A|%T|%r|%M|%N"
-_SACCT = "JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
-# The word for a job whose scheduler does not answer.
-SILENT = "UNKNOWN"
-States = Mapping[tuple[str, int], "JobState"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobState:
-    """Where one job stands.
-
-    Attributes:
-        state: `pending`, `running`, `requeued`: it waits to go on, `ended`, `gone`: nobody has ever heard of it, or no
-            longer, or `unknown`: nobody answers.
-        raw: the scheduler's own word, without what follows it; UNKNOWN where it does not answer.
-        exit_code: of the job, -N where signal N ended it or its step; None while it lives, or where it is not told.
-        reason: why it waits, or failed, in the scheduler's word; or why the scheduler does not answer.
-        elapsed_seconds: of its latest start.
-        nodes: names of its nodes.
-        job_id: its number in the queue; with its place in the array.
-    """
-
-    state: str
-    raw: str | None = None
-    exit_code: int | None = None
-    reason: str | None = None
-    elapsed_seconds: float | None = None
-    nodes: tuple[str, ...] = ()
-    job_id: str | None = None
-
-    @property
-    def never_started(self) -> bool:
-        """Whether it has ended, or waits, and had no time on any node."""
-        return self.state in ("pending", "ended") and not self.elapsed_seconds and not self.nodes
+from titanlab.launch.contract import UNANSWERED, JobKey, JobState, States
+from titanlab.launch.launchers import launcher_named
+from titanlab.launch.submission import Submission
 
 
 def silence(states: States) -> str | None:
     """Why the scheduler of some jobs does not answer; None where it does."""
-    return next((state.reason for state in states.values() if state.raw == SILENT), None)
+    return next((state.reason for state in states.values() if state.raw == UNANSWERED), None)
 
 
-def job_states(submitted: Sequence[Submission], sweep: Path) -> Mapping[tuple[str, int], JobState]:
-    """The state of every job, by token and index.
+def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
+    """The state of every job, by token and index; each launcher is asked once.
 
     Args:
         sweep: the folder that the submissions are in.
     """
-    found: dict[tuple[str, int], JobState] = {}
-    remote = [each for each in submitted if each.launcher == "slurm"]
-    told = _slurm(remote, sweep) if remote else {}
-    for each in submitted:
-        for index, run in enumerate(each.runs):
-            key = (each.token, index)
-            found[key] = told[key] if each.launcher == "slurm" else _local(sweep, each, index, run)
-    return found
-
-
-def _local(sweep: Path, submission: Submission, index: int, run: str) -> JobState:
-    job, folder = local_job(sweep, submission.token, index), RunFolder(sweep / run)
-    working = folder.is_claimed()
-    if job is None:
-        return JobState(state="running" if working else "pending", job_id=submission.token)
-    elapsed = None if job.started is None else (job.ended or time.time()) - job.started
-    if working or job.is_alive(folder):
-        state = "running"
-    elif job.state == "starting":
-        # Whose supervisor died before there was a process is started by the next one.
-        state = "running" if is_claimed(sweep, file=LOCK) else "pending"
-    else:
-        state = "ended"
-    return JobState(
-        state=state,
-        raw=job.state,
-        elapsed_seconds=elapsed,
-        nodes=(job.host,),
-        job_id=submission.job_id or submission.token,
-    )
-
-
-def _slurm(submitted: Sequence[Submission], sweep: Path) -> dict[tuple[str, int], JobState]:
-    # In this order: a job that the accounting takes for alive and the queue, asked later, does not know is lost.
-    accounting, queue = _accounting(submitted), _squeue(submitted)
-    recorded, live = _recorded(accounting.output or ""), _queued(queue.output or "")
-    known = {token for token, _ in recorded}
-    found = {}
-    for each in submitted:
-        for index, run in enumerate(each.runs):
-            key = (each.token, index)
-            state = _together(live.get(key), recorded.get(key), queue, accounted=accounting.output is not None)
-            if state.state == "gone" and _was_removed(recorded.get(key)) and each.token in known:
-                made_by = RunFolder(sweep / run).job() or {}
-                if (made_by.get("token"), made_by.get("index")) != key:
-                    # Slurm keeps no record of a single element that is cancelled while it waits: it is taken out of
-                    # its array. (Slurm 22.05, _job_str_signal of slurmctld.)
-                    state = JobState(state="ended", raw="CANCELLED", job_id=f"{each.job_id}_{index}")
-            if state.state == "gone" and (each.state == "intent" or time.time() - each.created < _FRESH_SECONDS):
-                state = JobState(state="unknown")
-            found[key] = state
-    return found
-
-
-def _accounting(submitted: Sequence[Submission]) -> Reply:
-    """What sacct says of the jobs.
-
-    By their numbers: within a span of time it lists no job that has never been ready to start, such as one that was
-    held until somebody cancelled it.
-    """
-    words = ("--noheader", "--parsable2", f"--format={_SACCT}")
-    numbers = [each.job_id for each in submitted if each.job_id is not None]
-    if len(numbers) < len(submitted):
-        # Jobs of a submission that was interrupted have no numbers yet.
-        return accounted_since(min(each.created for each in submitted), f"--format={_SACCT}")
-    return ask_slurm("sacct", *words, f"--jobs={','.join(numbers)}", seconds=ACCOUNTING_SECONDS)
-
-
-def _squeue(submitted: Sequence[Submission]) -> Reply:
-    """What squeue says of the jobs, also those in partitions that it shows to nobody who does not ask."""
-    words = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--format={_SQUEUE}"]
-    numbers = [each.job_id for each in submitted if each.job_id is not None]
-    if len(numbers) == len(submitted):
-        words.append(f"--jobs={','.join(numbers)}")
-    reply = ask_slurm(*words)
-    # A single number that it does not know is an error to it, and one of several is none.
-    return Reply(output="") if "Invalid job id" in reply.errors else reply
-
-
-def _was_removed(recorded: JobState | None) -> bool:
-    """Whether a job that the queue does not know has left it without a start, by what the accounting has of it."""
-    return recorded is None or (recorded.state == "pending" and recorded.job_id is None)
-
-
-def _together(live: JobState | None, recorded: JobState | None, queue: Reply, *, accounted: bool) -> JobState:
-    """What queue and accounting say of one job, which may contradict each other for some seconds."""
-    is_accounted = recorded is not None and recorded.state == "ended"
-    if live is not None and live.state == "ended" and accounted and not is_accounted and not live.never_started:
-        # How it ended is known when the accounting has it, too.
-        return replace(live, state="running")
-    if live is not None and (live.state != "ended" or not is_accounted):
-        return live
-    if recorded is not None and is_accounted:
-        return recorded
-    if queue.output is None:
-        return JobState(state="unknown", raw=SILENT, reason=f"the scheduler does not answer: {queue.problem}")
-    return JobState(state="gone", raw=recorded.raw if recorded else None, job_id=recorded.job_id if recorded else None)
-
-
-def _queued(text: str) -> dict[tuple[str, int], JobState]:
-    """The lines of squeue: name, array, place in it, number, state, reason, time, nodes."""
-    found = {}
-    for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) != 8:
-            continue
-        name, array, place, number, raw, reason, elapsed, nodes = fields
-        index = int(place) if place.isdecimal() else 0
-        state = _state(raw)
-        if state == "pending" and reason == "BeginTime":
-            # Nobody asks for a time to begin at: Slurm does, for what it has put back.
-            state = "requeued"
-        found[token_of(name), index] = JobState(
-            state=state,
-            raw=raw,
-            reason=None if reason in ("None", "") else reason,
-            elapsed_seconds=_seconds(elapsed),
-            nodes=tuple(hosts(nodes)),
-            job_id=f"{array}_{place}" if place.isdecimal() else number,
-        )
-    return found
-
-
-def _recorded(text: str) -> dict[tuple[str, int], JobState]:
-    """The lines of sacct: name, number, state, exit code, time, nodes, reason; of each job, and then of its steps."""
-    found: dict[tuple[str, int], JobState] = {}
-    # Elements of an array that have not started share one line. It may be older than an element's own.
-    waiting: dict[tuple[str, int], JobState] = {}
-    keys: dict[str, tuple[str, int]] = {}
-    for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) != 7:
-            continue
-        name, number, words, code, elapsed, nodes, reason = fields
-        job, _, step = number.partition(".")
-        array, bar, place = job.partition("_")
-        raw = words.split()[0] if words else ""
-        state = _state(raw)
-        exit_code = _exit_code(code) if state == "ended" else None
-        if step:
-            # A numbered one is srun's; the batch file is a step, too. The job's own code is srun's, which tells of
-            # signal 9 as of exit code 9, and sacct's DerivedExitCode lacks a step that ends a moment after its job.
-            killed = step.isdecimal() and exit_code is not None and exit_code < 0
-            if killed and job in keys and found[keys[job]].exit_code:
-                found[keys[job]] = replace(found[keys[job]], exit_code=exit_code)
-            continue
-        told = JobState(
-            state=state,
-            raw=raw,
-            exit_code=exit_code,
-            reason=None if reason in ("None", "") else reason,
-            elapsed_seconds=float(elapsed) if elapsed.isdecimal() else None,
-            nodes=tuple(hosts(nodes)) if not nodes.startswith("None") else (),
-            job_id=job,
-        )
-        if bar and not place.isdecimal():
-            for index in elements_of(place):
-                job_id = f"{array}_{index}" if state == "ended" else None
-                waiting[token_of(name), index] = replace(told, exit_code=None, job_id=job_id)
-            continue
-        keys[job] = (token_of(name), int(place) if bar else 0)
-        found[keys[job]] = told
-    return {**waiting, **found}
-
-
-def _state(raw: str) -> str:
-    if raw in _WAITING:
-        return "requeued" if raw.startswith("REQUEUE") else "pending"
-    return "running" if raw in _ALIVE else "ended"
-
-
-def _exit_code(text: str) -> int | None:
-    """Slurm's `CODE:SIGNAL`."""
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None:
-        return None
-    code, signal = int(match[1]), int(match[2])
-    if signal > 64:
-        return None  # No signal: Slurm's own sign for want of memory is 0:125.
-    return -signal if signal and not code else code
-
-
-def _seconds(text: str) -> float | None:
-    """Slurm's `[DAYS-][HOURS:]MINUTES:SECONDS`."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    by_launcher: dict[str, list[Submission]] = {}
+    for submission in submitted:
+        by_launcher.setdefault(submission.launcher, []).append(submission)
+    states: dict[JobKey, JobState] = {}
+    for kind, own in by_launcher.items():
+        states.update(launcher_named(kind).states(sweep, own))
+    return states

@@ -1,52 +1,38 @@
 """Every job that has ended has a result: runs that recorded none get one from what is left of them.
 
-A rank that could still say why it ended is believed first, then a word of the scheduler's that says why, then the wish
-to stop that the job had got, or was to get, then an exit code. What the scheduler says is kept beside every result of
-its jobs, also where it disagrees.
+A rank that could still say why it ended is believed first, then a word of the scheduler's that says why, then the
+reason to stop that the job had got, or was to get, then an exit code. What the scheduler says is kept beside every
+result of its jobs, also where it disagrees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import with_progress, world_of
-from titanlab.launch.slurm import REFUSED
+from titanlab.launch.contract import JobEnd, JobState, Launcher, MemoryWord, States
+from titanlab.launch.job.stop_file import read_stop
+from titanlab.launch.launchers import launcher_named
+from titanlab.launch.submission import Submission
 from titanlab.records.claim import CannotWriteError
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.job.wish import read_wish
-from titanlab.sweep.queue import JobState, job_states
-from titanlab.sweep.slurm_words import MemoryWord, memory_word
-from titanlab.sweep.submission import Submission
+from titanlab.sweep.queue import job_states
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.terminal.numerals import counted
 
 _OVER = ("ended", "gone")
-# Slurm's words that say why by themselves.
-_WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
-    "TIMEOUT": (OutcomeKind.WALLTIME, "the job's time limit was reached before it could save"),
-    "DEADLINE": (OutcomeKind.WALLTIME, "the job's deadline was reached before it could save"),
-    "NODE_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job failed"),
-    "BOOT_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job could not be started"),
-    "OUT_OF_MEMORY": (OutcomeKind.OOM, "the job had more memory than it was given"),
-    "CANCELLED": (OutcomeKind.CANCELLED, "the job was cancelled"),
-    "PREEMPTED": (OutcomeKind.PREEMPTED, "the job was preempted before it could save"),
-    "REVOKED": (OutcomeKind.CANCELLED, "the job was revoked"),
-}
-_LOST = ("NODE_FAIL", "BOOT_FAIL")
-# Ends that Slurm knows better than whoever has seen no more than an exit code.
+# Ends that a scheduler knows better than a process that has seen no more than an exit code.
 _KNOWN = (OutcomeKind.OOM, OutcomeKind.WALLTIME, OutcomeKind.NODE_FAIL)
 # Ends of runs that were told to stop.
 _ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
 
 
-def reconcile(
-    sweep: SweepFolder, report: Callable[[str], None] = lambda line: None
-) -> Mapping[tuple[str, int], JobState]:
+def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: None) -> States:
     """Give a result to every run whose job has ended without one.
 
     Safe to call at any time, by several processes at once: a run that somebody works on is left alone.
@@ -63,13 +49,13 @@ def reconcile(
     states = job_states(submitted, sweep.path)
     unwritten: dict[str, str] = {}
     for name, (submission, index) in jobs_of(sweep, submitted).items():
-        state = states[submission.token, index]
+        state, launcher = states[submission.token, index], launcher_named(submission.launcher)
         run = sweep.run(name)
         try:
-            if state.state not in _OVER or not run.path.is_dir() or _settled(run, state):
+            if state.state not in _OVER or not run.path.is_dir() or _settled(run, state, launcher):
                 continue
             with run.claim():
-                _record(run, submission, index, state, _memory_word(sweep, submission, index))
+                _record(run, submission, index, state, launcher, launcher.memory_word(sweep.path, submission, index))
         except (CannotWriteError, OSError) as error:
             unwritten[name] = error.rule if isinstance(error, CannotWriteError) else str(error)
         except ConfigError:
@@ -85,100 +71,96 @@ def reconcile(
     return states
 
 
-def _settled(run: RunFolder, state: JobState) -> bool:
+def _settled(run: RunFolder, state: JobState, launcher: Launcher) -> bool:
     result = run.result()
-    return result is not None and _word(state) in (None, result.scheduler)
+    return result is not None and _word(state, launcher) in (None, result.scheduler)
 
 
-def _word(state: JobState) -> dict[str, Any] | None:
-    """What result.json keeps of the scheduler; None on this host, where there is none."""
+def _word(state: JobState, launcher: Launcher) -> dict[str, Any] | None:
+    """What result.json keeps of the scheduler; None where there is none."""
     if state.state == "gone":
         return {"job_id": state.job_id, "state": "GONE", "exit_code": None}
-    if state.raw is None or not state.raw.isupper():
+    if state.raw is None or not launcher.has_scheduler:
         return None
     return {"job_id": state.job_id, "state": state.raw, "exit_code": state.exit_code}
 
 
-def _memory_word(sweep: SweepFolder, submission: Submission, index: int) -> MemoryWord | None:
-    if submission.launcher != "slurm":
-        return None
-    return memory_word(sweep.jobs, f"{submission.job_id}_{index}")
-
-
-def _record(run: RunFolder, submission: Submission, index: int, state: JobState, memory: MemoryWord | None) -> None:
+def _record(
+    run: RunFolder,
+    submission: Submission,
+    index: int,
+    state: JobState,
+    launcher: Launcher,
+    memory: MemoryWord | None,
+) -> None:
     attempt, result = max(run.attempts(), default=0), run.result()
     made_by = run.job(attempt) or {}
     if (made_by.get("token"), made_by.get("index")) != (submission.token, index):
         if result is not None and result.ended < submission.created:
             return  # The job never began: what an earlier one came to stands.
         attempt = 0
-    outcome = result or with_progress(run, _judged(run, attempt, state))
-    if state.raw in _LOST and outcome.kind in _ASKED:
+    outcome = result or with_progress(run, _judged(run, attempt, state, launcher))
+    end = launcher.end_of(state)
+    if end is not None and end.kind is OutcomeKind.NODE_FAIL and outcome.kind in _ASKED:
         # Its ranks on other nodes were told to stop, and could not know more.
         outcome = replace(outcome, kind=OutcomeKind.NODE_FAIL)
-    word = _WORDS.get(state.raw or "")
-    if word is not None and word[0] in _KNOWN and outcome.kind is OutcomeKind.CRASH and not _says_why(outcome):
-        # Whoever wrote that was faster than Slurm.
-        outcome = replace(outcome, kind=word[0], cause=word[1], echo=False)
+    if end is not None and end.kind in _KNOWN and outcome.kind is OutcomeKind.CRASH and not _says_why(outcome):
+        # It was written before the scheduler knew.
+        outcome = replace(outcome, kind=end.kind, cause=end.cause, echo=False)
     if memory is not None and attempt and (outcome.kind is OutcomeKind.OOM or not _says_why(outcome)):
         outcome = _with_memory_word(outcome, memory)
-    run.write_result(replace(outcome, scheduler=_word(state)))
+    run.write_result(replace(outcome, scheduler=_word(state, launcher)))
 
 
 def _with_memory_word(outcome: Outcome, memory: MemoryWord) -> Outcome:
-    """The outcome of a job that Slurm has killed for its memory, with its own sentence."""
+    """The outcome of a job that the scheduler has killed for its memory, with its own sentence."""
     if outcome.traceback is not None and outcome.kind is OutcomeKind.OOM:
-        return outcome  # It failed for want of memory before Slurm had to act.
+        return outcome  # It failed for want of memory before the scheduler had to act.
     known = outcome.cause if outcome.kind is OutcomeKind.OOM else "killed for want of memory"
     rank = memory.rank if memory.rank is not None else outcome.rank if outcome.kind is OutcomeKind.OOM else None
-    cause = f"{known}; Slurm says: {memory.said}"
+    cause = f"{known}; {memory.said}"
     return replace(outcome, kind=OutcomeKind.OOM, cause=cause, rank=rank, traceback=None, echo=False)
 
 
-def _judged(run: RunFolder, attempt: int, state: JobState) -> Outcome:
+def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher) -> Outcome:
     """The outcome of an attempt that recorded none."""
     if attempt == 0 and state.state == "ended" and state.never_started:
-        unstarted = _unstarted(run, state)
+        unstarted = launcher.end_in_queue(state)
         if unstarted is not None:
-            return unstarted
+            return _plain(_with_person(run, unstarted), 0, None)
     notes = run.failures(attempt)
-    told = judged(notes, world_of(run, attempt)) if notes else None
+    noted = judged(notes, world_of(run, attempt)) if notes else None
     code = state.exit_code
-    if told is not None and _says_why(told):
-        return told
-    wish = read_wish(run.attempt_folder(attempt))
-    if (word := _WORDS.get(state.raw or "")) is not None:
-        return _plain(*word, attempt, code)
-    if wish is not None:
-        return _plain(wish.kind, f"{wish.cause}; it ended before it had saved", attempt, code)
+    if noted is not None and _says_why(noted):
+        return noted
+    if (end := launcher.end_of(state)) is not None:
+        return _plain(end, attempt, code)
+    if (reason := read_stop(run.attempt_folder(attempt))) is not None:
+        cause = f"{reason.cause}; it ended before it had saved"
+        return _plain(JobEnd(kind=reason.kind, cause=cause), attempt, code)
     if (asked := run.asked_to_cancel()) is not None:
         # Also one that died of the signal before it could hear it.
-        return _plain(OutcomeKind.CANCELLED, f"{asked}; it ended before it had saved", attempt, code)
-    if told is not None:
-        return told
+        cause = f"{asked}; it ended before it had saved"
+        return _plain(JobEnd(kind=OutcomeKind.CANCELLED, cause=cause), attempt, code)
+    if noted is not None:
+        return noted
     if state.state == "gone":
         cause = "the job has vanished: neither the queue nor the accounting knows it, and it left no result"
-        return _plain(OutcomeKind.NODE_FAIL, cause, attempt, None)
+        return _plain(JobEnd(kind=OutcomeKind.NODE_FAIL, cause=cause), attempt, None)
     if code:
         return from_exit(code, attempt=attempt)
-    if state.raw is not None and not state.raw.isupper():
+    if state.raw is not None and not launcher.has_scheduler:
         cause = "its processes ended, or were killed, and left no result; logs/ and the sweep's jobs/ say more"
-        return _plain(OutcomeKind.CRASH, cause, attempt, None)
+        return _plain(JobEnd(kind=OutcomeKind.CRASH, cause=cause), attempt, None)
     return from_exit(0, attempt=attempt)
 
 
-def _unstarted(run: RunFolder, state: JobState) -> Outcome | None:
-    """The outcome of a job that ended in the queue, where Slurm's word says enough."""
-    if state.raw in ("CANCELLED", "REVOKED"):
-        who = run.asked_to_cancel() or "the job was cancelled"
-        return _plain(OutcomeKind.CANCELLED, f"{who} before it started", 0, None)
-    if state.raw == "DEADLINE":
-        return _plain(OutcomeKind.WALLTIME, "the job's deadline passed before it started", 0, None)
-    if state.raw == "FAILED":
-        # Of a job that no node of the cluster can ever run.
-        kind = OutcomeKind.INFEASIBLE if state.reason == REFUSED else OutcomeKind.CRASH
-        return _plain(kind, f"Slurm failed the job before it started: {state.reason or 'it gives no reason'}", 0, None)
-    return None
+def _with_person(run: RunFolder, end: JobEnd) -> JobEnd:
+    """The end of a job that never started, with the name of the person who cancelled it."""
+    asked = run.asked_to_cancel()
+    if end.kind is not OutcomeKind.CANCELLED or asked is None:
+        return end
+    return JobEnd(kind=end.kind, cause=f"{asked} before it started")
 
 
 def _says_why(outcome: Outcome) -> bool:
@@ -186,5 +168,5 @@ def _says_why(outcome: Outcome) -> bool:
     return not outcome.echo and (outcome.traceback is not None or outcome.kind is not OutcomeKind.CRASH)
 
 
-def _plain(kind: OutcomeKind, cause: str, attempt: int, code: int | None) -> Outcome:
-    return Outcome(kind=kind, cause=cause, attempt=attempt, exit_code=code)
+def _plain(end: JobEnd, attempt: int, code: int | None) -> Outcome:
+    return Outcome(kind=end.kind, cause=end.cause, attempt=attempt, exit_code=code)

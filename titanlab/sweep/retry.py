@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.shape import Shape, shape_of
+from titanlab.launch.submission import Submission
 from titanlab.recipe.composition.frozen import frozen_recipe, hold_changeable
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
-from titanlab.sweep import local_submit, snapshot
-from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle
+from titanlab.sweep import snapshot
+from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, wake
 from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing, supersede
-from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 
 # How a job is asked for; what a run computes stays.
@@ -40,7 +41,7 @@ class Chosen:
     outcome: str | None
     anew: bool
     shape: Shape
-    launch: Any
+    launch: LaunchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def retry(
                 _begin_anew(folder, each.run)
         items = [Item(run=each.run.path.name, shape=each.shape, launch=each.launch) for each in chosen]
         made = enqueue(folder, items, report)
-    local_submit.wake(folder)
+    wake(folder)
     return Retried(chosen=tuple(chosen), jobs=tuple(made))
 
 
@@ -141,7 +142,7 @@ def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
     create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config)
 
 
-def _as_asked(run: RunFolder, overrides: Sequence[str]) -> tuple[Shape, Any]:
+def _as_asked(run: RunFolder, overrides: Sequence[str]) -> tuple[Shape, LaunchConfig]:
     """Shape and launcher of a run's next job."""
     recipe = frozen_recipe(run, overrides)
     return shape_of(recipe), recipe.launch

@@ -56,11 +56,6 @@ def fingerprint() -> str:
     return code_fingerprint(Path(titanlab.__file__).parent)
 
 
-def environment(snapshot: Path) -> dict[str, str]:
-    """Variables with which Python finds the copy first; the folder that it is started in is not searched at all."""
-    return {"PYTHONPATH": str(snapshot), "PYTHONSAFEPATH": "1"}
-
-
 def _copy(package: Path, into: Path) -> None:
     shutil.copytree(package, into / "titanlab", ignore=shutil.ignore_patterns(*_NO_CODE))
     for name in _FOLDERS:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from titanlab.launch.contract import States
+from titanlab.launch.submission import Submission
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.queue import States
-from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder
 
 # Ends after which a job may have gone back into the queue by itself.

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import States
 from titanlab.launch.shape import Shape, shape_of
+from titanlab.launch.submission import Submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
-from titanlab.sweep import local_submit
-from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, silent_launcher
-from titanlab.sweep.queue import States, job_states
+from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, silent_launcher, wake
+from titanlab.sweep.queue import job_states
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing, supersede
 from titanlab.sweep.study.plan import SINGLE, Dropped, Planned, Study
-from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 
 
@@ -139,7 +139,7 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
         items = [_prepared(folder, each, force=force) for each in wanted]
         _write(folder, study, decisions)
         made = enqueue(folder, items, report)
-    local_submit.wake(folder)
+    wake(folder)
     return Submitted(folder=folder, decisions=tuple(decisions), jobs=tuple(_jobs(made)))
 
 

@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.records.claim import claimed
+from titanlab.launch import submission
+from titanlab.launch.submission import Submission
 from titanlab.records.points_file import read_points
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep import submission
-from titanlab.sweep.submission import Submission
 from titanlab.system.atomic_file import finite, write_json, write_text
 
 SCHEMA = 1
-# A submission of many runs takes some seconds.
-_PATIENCE_SECONDS = 60.0
 _HASH = re.compile(r"[0-9a-f]{4,8}")
 
 
@@ -41,8 +38,8 @@ class SweepFolder:
 
     @property
     def jobs(self) -> Path:
-        """What submitit writes: batch files, and what the tasks of jobs print."""
-        return self.path / "jobs"
+        """Batch files, and what the tasks of jobs print."""
+        return submission.jobs_folder(self.path)
 
     @property
     def code(self) -> Path:
@@ -113,13 +110,13 @@ class SweepFolder:
         write_text(self.path / "points.jsonl", text)
         write_json(self.path / "sweep.json", {"schema": SCHEMA, **manifest})
 
-    def claim(self, *, patience_seconds: float = _PATIENCE_SECONDS) -> AbstractContextManager[None]:
+    def claim(self) -> AbstractContextManager[None]:
         """Hold the sweep for this process, which submits, retries or cancels; waits for another one that does.
 
         Raises:
             ConfigError: it holds on for longer than that.
         """
-        return claimed(self.path, "sweep", patience_seconds=patience_seconds)
+        return submission.claim_sweep(self.path)
 
 
 def jobs_of(sweep: SweepFolder, submitted: Sequence[Submission]) -> dict[str, tuple[Submission, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlab.records.outcome import OutcomeKind
-from titanlab.sweep.local_submit import wake
+from titanlab.sweep.enqueue import wake
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.look import look_at
 from titanlab.sweep.table.watch import Screen

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
 from titanlab.checkpoint.position import Position
@@ -16,6 +13,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.terminal.numerals import duration, grouped, short
+from titanlab.terminal.paths import shown_path
 from titanlab.training.peak import peak_flops
 
 CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
@@ -62,7 +60,7 @@ def start_rows(
         ("peak per device", _peak(constants)),
         ("data", recipe.data.kind),
         ("steps", grouped(training.steps)),
-        ("folder", _shown(run.path)),
+        ("folder", shown_path(run.path)),
     ]
     if position.step:
         rows.insert(0, ("resumes at step", grouped(position.step)))
@@ -96,13 +94,13 @@ def end_rows(outcome: Outcome, run: RunFolder) -> list[tuple[str, object]]:
             speed += f", MFU {figures[meter.MFU]:.1f}% ({figures['peak_source']})"
         rows.append(("median speed", speed))
     rows.append(("time in steps", duration(figures.get(meter.TRAIN_SECONDS) or 0.0)))
-    rows.append(("folder", _shown(run.path)))
+    rows.append(("folder", shown_path(run.path)))
     return rows
 
 
 def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
     """Commands that make sense after this end."""
-    folder = _shown(run.path)
+    folder = shown_path(run.path)
     if outcome.kind is OutcomeKind.DONE:
         sample = [f'titanlab generate {folder} --prompt "def "'] if run.tokenizer.is_dir() else []
         return [*sample, f"less {folder}/metrics.jsonl"]
@@ -120,7 +118,3 @@ def _peak(constants: Work) -> str:
 def _precision(recipe: Recipe, account: ModelAccount) -> str:
     cluster = recipe.cluster
     return recipe.precision.describe(account, accelerator=cluster.accelerator, device=str(cluster.device))
-
-
-def _shown(path: Path) -> str:
-    return os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)

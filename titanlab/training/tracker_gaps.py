@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from titanlab.records.run_folder import RunFolder
+from titanlab.terminal.paths import shown_path
 from titanlab.tracker.record import FILE, FINISHED, Record, read_record
 from titanlab.tracker.wandb_files import is_uploaded, offline_files
 from titanlab.training.tracked_run import records
@@ -27,10 +27,10 @@ def tracker_gap(run: RunFolder) -> str | None:
     elif left_out := sum(record.left_out for record in found.values()):
         what = f"lacks {left_out} rows, for it could not keep up"
     elif any(record.wanted == "online" for record in [*found.values(), *_one(rebuilt)]) and waiting_files(run):
-        return f"{kind}: written offline, not uploaded; titanlab sync {_shown(run.path)}"
+        return f"{kind}: written offline, not uploaded; titanlab sync {shown_path(run.path)}"
     else:
         return None
-    return f"{kind}: {what}; titanlab sync --rebuild {_shown(run.path)}"
+    return f"{kind}: {what}; titanlab sync --rebuild {shown_path(run.path)}"
 
 
 def rebuilt_record(run: RunFolder) -> Record | None:
@@ -64,7 +64,3 @@ def _unfinished(run: RunFolder, open_ones: Mapping[int, Record]) -> str:
     return (
         f"has at least the steps up to {taken} of {last}" if taken is not None else f"has perhaps none of {last} steps"
     )
-
-
-def _shown(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -63,6 +63,7 @@ def train(
     run: RunFolder,
     ranks: Ranks,
     *,
+    attempt: int | None = None,
     stop: StopRequest | None = None,
     watchdog: Watchdog | None = None,
     observer: Observer | None = None,
@@ -72,6 +73,7 @@ def train(
     All ranks call it together. Rank 0 writes metrics, status and result into the folder.
 
     Args:
+        attempt: that has begun, where every rank was told; None: the ranks agree on the run's latest.
         stop: the caller's, who may have been asked to stop before torch was imported; None: one of its own.
         watchdog: is told where the run stands; None: nobody watches.
         observer: looks on.
@@ -94,7 +96,7 @@ def train(
                 deterministic=recipe.training.deterministic,
             )
         )
-        attempt = world.share(max(run.attempts(), default=1))
+        attempt = world.share(max(run.attempts(), default=1)) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         assembled = assemble(recipe, world, mesh)
         model = assembled.model

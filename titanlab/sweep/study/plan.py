@@ -222,7 +222,7 @@ class _Checks:
             raise Unfit("rule", error) from error
 
     def _checked(self, recipe: Recipe) -> Recipe:
-        if recipe.launch.kind == "local":
+        if recipe.launch.runs_here:
             self._host = self._host or this_host()
             recipe = resolve(recipe, world=None, accelerator=self._host.accelerator, device=self._host.device)
         else:
@@ -232,7 +232,7 @@ class _Checks:
             recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
         check_all_but_data(recipe)
         self.data.check(recipe)
-        if recipe.launch.kind == "local" and self._host is not None:
+        if recipe.launch.runs_here and self._host is not None:
             check_host(
                 self._host,
                 accelerator=recipe.cluster.accelerator,

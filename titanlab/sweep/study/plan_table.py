@@ -80,12 +80,12 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
 
 def _cells(decision: Decision) -> tuple[str, ...]:
     shape = decision.shape
-    on_slurm = decision.planned.recipe.launch.kind != "local"
+    runs_here = decision.planned.recipe.launch.runs_here
     return (
         decision.run_name,
         decision.planned.recipe.layout.label,
         str(shape.processes),
-        str(shape.nodes) if on_slurm else "",
+        "" if runs_here else str(shape.nodes),
         f"{shape.gpu_hours:.1f}" if shape.gpu_hours else "",
         decision.outcome if decision.action == "ended" and decision.outcome else decision.action,
     )
@@ -95,7 +95,7 @@ def _asked_for(asked: Sequence[Decision], *, answered: bool) -> str:
     """Jobs, processes, nodes and GPU-hours of what is to be submitted."""
     shapes = [decision.shape for decision in asked]
     parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
-    if any(decision.planned.recipe.launch.kind != "local" for decision in asked):
+    if not all(decision.planned.recipe.launch.runs_here for decision in asked):
         items = [Item(run=each.run_name, shape=each.shape, launch=each.planned.recipe.launch) for each in asked]
         parts += [
             f"{sum(shape.nodes for shape in shapes):,} nodes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ def _needed(names: Sequence[str], keys: Sequence[Row], seen: Sequence[str]) -> l
 
 def _figures(group: Group) -> list[str]:
     mark = "*" if group.is_oversubscribed else ""
-    forms = {
+    forms: dict[str, Callable[[float], str]] = {
         "tokens_per_second": lambda value: grouped(value) + mark,
         "tokens_per_second_all": lambda value: grouped(value) + mark,
         "mfu_percent": lambda value: f"{value:.1f}%",
@@ -117,7 +117,7 @@ def _figures(group: Group) -> list[str]:
         "validation_loss": lambda value: f"{value:.4f}",
     }
     medians = {name: group.median(name) for name in forms}
-    texts = ["" if medians[name] is None else form(medians[name]) for name, form in forms.items()]
+    texts = ["" if (median := medians[name]) is None else form(median) for name, form in forms.items()]
     ends = Counter(map(word, group.rows))
     alone = len(group.rows) == 1
     return [*texts, ", ".join(name if alone else f"{count} {name}" for name, count in ends.items())]

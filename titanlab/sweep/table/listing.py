@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from titanlab.launch.contract import UNANSWERED
 from titanlab.records.outcome import OutcomeKind
-from titanlab.sweep.queue import SILENT
 from titanlab.terminal.numerals import counted, duration, grouped
 
 Row = Mapping[str, Any]
@@ -18,7 +18,7 @@ _BAD_ENDS = frozenset("BOOT_FAIL CANCELLED DEADLINE FAILED GONE NODE_FAIL OUT_OF
 # States in the order in which a person wants to see them counted; ends come before, by outcome.
 _STATES = (*ACTIVE, "queued", "prepared", "missing", "unreadable")
 # A run that logs nothing for so long may be in a long step, or gone.
-SILENT_SECONDS = 300.0
+UNANSWERED_SECONDS = 300.0
 HEADINGS = ("run", "layout", "state", "step", "tok/s", "MFU", "GiB", "left", "")
 # Columns of figures, which stand at the right.
 FIGURES = ("step", "tok/s", "MFU", "GiB", "left")
@@ -181,7 +181,9 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     lines = [OVERSUBSCRIBED] if any(row["oversubscribed"] for row in rows) else []
     lines.append(counts(rows))
     # One line: it is the same for all of its jobs, and some of them go on.
-    lines += sorted({row["queue_reason"] for row in rows if row["scheduler_state"] == SILENT and row["queue_reason"]})
+    lines += sorted(
+        {row["queue_reason"] for row in rows if row["scheduler_state"] == UNANSWERED and row["queue_reason"]}
+    )
     causes = failures(rows)
     shown = causes if most is None else causes[:most]
     lines += [f"  {line}" for line in shown]
@@ -192,9 +194,9 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
 
 def _note(row: Row, now: float) -> str:
     notes = []
-    if row["state"] in ACTIVE and row["updated"] and now - row["updated"] > SILENT_SECONDS:
+    if row["state"] in ACTIVE and row["updated"] and now - row["updated"] > UNANSWERED_SECONDS:
         notes.append(f"silent for {duration(now - row['updated'])}")
-    if row["queue_reason"] and row["scheduler_state"] != SILENT:
+    if row["queue_reason"] and row["scheduler_state"] != UNANSWERED:
         notes.append(row["queue_reason"])
     if row["previous_outcome"]:
         notes.append(f"attempt {row['attempt']}, after {row['previous_outcome']}")

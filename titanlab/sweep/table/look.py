@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import titanlab
+from titanlab.launch.contract import States
+from titanlab.launch.launchers import launcher_named
 from titanlab.records.provenance import code_fingerprint
-from titanlab.sweep.queue import States
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.rows import Table
@@ -45,7 +46,7 @@ def look_at(
         submitted = sweep.submissions()
         if submitted and clock() >= due:
             states = reconcile(sweep, once)
-            if any(each.launcher != "local" for each in submitted):
+            if any(launcher_named(submission.launcher).has_scheduler for submission in submitted):
                 due = clock() + _ASK_SECONDS
         return table.rows(states)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import TitanlabError
+from titanlab.launch.contract import JobState, States
+from titanlab.launch.launchers import launcher_named
+from titanlab.launch.submission import Submission
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
-from titanlab.sweep.queue import JobState, States
-from titanlab.sweep.submission import Submission
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
 from titanlab.sweep.table.run_columns import figure_columns, machine_columns, recipe_columns
@@ -199,16 +200,13 @@ def _job(found: _Found, began: _Attempt) -> dict[str, Any]:
     launcher = began.env["launcher"] if began.env else None
     if found.job is None:
         return {"launcher": launcher, "scheduler_state": None}
-    # An array's job has its place in the array; a local one its own word.
     ours = began.job if (began.job.get("token"), began.job.get("index")) == (found.job.token, found.index) else {}
-    whole = found.job.job_id
-    given = f"{whole}_{found.index}" if whole and found.job.launcher == "slurm" else whole
+    own = launcher_named(found.job.launcher)
     return {
         "launcher": found.job.launcher,
-        "job_id": ours.get("job_id") or given,
+        "job_id": ours.get("job_id") or own.job_number(found.job, found.index),
         "queue_reason": found.word.reason if found.word and found.word.state in (*_WAITING, "unknown") else None,
-        # On this host there is none.
-        "scheduler_state": found.word.raw if found.word and found.job.launcher == "slurm" else None,
+        "scheduler_state": found.word.raw if found.word and own.has_scheduler else None,
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from titanlab.sweep.table import listing
 from titanlab.sweep.table.listing import Row
+from titanlab.terminal.numerals import counted
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -137,7 +138,7 @@ class Screen:
         if shown:
             parts.append(_table(shown, columns, self._clock()))
         if left_out:
-            parts.append(Text(f"… and {listing.counted(left_out, 'run')} more", style="dim"))
+            parts.append(Text(f"… and {counted(left_out, 'run')} more", style="dim"))
         if height is None:
             folded = (textwrap.wrap(line, columns, subsequent_indent="    ") for line in beneath)
             return Group(*parts, *(Text(line) for lines in folded for line in lines))

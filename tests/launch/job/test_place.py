@@ -1,0 +1,111 @@
+"""A process's place in a job, and where its ranks meet."""
+
+import socket
+
+import pytest
+
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.launch.job import rendezvous
+from titanlab.launch.job.place import address_of, free_port
+from titanlab.launch.job.rendezvous import Rendezvous, find, publish, wait
+from titanlab.launch.launchers import launcher_named
+from titanlab.launch.slurm import job as slurm_job
+from titanlab.launch.slurm.ranks import hosts
+from titanlab.records.run_folder import RunFolder
+
+SLURM, HERE = launcher_named("slurm"), launcher_named("local")
+TASK = {
+    "SLURM_JOB_ID": "14",
+    "SLURM_ARRAY_JOB_ID": "12",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURM_RESTART_COUNT": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[3-4]",
+}
+LOCAL = {
+    "SUBMITIT_EXECUTOR": "local",
+    "SUBMITIT_LOCAL_JOB_ID": "77",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_LOCALID": "1",
+}
+
+
+def test_a_task_of_an_array():
+    found = SLURM.place_in(TASK)
+    assert (found.launcher, found.job_id, found.raw_job_id, found.index, found.restart) == ("slurm", "12_2", "14", 2, 1)
+    assert (found.ranks.rank, found.ranks.world, found.ranks.local_rank, found.ranks.local_world) == (3, 4, 1, 2)
+    assert found.nodes == ("n3", "n4")
+    # Another start of the same job meets elsewhere.
+    assert found.start != SLURM.place_in({**TASK, "SLURM_RESTART_COUNT": "2"}).start
+
+
+def test_a_task_of_this_host_also_inside_a_job():
+    found = HERE.place_in({**TASK, **LOCAL})
+    assert (found.launcher, found.job_id, found.index, found.nodes) == ("local", "77", None, (socket.gethostname(),))
+    assert (found.ranks.rank, found.ranks.world, found.ranks.local_world) == (1, 2, 2)
+
+
+def test_alone():
+    assert (HERE.place_in({}).ranks.world, HERE.place_in({}).launcher) == (1, "local")
+
+
+def test_the_address_is_the_given_one_or_a_name_that_resolves_or_slurms_own(monkeypatch):
+    job = SLURM.place_in(TASK)
+    assert address_of(SLURM, job, {"MASTER_ADDR": "given"}) == "given"
+    assert address_of(HERE, HERE.place_in(LOCAL), {}) == "127.0.0.1"
+    assert address_of(SLURM, SLURM.place_in({**TASK, "SLURM_STEP_NODELIST": "n3"}), {}) == "127.0.0.1"
+    monkeypatch.setattr(slurm_job, "node_address", lambda node: {"n3": "10.0.0.3"}.get(node))
+    known = {"10.0.0.3", "n4"}
+
+    def resolve(name, port):
+        if name not in known:
+            raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert address_of(SLURM, job, {}) == "10.0.0.3"
+    assert address_of(SLURM, job, {"SLURMD_NODENAME": "n4"}) == "n4"
+    known.clear()
+    with pytest.raises(ConfigError, match="has no address"):
+        address_of(SLURM, job, {})
+
+
+def test_a_port_is_free_or_given():
+    assert free_port({"MASTER_PORT": "29500"}) == 29500
+    with socket.socket() as probe:
+        probe.bind(("", free_port({})))
+    with pytest.raises(ConfigError, match="is no port"):
+        free_port({"MASTER_PORT": "70000"})
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", "n1"),
+        ("a1,b2", "a1 b2"),
+        ("gpu[03-04,12],n1", "gpu03 gpu04 gpu12 n1"),
+        ("r1-n[1-2]-x,q", "r1-n1-x r1-n2-x q"),
+        ("", ""),
+    ],
+)
+def test_hosts(text, names):
+    assert hosts(text) == names.split()
+
+
+def test_the_others_find_the_attempt_of_their_own_start(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    for attempt, start in ((1, "first"), (2, "second")):
+        run.attempt_folder(attempt).mkdir(parents=True)
+        publish(run, Rendezvous(start=start, attempt=attempt, address="n1", port=1000 + attempt))
+    assert wait(run, "second").port == 1002
+    assert find(run, "first").attempt == 1
+    assert find(run, "third") is None
+    monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.01)
+    with pytest.raises(TitanlabError, match="has begun no attempt"):
+        wait(run, "third", seconds=0.05)
+    publish(run, Rendezvous(start="third", reason="is in other hands"))
+    assert wait(run, "third").reason == "is in other hands"

@@ -1,0 +1,96 @@
+"""What a signal to a job means, by what `scontrol show job` of Slurm 22.05 said when it came."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from titanlab.distributed.ranks import ALONE
+from titanlab.launch.contract import Place, StopReason
+from titanlab.launch.job.stop_file import meaning, read_stop, write_stop
+from titanlab.launch.launchers import launcher_named
+from titanlab.launch.slurm import job as slurm_job
+from titanlab.records.outcome import OutcomeKind
+
+NOW = time.mktime(time.strptime("2026-11-22T01:01:12", "%Y-%m-%dT%H:%M:%S"))
+RUNNING = (
+    "JobState=RUNNING Reason=None Restarts=0 StartTime=2026-11-22T01:00:50 EndTime=2026-11-22T01:05:50 PreemptTime=None"
+)
+# The grace time of a preemption: the end comes near, too.
+GRACE = "JobState=SIGNALING Reason=None Restarts=0 EndTime=2026-11-22T01:01:27 PreemptTime=2026-11-22T01:01:12 SuspendTime=None"
+PUT_BACK = "JobState=COMPLETING Reason=None Restarts=1 StartTime=Unknown EndTime=Unknown SuspendTime=None"
+CANCELLED = "JobState=COMPLETING Reason=None Restarts=0 ExitCode=0:15 EndTime=2026-11-22T01:01:12 PreemptTime=None"
+LIMIT = "JobState=COMPLETING Reason=TimeLimit Restarts=0 ExitCode=0:15 EndTime=2026-11-22T01:01:12 PreemptTime=None"
+LOST = "JobState=COMPLETING Reason=NodeDown Restarts=0 EndTime=2026-11-22T01:01:12 PreemptTime=None"
+NEAR_LIMIT = "JobState=RUNNING Reason=None Restarts=0 EndTime=2026-11-22T01:02:07 PreemptTime=None"
+
+
+def place(launcher="slurm"):
+    return Place(launcher=launcher, job_id="12_0", raw_job_id="12", restart=0, index=0, ranks=ALONE, nodes=("n1",))
+
+
+@pytest.mark.parametrize(
+    ("facts", "number", "kind"),
+    [
+        (GRACE, signal.SIGTERM, "preempted"),
+        (GRACE, signal.SIGUSR2, "preempted"),
+        (PUT_BACK, signal.SIGTERM, "preempted"),
+        (CANCELLED, signal.SIGTERM, "cancelled"),
+        (LIMIT, signal.SIGTERM, "walltime"),
+        # In the scheduler's word afterwards: node_fail.
+        (LOST, signal.SIGTERM, "preempted"),
+        # Asked for 30 s before, and warned 55 s before.
+        (NEAR_LIMIT, signal.SIGUSR2, "walltime"),
+        (RUNNING, signal.SIGUSR2, "preempted"),
+        (RUNNING, signal.SIGTERM, "cancelled"),
+        ("", signal.SIGTERM, "preempted"),
+        ("", signal.SIGUSR2, "preempted"),
+    ],
+)
+def test_slurms_signals(monkeypatch, facts, number, kind):
+    monkeypatch.setattr(slurm_job, "_job_facts", lambda job: dict(word.split("=", 1) for word in facts.split()))
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    found = meaning(number, launcher_named("slurm"), place(), signal_seconds=30, cancelled_by=None)
+    assert found.kind.value == kind
+    assert signal.Signals(number).name in found.cause
+    assert "12_0" in found.cause
+
+
+@pytest.mark.parametrize(
+    ("number", "by", "kind"),
+    [
+        (signal.SIGINT, None, "cancelled"),
+        (signal.SIGTERM, None, "preempted"),
+        (signal.SIGTERM, "titanlab cancel on n1", "cancelled"),
+        (signal.SIGXCPU, None, "walltime"),
+    ],
+)
+def test_signals_on_this_host(number, by, kind):
+    assert (
+        meaning(number, launcher_named("local"), place("local"), signal_seconds=0, cancelled_by=by).kind.value == kind
+    )
+
+
+def test_the_first_word_stands(tmp_path):
+    first = StopReason(kind=OutcomeKind.PREEMPTED, cause="one")
+    assert read_stop(tmp_path) is None
+    assert write_stop(tmp_path, first) == first
+    assert write_stop(tmp_path, StopReason(kind=OutcomeKind.CANCELLED, cause="two")) == first
+    assert read_stop(tmp_path) == first
+    (tmp_path / "stop.json").write_text('{"kind": "pre')
+    assert read_stop(tmp_path) is None
+
+
+def test_slurm_is_asked_about_this_job_and_no_other_of_its_array(monkeypatch):
+    asked = []
+
+    def run(words, **_):
+        asked.append(words)
+        return subprocess.CompletedProcess(words, 0, GRACE.encode(), b"")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    meaning(signal.SIGUSR2, launcher_named("slurm"), place(), signal_seconds=30, cancelled_by=None)
+    launcher_named("slurm").requeue(place())
+    # The number that the last one has for itself is the whole array's, too.
+    assert [words[-1] for words in asked] == ["12_0"] * 3

@@ -1,0 +1,207 @@
+"""The processes of a job, for real: they train, are told to stop, go on, and every end of theirs is a result."""
+
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from tests.sweep.jobs import Jobs, ended, send
+from tests.until import until
+from titanlab.distributed.ranks import ALONE
+from titanlab.launch.contract import Place
+from titanlab.launch.job import rendezvous, task
+from titanlab.launch.job.job import Job
+from titanlab.launch.slurm.launcher import SlurmLauncher
+from titanlab.records.outcome import Outcome, OutcomeKind
+
+# Until ranks have begun to train, on a busy machine.
+START_SECONDS = 200.0
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    made = Jobs(tmp_path)
+    yield made
+    made.close()
+
+
+def rows(run):
+    return [(row["step"], row["loss_metrics/global_avg_loss"], row["grad_norm"]) for row in run.metrics("train")]
+
+
+def test_two_ranks_train_one_run(jobs):
+    run = jobs.run(2, steps=3)
+    codes, said = ended(jobs.start(run, 2))
+    assert codes == [0, 0], said
+    assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 3)
+    assert run.attempts() == [1]
+    job = run.job()
+    assert (job["launcher"], job["token"], job["index"], job["restart_count"]) == ("local", "0000000000", 0, 0)
+    assert run.env()["launcher"] == "local"
+    assert "step 3/3" in (run.logs / "rank-0.log").read_text()
+    assert not run.is_claimed()
+
+    # Once more there is nothing to do, for any rank.
+    codes, said = ended(jobs.start(run, 2))
+    assert (codes, run.attempts()) == ([0, 0], [1])
+    assert said.count("is done: 3 steps") == 2
+
+
+def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(jobs):
+    undisturbed = jobs.run(2, steps=12, name="undisturbed")
+    assert ended(jobs.start(undisturbed, 2))[0] == [0, 0]
+    run = jobs.run(2, steps=12, seconds=0.1)
+    ranks = jobs.start(run, 2)
+    until(lambda: len(run.metrics("train")) >= 3, START_SECONDS)
+    assert run.is_claimed()
+    send(ranks, signal.SIGUSR2)
+    codes, said = ended(ranks)
+    assert codes == [75, 75], said
+    first = run.result()
+    assert (first.kind, first.cause) == (OutcomeKind.PREEMPTED, "asked to end by SIGUSR2; the run can be resumed")
+    assert 3 <= first.step < 12
+    assert ended(jobs.start(run, 2))[0] == [0, 0]
+    assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1, 2])
+    assert [row["step"] for row in run.metrics("attempt")] == [0, first.step]
+    assert rows(run) == rows(undisturbed)
+
+
+def test_one_that_is_preempted_before_its_first_step_loses_nothing_and_says_so(jobs):
+    run = jobs.run(2, steps=3)
+    ranks = jobs.start(run, 2)
+    until(lambda: (run.attempt_folder(1) / "rendezvous.json").exists(), START_SECONDS)
+    send(ranks, signal.SIGTERM)
+    codes, said = ended(ranks)
+    assert codes == [75, 75], said
+    assert (run.result().kind, run.result().step) == (OutcomeKind.PREEMPTED, 0)
+    assert run.metrics("train") == []
+
+
+def test_one_that_is_cancelled_saves_and_says_who_asked(jobs):
+    run = jobs.run(1, steps=2000, seconds=0.05)
+    ranks = jobs.start(run, 1)
+    until(lambda: len(run.metrics("train")) >= 2, START_SECONDS)
+    run.ask_to_cancel()
+    codes, said = ended(ranks)
+    result = run.result()
+    assert (codes, result.kind) == ([130], OutcomeKind.CANCELLED), said
+    assert result.cause.startswith("titanlab cancel on ")
+    assert run.checkpoints.joinpath(f"step-{result.step:08d}", ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "code", "exit_code", "cause"),
+    [
+        ("raise", OutcomeKind.CRASH, 1, 1, "LookupError: a planted fault"),
+        ("kill", OutcomeKind.CRASH, 1, -9, "killed by SIGKILL"),
+        pytest.param(
+            *("exit", OutcomeKind.CRASH, 1, 0, "ended with exit code 0 and left no result"), marks=pytest.mark.full
+        ),
+    ],
+)
+def test_the_rank_that_fails_is_told_and_every_process_says_so(jobs, fault, kind, code, exit_code, cause):
+    run = jobs.run(2, steps=60, fault=fault, code=0, step=3, rank=1)
+    codes, said = ended(jobs.start(run, 2))
+    result = run.result()
+    assert codes == [code, code], said
+    assert (result.kind, result.rank, result.exit_code, result.step) == (kind, 1, exit_code, 2)
+    assert result.cause.startswith(cause)
+    assert result.metrics["loss_metrics/global_avg_loss"] > 0
+    assert (run.status().state, run.status().outcome) == ("ended", kind.value)
+    if fault == "raise":
+        assert "in next_batch" in result.traceback
+        assert "in next_batch" in (run.logs / "rank-1.log").read_text()
+
+
+def test_a_rank_that_hangs_is_told_with_the_stacks_of_all(jobs):
+    # Long enough for a step on a busy machine.
+    run = jobs.run(2, steps=60, fault="hang", step=3, rank=1, step_timeout_seconds=8.0)
+    codes, said = ended(jobs.start(run, 2))
+    result = run.result()
+    assert codes == [71, 71], said
+    assert (result.kind, result.rank, result.step, result.exit_code) == (OutcomeKind.HANG, 1, 2, 71)
+    assert result.cause.startswith("step 3 did not end within 8 s: rank 1 stands in _fail (tests/planted.py:")
+    assert "in next_batch" in result.traceback
+    stacks = [(run.logs / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert all("most recent call first" in stack for stack in stacks)
+    assert "in next_batch" in stacks[1]
+    assert "in forward_backward" in stacks[0]
+    assert [note.echo for note in run.failures(1) if note.rank == 0] in ([], [True])
+
+
+@pytest.mark.parametrize("gibibytes", [0.7, 1.5], ids=["at the import of torch", "in a step"])
+def test_one_without_memory(jobs, gibibytes):
+    run = jobs.run(1, steps=4, fault="memory", step=3)
+    codes, said = ended(jobs.start(run, 1, preamble=f"ulimit -v {int(gibibytes * 2**20)}", OMP_NUM_THREADS="1"))
+    result = run.result()
+    assert (codes, result.kind, result.rank) == ([70], OutcomeKind.OOM, 0), said
+
+
+def test_a_run_in_other_hands_is_not_done_twice(jobs, monkeypatch):
+    run = jobs.run(2, steps=3)
+    with run.claim():
+        ranks = jobs.start(run, 2)
+        codes, said = ended(ranks)
+    assert (codes, run.attempts()) == ([0, 0], [])
+    assert said.count("nothing is done twice") == 2
+
+
+def test_what_is_refused_at_the_start_is_a_result_too(jobs):
+    run = jobs.run(2, steps=3)
+    saved = run.checkpoints / "step-00000001"
+    saved.mkdir()
+    (saved / ".metadata").write_bytes(tiny.EMPTY_METADATA)
+    (saved / "position.json").write_text('{"step": 1, "parameters": {}}')
+    codes, said = ended(jobs.start(run, 2))
+    result = run.result()
+    assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said
+    assert "is of another model" in result.cause
+
+
+def test_edited_code_trains_nothing(jobs):
+    run = jobs.run(2, steps=3)
+    (jobs.sweep.path / "code").unlink()
+    (jobs.sweep.path / "code" / "titanlab").mkdir(parents=True)
+    codes, said = ended(jobs.start(run, 2))
+    result = run.result()
+    assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said
+    assert "is not the code of this job" in result.cause
+    assert run.metrics("train") == []
+
+
+@pytest.mark.parametrize(("restart", "index", "code", "asked"), [(1, 0, 73, True), (0, 0, 0, False), (1, 1, 0, False)])
+def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_again(
+    jobs, monkeypatch, restart, index, code, asked
+):
+    run = jobs.run(1, launcher="slurm", steps=3)
+    attempt = run.begin_attempt(run.config(), {})
+    token = jobs.sweep.submissions()[0].token
+    (run.attempt_folder(attempt) / "job.json").write_text(json.dumps({"token": token, "index": index}))
+    for name in ("CLAIM_SECONDS", "CLAIM_AGAIN_SECONDS", "CLAIM_DEAD_SECONDS"):
+        monkeypatch.setattr(task, name, 0.1)
+    put_back = []
+    monkeypatch.setattr(SlurmLauncher, "requeue", lambda self, place: put_back.append(place.restart))
+    place = Place(
+        launcher="slurm", job_id="12", raw_job_id="12", restart=restart, index=None, ranks=ALONE, nodes=("n1",)
+    )
+    launch = {"requeue": True, "max_requeues": 20}
+    job = Job(run=run, place=place, token=token, index=0, launch=launch)
+    with run.claim():
+        assert task._lead(job) == code
+        assert put_back == ([1] if asked else [])
+        assert rendezvous.find(run, job.start).reason
+        # Not without end, and not against a wish.
+        assert task._lead(replace(job, launch={**launch, "max_requeues": 1})) == code
+        assert task._lead(replace(job, heard=[(2, 0.0)])) == code
+    assert put_back == ([1] if asked else [])
+
+
+def test_the_others_are_told_that_a_run_is_done(jobs):
+    run = jobs.run(2, launcher="slurm", steps=3)
+    run.write_result(Outcome(kind=OutcomeKind.DONE, attempt=1))
+    place = Place(launcher="slurm", job_id="12", raw_job_id="12", restart=0, index=None, ranks=ALONE, nodes=("n1",))
+    job = Job(run=run, place=place, token="aa", index=0)
+    assert task._lead(job) == 0
+    assert rendezvous.find(run, job.start).reason == "is done"

@@ -1,0 +1,333 @@
+"""launch=local, for real: processes that are interrupted, raise, are killed, or hang; and ranks that torchrun starts.
+
+Every run here is the command that a person types, on data with planted faults.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.command import alive, children, finished
+from tests.until import until
+from titanlab.launch.contract import Failure
+from titanlab.launch.local import ranks as local
+from titanlab.records.outcome import OutcomeKind
+
+TWO = ["parallelism=fsdp", "world=2"]
+# Which takes a second less to import.
+COPIES = ["parallelism=ddp", "world=2"]
+
+
+def steps(run):
+    return [row["step"] for row in run.metrics("train")]
+
+
+def interrupted(command, *how):
+    """A run of 60 steps that a Ctrl-C has ended after three or more: how many it did."""
+    process = command.start("training.steps=60", "data.seconds=0.05", *how)
+    command.reached(3)
+    os.killpg(process.pid, signal.SIGINT)
+    code, out, err = finished(process)
+    run = command.only_run
+    assert (code, run.result().kind) == (130, OutcomeKind.CANCELLED)
+    done = run.result().step
+    assert 3 <= done < 60
+    assert steps(run) == list(range(1, done + 1))
+    assert run.checkpoints.joinpath(f"step-{done:08d}", ".metadata").exists()
+    assert err == ""
+    assert "cancelled" in out
+    assert "titanlab resume" in out
+    return done
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(command):
+    how = ["training.steps=60"]
+    done = interrupted(command)
+    run = command.only_run
+    code, out, err = command.run(*how)
+    assert (code, run.result().kind, err) == (0, OutcomeKind.DONE, "")
+    assert command.only_run.attempts() == [1, 2]
+    assert steps(run) == list(range(1, 61))
+    assert run.metrics("attempt")[1]["step"] == done
+
+    # And once more there is nothing to do.
+    code, out, err = command.run(*how)
+    assert (code, run.attempts(), err) == (0, [1, 2], "")
+    assert "is done" in out
+
+
+@pytest.mark.full
+def test_ctrl_c_reaches_all_ranks(command):
+    assert interrupted(command, *TWO) >= 3
+
+
+def test_a_rank_that_raises_is_told_with_its_traceback(command):
+    begin = time.monotonic()
+    code, out, err = command.run(*COPIES, "training.steps=60", "data.fault=raise", "data.step=3", "data.rank=1")
+    assert time.monotonic() - begin < 30
+    run = command.only_run
+    result = run.result()
+    assert (code, result.kind, result.rank, result.exit_code, result.step) == (1, OutcomeKind.CRASH, 1, 1, 2)
+    assert result.cause == "LookupError: a planted fault"
+    assert "in next_batch" in result.traceback
+    assert (run.status().state, run.status().outcome) == ("ended", "crash")
+    # On the terminal the cause and nothing of rank 0, which only lost its peer.
+    assert (out + err).count("Traceback (most recent call last)") == 1
+    assert out.count("LookupError: a planted fault") == 2
+    assert "rank" in out
+    assert "Traceback" in (run.logs / "rank-1.log").read_text()
+    # How long rank 0 took to end after it, by the clocks of both notes.
+    notes = run.failures(1)
+    assert [note.echo for note in notes if note.rank == 0] in ([], [True])
+    assert abs(result.ended - run.status().updated) < 10
+
+
+def test_a_rank_that_is_killed_is_told(command):
+    code, out, err = command.run(*COPIES, "training.steps=60", "data.fault=kill", "data.step=3", "data.rank=1")
+    result = command.only_run.result()
+    # It may have been anybody: nothing shows that memory was short.
+    assert (code, result.kind, result.rank, result.exit_code) == (1, OutcomeKind.CRASH, 1, -9)
+    assert result.cause.startswith("killed by SIGKILL; who sent it is not known")
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_is_ended_and_told_with_its_stack(command):
+    # Long enough for a step on a busy machine.
+    how = ["training.steps=60", "training.step_timeout_seconds=8"]
+    code, _, err = command.run(*COPIES, *how, "data.fault=hang", "data.step=3", "data.rank=1")
+    run = command.only_run
+    result = run.result()
+    assert (code, result.kind, result.rank, result.step) == (71, OutcomeKind.HANG, 1, 2)
+    assert "rank 1 stands in _fail (tests/planted.py:" in result.cause
+    assert "in next_batch" in (run.logs / "rank-1.log").read_text()
+    # Rank 0 has this terminal.
+    assert "most recent call first" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, pytest.param(signal.SIGXCPU, marks=pytest.mark.full)])
+def test_a_schedulers_warning_is_heard_without_a_scheduler_of_ours(command, number):
+    process = command.start("training.steps=600", "data.seconds=0.05")
+    command.reached(2)
+    process.send_signal(number)
+    code, _, err = finished(process)
+    kind = OutcomeKind.PREEMPTED if number == signal.SIGUSR2 else OutcomeKind.WALLTIME
+    assert (code, command.only_run.result().kind, err) == (kind.exit_code, kind, "")
+
+
+@pytest.mark.full
+def test_one_process_that_raises_says_so_once(command):
+    code, out, err = command.run("training.steps=6", "data.fault=raise", "data.step=4")
+    run = command.only_run
+    assert (code, run.result().kind, run.result().rank, run.result().step) == (1, OutcomeKind.CRASH, 0, 3)
+    assert (out + err).count("Traceback (most recent call last)") == 1
+
+
+@pytest.mark.full
+def test_a_run_that_was_killed_goes_on_when_mended(command):
+    how = [*TWO, "training.steps=6", "checkpoint.every=2"]
+    code, _, _ = command.run(*how, "data.fault=kill", "data.step=4")
+    run = command.only_run
+    assert (code, run.result().kind, run.result().rank) == (1, OutcomeKind.CRASH, 0)
+    code, _, err = command.run(*how)
+    assert (code, err) == (0, "")
+    assert run.metrics("attempt")[1]["step"] == 2
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process that its parent is gone")
+def test_a_launcher_that_is_killed_leaves_nobody_behind(command):
+    process = command.start(*TWO, "training.steps=2000", "data.seconds=0.05")
+    run = command.reached(2)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    until(lambda: not any(alive(pid) for pid in ranks), 10)
+    finished(process)
+    # What the ranks still could do for the run, they did.
+    assert run.result().kind is OutcomeKind.PREEMPTED
+    assert run.checkpoints.joinpath(f"step-{run.result().step:08d}", ".metadata").exists()
+
+
+def torchrun():
+    """What starts two ranks instead of titanlab's own launcher."""
+    port = str(local._free_port())
+    return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "titanlab"]
+
+
+def test_ranks_that_torchrun_starts_share_one_run_and_one_attempt(command):
+    """Also where rank 1 is ready long before rank 0 has begun the attempt."""
+    code, out, err = command.run("parallelism=fsdp", "training.steps=4", "data.late=2.5", launcher=torchrun())
+    assert code == 0, err
+    run = command.only_run
+    assert run.attempts() == [1]
+    assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 4)
+    assert steps(run) == [1, 2, 3, 4]
+    assert run.env()["launcher"] == "torchrun"
+    assert run.config(1)["parallelism"]["shard"] == 2
+    assert run.failures(1) == []
+    assert out.count("titanlab · run") == 1
+
+
+@pytest.mark.full
+def test_torchrun_tells_of_a_rank_that_raises_and_goes_on(command):
+    def launch(*overrides):
+        how = ["parallelism=fsdp", "training.steps=6", "checkpoint.every=2"]
+        return command.run(*how, *overrides, launcher=torchrun())
+
+    code, out, err = launch("data.fault=raise", "data.step=4", "data.rank=1")
+    assert code == 1
+    run = command.only_run
+    assert (run.result().kind, run.result().rank, run.attempts()) == (OutcomeKind.CRASH, 1, [1])
+    assert (out + err).count("LookupError: a planted fault") >= 1
+    # Rank 1 finds the first attempt before rank 0 has begun the second.
+    code, out, err = launch("data.late=2.5")
+    assert code == 0, err
+    assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1, 2])
+    assert run.metrics("attempt")[1]["step"] == 2
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_before_it_joins_does_not_keep_the_others_waiting(command):
+    """Rank 0 waits for it in native code, where no signal is heard."""
+    begin = time.monotonic()
+    code, _, _ = command.run(*TWO, "training.steps=6", "data.fault=raise", "data.step=0", "data.rank=1")
+    result = command.only_run.result()
+    assert (code, result.kind, result.rank) == (1, OutcomeKind.CRASH, 1)
+    assert time.monotonic() - begin < 30
+
+
+# The launcher alone, with a shell in the place of the worker
+
+
+@pytest.fixture
+def ranks_run(monkeypatch, tmp_path):
+    """Starts ranks that run a shell's script instead of the worker, and keeps what they print."""
+
+    def start(world, script):
+        monkeypatch.setattr(local, "worker_command", lambda folder: ["/bin/sh", "-c", script])
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        return local.start(tmp_path, attempt=1, world=world, logs=tmp_path / "logs")
+
+    return start
+
+
+# Ten seconds in which signals are heard; then it has failed.
+WAIT = "for each in $(seq 200); do sleep 0.05; done; exit 9"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ranks_that_end_well(ranks_run, tmp_path, world):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR"
+    values = " ".join(f"${name}" for name in names.split())
+    assert ranks_run(world, f'echo "{values}" > {tmp_path}/rank-$RANK; test $MASTER_PORT -gt 1023') == []
+    for rank in range(world):
+        assert (tmp_path / f"rank-{rank}").read_text() == f"{rank} {world} {rank} {world} 127.0.0.1\n"
+    # torch's agent sets handlers of its own.
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_single_rank_that_fails(ranks_run):
+    assert ranks_run(1, "exit 7") == [Failure(rank=0, exit_code=7)]
+    assert ranks_run(1, "kill -9 $$") == [Failure(rank=0, exit_code=-9)]
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", -9)])
+def test_the_first_failure_ends_the_others_and_alone_counts(ranks_run, monkeypatch, script, code):
+    monkeypatch.setattr(local, "GRACE_SECONDS", 1)
+    begin = time.monotonic()
+    failures = ranks_run(3, f'if [ $RANK = 1 ]; then {script}; fi; trap "" TERM; {WAIT}')
+    assert failures == [Failure(rank=1, exit_code=code)]
+    assert time.monotonic() - begin < 8
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_handed_on(ranks_run, tmp_path, world, number):
+    def send():
+        until(lambda: len(list(tmp_path.glob("ready-*"))) == world)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    name = signal.Signals(number).name.removeprefix("SIG")
+    script = f"trap 'exit 0' {name}; touch {tmp_path}/ready-$RANK; {WAIT}"
+    assert ranks_run(world, script) == []
+    sender.join()
+
+
+@pytest.fixture
+def _interruptible():
+    """Ctrl-C is an exception, also where a shell that runs this in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_a_signal_that_comes_before_the_ranks_are_there_waits():
+    got = []
+    with local._signals_handed_on() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert got == []
+        signals.go_to(got.append)
+        assert got == [signal.SIGINT]
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert got == [signal.SIGINT, signal.SIGTERM]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):
+    """To a rank that somebody else started, and that may be earlier than rank 0."""
+    from titanlab.distributed.ranks import Ranks
+
+    given = {"name": "x", "training": {"steps": 3}, "none": None}
+    script = f'test "$2" = - && cat > {tmp_path}/given'
+    monkeypatch.setattr(local, "worker_command", lambda folder: ["/bin/sh", "-c", script, "sh", str(folder)])
+    place = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="a", port=1, started_by="torchrun")
+    assert local.start_one(tmp_path, place, config=given) == []
+    assert json.loads((tmp_path / "given").read_text()) == given
+
+
+def workers(parent):
+    """Processes of ranks below a process, by rank."""
+    found = {}
+    for pid in children(parent):
+        found |= workers(pid)
+        with contextlib.suppress(OSError):
+            if b"titanlab.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                (rank,) = [entry.removeprefix(b"RANK=") for entry in entries if entry.startswith(b"RANK=")]
+                found[int(rank)] = pid
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["local", "torchrun"])
+def test_a_rank_that_is_stopped_is_the_one_that_is_named(command, rank, how):
+    given = ["training.steps=2000", "data.seconds=0.05", "training.step_timeout_seconds=8", "parallelism=ddp"]
+    if how == "local":
+        process = command.start(*given, "world=2")
+    else:
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "titanlab")
+        process = command.start(*given, launcher=launcher)
+    run = command.reached(3)
+    ranks = workers(process.pid)
+    os.kill(ranks[rank], signal.SIGSTOP)
+    process.communicate(timeout=180)
+    result = run.result()
+    assert (result.kind, result.rank, result.echo) == (OutcomeKind.HANG, rank, False)
+    assert f": rank {rank} does not answer: its process is stopped (SIGSTOP); steps before it took" in result.cause
+    assert result.cause.endswith("training.step_timeout_seconds=8")
+    assert [pid for pid in ranks.values() if alive(pid)] == []

@@ -1,0 +1,53 @@
+"""Which rank a task of srun is."""
+
+import pytest
+
+from titanlab.errors import ConfigError
+from titanlab.launch.launchers import joined
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_ID": "123",
+}
+
+
+def test_a_slurm_step_is_joined():
+    ranks = joined(SRUN)
+    assert (ranks.rank, ranks.world, ranks.local_rank, ranks.local_world) == (4, 6, 0, 2)
+    assert (ranks.address, ranks.port) == ("gpu03", 20_123)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},  # the script of sbatch
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
+    ],
+)
+def test_a_process_on_its_own_joins_nothing(environ):
+    assert joined(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("n1", "n1"), ("a1,b2", "a1"), ("gpu[03-07,12]", "gpu03"), ("n-[1,3]", "n-1")]
+)
+def test_the_first_host_of_a_list_is_found(nodes, host):
+    assert joined({**SRUN, "SLURM_STEP_NODELIST": nodes}).address == host
+
+
+def test_torchrun_comes_before_the_step_that_it_was_started_in():
+    assert joined({**SRUN, **TORCHRUN}).started_by == "torchrun"
+    assert joined(SRUN).started_by == "slurm"
+
+
+def test_a_broken_environment_is_named():
+    with pytest.raises(ConfigError, match="RANK=6: must lie in"):
+        joined({**SRUN, "SLURM_PROCID": "6"})

@@ -1,0 +1,11 @@
+from titanlab.terminal.paths import shown_path
+
+
+def test_a_path_is_shown_from_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "here" / "runs").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    assert shown_path(tmp_path / "here" / "runs") == "runs"
+    assert shown_path(tmp_path / "elsewhere") == str(tmp_path / "elsewhere")
+    # The current folder's name is the real one, whatever link led to it.
+    assert (tmp_path / "here" / shown_path(tmp_path / "link" / "runs")).resolve() == tmp_path / "here" / "runs"

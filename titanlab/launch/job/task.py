@@ -1,0 +1,225 @@
+"""What every task of a job runs: `python -m titanlab.launch.job.task SWEEP TOKEN [INDEX]`, once a rank.
+
+It starts the rank's worker as a child and imports no torch itself. Rank 0 claims the run, begins the attempt, tells the
+others where to meet, and sees to it that there is a result; each sees to its own worker. Without an index the job's
+place in its array is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from titanlab.checkpoint.folders import latest
+from titanlab.data import source
+from titanlab.distributed.host import check_host, this_host
+from titanlab.errors import TitanlabError
+from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
+from titanlab.launch.child import Child
+from titanlab.launch.contract import LaunchConfig
+from titanlab.launch.job import rendezvous
+from titanlab.launch.job.job import Job, hearing, say, submitted
+from titanlab.launch.job.place import address_of, free_port
+from titanlab.launch.job.precheck import check_code, claim_run
+from titanlab.launch.job.rank_watch import RankWatch, await_result, settle
+from titanlab.launch.job.rendezvous import Rendezvous
+from titanlab.launch.job.requeue import requeue, requeue_after
+from titanlab.launch.job.stop_file import meaning, read_stop, write_stop
+from titanlab.launch.launchers import launcher_named
+from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
+from titanlab.records.run_folder import open_run
+from titanlab.system.atomic_file import write_json
+from titanlab.system.disk import disk_fault
+
+CLAIM_SECONDS = 3.0
+# Of one that was put back into the queue: the processes of its last start may take a moment to go.
+CLAIM_AGAIN_SECONDS = 30.0
+# ... and if their node is dead, a file server keeps its locks for a lease, 90 s for NFS, and some time of grace.
+CLAIM_DEAD_SECONDS = 150.0
+# For rank 0 to find out what a signal means, before another one does.
+MEANING_SECONDS = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank. Returns the exit code: the outcome's, so that the scheduler knows a failure for one."""
+    folder, token, *rest = sys.argv[1:] if arguments is None else arguments
+    with hearing() as heard:
+        try:
+            submission = submitted(Path(folder), token)
+            place = launcher_named(submission.launcher).place_in(os.environ)
+            index = int(rest[0]) if rest else place.index or 0
+            run = open_run(Path(folder) / submission.runs[index])
+            code, launch = Path(folder) / submission.code, submission.launch
+            job = Job(run=run, place=place, token=token, index=index, launch=launch, code=code, heard=heard)
+            if job.leads and place.index is not None and not place.restart and len(submission.runs) > 1:
+                name = submission.job_name(Path(folder).name, index)
+                # Beside everything else: a controller that is busy answers late.
+                threading.Thread(target=job.launcher.name_job, args=(place, name), name="job-name", daemon=True).start()
+            return _lead(job) if job.leads else _follow(job)
+        except TitanlabError as error:
+            say(f"error: {error}")
+            return error.exit_code
+        except OSError as error:
+            fault = disk_fault(error)
+            if fault is None:
+                raise
+            say(f"error: {fault}")
+            return OutcomeKind.CRASH.exit_code
+
+
+def _lead(job: Job) -> int:
+    """Rank 0: keep the record."""
+    if job.is_done():
+        return _nothing_to_do(job, "is done")
+    goes_on = job.goes_on
+    with contextlib.ExitStack() as stack:
+        seconds = CLAIM_DEAD_SECONDS if goes_on else CLAIM_AGAIN_SECONDS if job.place.restart else CLAIM_SECONDS
+        refused = claim_run(job.run, stack, seconds=seconds, is_ending=lambda: bool(job.heard))
+        if refused is not None and not goes_on:
+            # Another job has it: whatever there is to do, it does.
+            say(f"{job.run.path.name} {refused}: nothing is done twice")
+            return _nothing_to_do(job, refused)
+        if refused is not None:
+            # Its own earlier start has, which is dead: nobody else goes on with it.
+            say(f"{job.run.path.name} {refused}, from an earlier start of this job")
+            if not job.heard:
+                requeue(job)
+            return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code)
+        if job.is_done():
+            return _nothing_to_do(job, "is done")
+        before = latest(job.run.checkpoints)
+        outcome = _attempted(job)
+        say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
+        requeue_after(job, outcome, came_on=latest(job.run.checkpoints) != before)
+    return _exit_code(outcome)
+
+
+def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
+    """Tell the other ranks that there will be no attempt. Returns the exit code."""
+    rendezvous.publish(job.run, Rendezvous(start=job.start, reason=reason))
+    return code
+
+
+def _attempted(job: Job) -> Outcome:
+    """One attempt at a claimed run, from its beginning to its result."""
+    run, place = job.run, job.place
+    config = run.config()
+    if job.launch:
+        config["launch"] = dict(job.launch)
+    try:
+        if job.code is not None:
+            check_code(job.code)
+        recipe = from_mapping(config)
+        address = address_of(job.launcher, place, os.environ)
+        missed = missed_checkpoint(run)
+        if missed is not None:
+            say(missed)
+        attempt = begin(run, recipe, this_host(), started_by=place.launcher)
+    except Exception as error:
+        # It is the run's end all the same, and the other ranks wait to be told.
+        attempt = run.begin_attempt(config, None)
+        write_json(run.attempt_folder(attempt) / "job.json", job.facts())
+        outcome = from_exception(error, rank=0, attempt=attempt)
+        run.write_result(outcome)
+        rendezvous.publish(run, Rendezvous(start=job.start, attempt=attempt))
+        return outcome
+    write_json(run.attempt_folder(attempt) / "job.json", job.facts())
+    there = Rendezvous(start=job.start, attempt=attempt, address=address, port=free_port(os.environ))
+    rendezvous.publish(run, there)
+    where = ", ".join(place.nodes)
+    say(f"{run.path.name}, attempt {attempt}: {place.ranks.world} processes on {where}, job {place.job_id}")
+    code = _watched(job, recipe, there)
+    if run.result(attempt) is None:
+        settle(run, attempt, place.ranks.world)
+    return run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
+
+
+def _follow(job: Job) -> int:
+    """Every other rank: join the attempt that rank 0 has begun."""
+    if job.is_done():
+        return 0
+    there = rendezvous.wait(job.run, job.start)
+    if there.reason:
+        say(f"{job.run.path.name} {there.reason}: nothing is done twice")
+        return 0
+    code = _watched(job, from_mapping(job.run.config(there.attempt)), there) if there.port else 1
+    # Whoever leaves before the end is recorded may have the scheduler end rank 0, which records it.
+    outcome = await_result(job.run, there.attempt, job.place.ranks.world)
+    return code if outcome is None else _exit_code(outcome)
+
+
+def _watched(job: Job, recipe: Recipe, there: Rendezvous) -> int:
+    """Run this rank's worker to its end. Returns its exit code; if that is bad, there is a note of why."""
+    run, ranks = job.run, replace(job.place.ranks, address=there.address, port=there.port)
+    attempt = run.attempt_folder(there.attempt)
+    launch: LaunchConfig = recipe.launch
+    try:
+        if job.code is not None:
+            check_code(job.code)
+        cluster = recipe.cluster
+        check_host(this_host(), accelerator=cluster.accelerator, device=cluster.device, processes=ranks.local_world)
+        if job.leads:
+            source.prepare(recipe.data, report=say)
+            keep_tokenizer(run, recipe)
+        child = Child(
+            run.path,
+            ranks,
+            attempt=there.attempt,
+            config=run.config(there.attempt),
+            log=run.logs / f"rank-{ranks.rank}.log",
+            environment=_environment(job, launch),
+        )
+    except Exception as error:
+        note = from_exception(error, rank=ranks.rank, attempt=there.attempt)
+        run.write_failure(note)
+        if note.traceback:
+            traceback.print_exception(error)
+        return note.exit_code or 1
+    return RankWatch(
+        run,
+        there.attempt,
+        child,
+        rank=ranks.rank,
+        world=ranks.world,
+        hear=lambda: _hear(job, attempt, launch.signal_seconds),
+        is_hurried=lambda: job.is_hurried,
+    ).to_end()
+
+
+def _hear(job: Job, attempt: Path, signal_seconds: float) -> None:
+    """Find out what the signals of this process mean, if nobody has, and write it down for all ranks."""
+    asked = job.run.asked_to_cancel() if job.leads or job.heard else None
+    if not job.heard and asked is None:
+        return
+    number, when = job.heard[0] if job.heard else (int(signal.SIGTERM), time.monotonic())
+    late = time.monotonic() - when > MEANING_SECONDS
+    if read_stop(attempt) is None and (job.leads or late):
+        reason = meaning(number, job.launcher, job.place, signal_seconds=signal_seconds, cancelled_by=asked)
+        stands = write_stop(attempt, reason)
+        say(f"{stands.kind.value}: {stands.cause}; the ranks are told to save and end")
+
+
+def _environment(job: Job, launch: LaunchConfig) -> dict[str, str]:
+    """Variables for the worker: the cores that this task was given, where nobody else says how many."""
+    cores = job.launcher.cores(os.environ)
+    if cores is None or "OMP_NUM_THREADS" in os.environ or launch.threads is not None:
+        return {}
+    return {"OMP_NUM_THREADS": str(cores)}
+
+
+def _exit_code(outcome: Outcome) -> int:
+    wrong = OutcomeKind.INFEASIBLE.exit_code
+    return wrong if outcome.exit_code == wrong else outcome.kind.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

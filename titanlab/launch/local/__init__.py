@@ -1,0 +1,1 @@
+"""launch=local: jobs of this host."""

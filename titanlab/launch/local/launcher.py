@@ -1,0 +1,116 @@
+"""launch=local: runs of a sweep wait for a supervisor on this host; a single run is started at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from titanlab.distributed.ranks import Ranks, number
+from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, Place
+from titanlab.launch.local import ranks
+from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
+from titanlab.launch.local.wake import KIND, LOCK, wake
+from titanlab.launch.submission import Submission
+from titanlab.records.claim import is_claimed
+from titanlab.records.run_folder import RunFolder
+
+
+class LocalLauncher(Launcher):
+    """Processes on this host."""
+
+    def submit(self, sweep: Path, submission: Submission) -> str:
+        """The submission's file is the queue, which the supervisor reads."""
+        return submission.token
+
+    def find(self, sweep: Path, submission: Submission) -> str | None:
+        """The token: what has a file is in the queue."""
+        return submission.token
+
+    def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
+        """By the supervisor's notes and the locks of live processes."""
+        return {
+            (submission.token, index): _state(sweep, submission, index)
+            for submission in submitted
+            for index in range(len(submission.runs))
+        }
+
+    def cancel(
+        self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
+    ) -> None:
+        """Signal jobs that run, and note those that wait as cancelled."""
+        for submission, index in jobs:
+            _cancel(sweep, submission, index, report)
+
+    def wake(self, sweep: Path) -> bool:
+        """Start the supervisor."""
+        return wake(sweep)
+
+    def place_in(self, environ: Mapping[str, str]) -> Place:
+        """The place that submitit's controller gave; without one, the process is a job of its own."""
+        if environ.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_JOB_ID" in environ:
+            job, given = environ["SUBMITIT_LOCAL_JOB_ID"], _ranks(environ)
+        else:
+            job, given = str(os.getpid()), _ranks({})
+        return Place(launcher=KIND, job_id=job, raw_job_id=job, ranks=given, nodes=(socket.gethostname(),))
+
+    def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
+        """Start the ranks of one run, and wait for them."""
+        return ranks.start(folder, attempt=attempt, world=world, logs=logs)
+
+
+def _ranks(environ: Mapping[str, str]) -> Ranks:
+    """The rank of a task of submitit's controller, which knows one host only."""
+    world, rank = number(environ, "SUBMITIT_LOCAL_NTASKS", 1), number(environ, "SUBMITIT_LOCAL_GLOBALID", 0)
+    local_rank = number(environ, "SUBMITIT_LOCAL_LOCALID", 0)
+    return Ranks(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=world,
+        address="127.0.0.1",
+        port=0,
+        started_by=KIND,
+    )
+
+
+def _state(sweep: Path, submission: Submission, index: int) -> JobState:
+    job, run = local_job(sweep, submission.token, index), RunFolder(sweep / submission.runs[index])
+    is_working = run.is_claimed()
+    if job is None:
+        return JobState(state="running" if is_working else "pending", job_id=submission.token)
+    elapsed = None if job.started is None else (job.ended or time.time()) - job.started
+    if is_working or job.is_alive(run):
+        state = "running"
+    elif job.state == "starting":
+        # If its supervisor died before there was a process, the next one starts it.
+        state = "running" if is_claimed(sweep, file=LOCK) else "pending"
+    else:
+        state = "ended"
+    return JobState(
+        state=state,
+        raw=job.state,
+        elapsed_seconds=elapsed,
+        nodes=(job.host,),
+        job_id=submission.job_id or submission.token,
+    )
+
+
+def _cancel(sweep: Path, submission: Submission, index: int, report: Callable[[str], None]) -> None:
+    name = submission.runs[index]
+    job, run = local_job(sweep, submission.token, index), RunFolder(sweep / name)
+    if job is None or (job.state == "starting" and job.pid is None):
+        write_local_job(sweep, submission.token, index, LocalJob(state="cancelled", ended=time.time()))
+    elif not job.is_here and not job.is_alive(run):
+        # Nobody else will note that it has ended.
+        write_local_job(sweep, submission.token, index, replace(job, state="ended", ended=time.time()))
+    elif not job.is_here:
+        report(f"{name} runs on {job.host}: cancel it there")
+    elif job.is_alive(run) and job.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job.pid, signal.SIGTERM)

@@ -1,0 +1,218 @@
+"""Ranks as processes of this host.
+
+Several ranks are started and watched by the process layer of torch's elastic agent. A single rank is a
+plain child process: it spares the parent the import of torch, which is half of a short run's start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from titanlab.distributed.ranks import Ranks
+from titanlab.distributed.silence import end_if_silent, note_silent_ranks
+from titanlab.distributed.stop import STOP_SIGNALS, handlers_kept
+from titanlab.launch.contract import Failure
+from titanlab.records.run_folder import RunFolder
+
+POLL_SECONDS = 0.1
+# For the other ranks, once one has failed.
+GRACE_SECONDS = 5
+
+
+def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
+    """Run `titanlab.worker FOLDER` as `world` ranks and wait for their end.
+
+    Rank 0 has this terminal; the others write to `logs/rank-N.log`. SIGINT, SIGTERM and a scheduler's warnings are
+    handed on: the ranks agree on a step, save, and end.
+
+    Returns:
+        the ranks that ended badly, by rank. What each of them had to say is in the run's folder.
+    """
+    port = _free_port()
+    places = [
+        Ranks(
+            rank=rank,
+            world=world,
+            local_rank=rank,
+            local_world=world,
+            address="127.0.0.1",
+            port=port,
+            started_by="local",
+        )
+        for rank in range(world)
+    ]
+    return start_one(folder, places[0], attempt=attempt) if world == 1 else _start_many(folder, places, attempt, logs)
+
+
+def start_one(
+    folder: Path, ranks: Ranks, *, attempt: int | None = None, config: Mapping[str, Any] | None = None
+) -> list[Failure]:
+    """Run the worker as one given rank, whose peers somebody else starts or which has none.
+
+    Args:
+        attempt: that has begun, if every rank is told; None: the ranks agree on it.
+        config: the recipe as plain values, for a rank that may start before rank 0 has begun the attempt whose
+            config.yaml it would read.
+    """
+    begin = time.time()
+    with _signals_handed_on() as signals:
+        child = subprocess.Popen(
+            [*worker_command(folder), *(["-"] if config else [])],
+            env={**os.environ, **worker_environment(ranks, attempt)},
+            stdin=subprocess.PIPE if config else None,
+            start_new_session=True,
+        )
+        signals.go_to(child.send_signal)
+        if config:
+            _give(child, f"{json.dumps(config)}\n")
+        if ranks.world > 1:
+            end_if_silent(RunFolder(folder), ranks.rank, child, since=begin)
+        child.wait()
+    return [Failure(rank=ranks.rank, exit_code=child.returncode)] if child.returncode else []
+
+
+def _give(child: subprocess.Popen[bytes], line: str) -> None:
+    """Write a line into a child's input, and close it."""
+    assert child.stdin is not None
+    # Dead already: its exit code will say so.
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(line.encode())
+        child.stdin.close()
+
+
+def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> list[Failure]:
+    # Here, and not at the top: it imports torch.
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, start_processes
+
+    # Our own lines say what happened; the agent's would say it again for every rank.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    ranks = range(len(places))
+    executable, *arguments = worker_command(folder)
+    begin = time.time()
+
+    class OwnStreams(LogsSpecs):
+        """No redirection: the agent would open a log anew for each attempt, and twice, for output and errors."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            nothing = dict.fromkeys(ranks, "")
+            errors = {rank: str(logs / f"rank-{rank}.error.json") for rank in ranks}
+            return LogsDest(nothing, dict(nothing), dict(nothing), dict(nothing), errors)
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(logs)
+
+    own_log = {rank: {"TITANLAB_LOG": str(logs / f"rank-{rank}.log")} if rank else {} for rank in ranks}
+    with _signals_handed_on() as signals:
+        context = start_processes(
+            name="rank",
+            entrypoint=executable,
+            args={rank: tuple(arguments) for rank in ranks},
+            envs={rank: worker_environment(places[rank], attempt) | own_log[rank] for rank in ranks},
+            logs_specs=OwnStreams(),
+        )
+        pids = context.pids()
+        # The agent has set handlers of its own meanwhile, which raise.
+        signals.go_to(lambda number: _send(pids.values(), number))
+        # The agent alone would give the others 30 s after the first failure, and count them as failed too.
+        failed = _wait_for_failure(pids)
+        if failed:
+            others = {rank: pid for rank, pid in pids.items() if rank not in failed}
+            note_silent_ranks(RunFolder(folder), others, since=begin, seconds=GRACE_SECONDS)
+            context.close(timeout=GRACE_SECONDS)
+        result = context.wait()
+    failures = result.failures if result is not None else {}
+    return [
+        Failure(rank=rank, exit_code=failure.exitcode)
+        for rank, failure in sorted(failures.items())
+        if rank in failed or not failed
+    ]
+
+
+def worker_command(folder: Path) -> list[str]:
+    """What starts one rank."""
+    return [sys.executable, "-m", "titanlab.worker", str(folder)]
+
+
+def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
+    """What a rank that this process starts finds in its environment.
+
+    Args:
+        attempt: of the run, if all of its ranks are told.
+    """
+    own = {"TITANLAB_PARENT": str(os.getpid())}
+    return ranks.environment() | own | ({} if attempt is None else {"TITANLAB_ATTEMPT": str(attempt)})
+
+
+def _send(pids: Iterable[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _wait_for_failure(pids: Mapping[int, int]) -> set[int]:
+    """Wait until ranks have ended badly, which are returned, or all have ended well.
+
+    They stay to be waited for. Where that cannot be asked (macOS) it returns at once.
+    """
+    running, failed = dict(pids), set[int]()
+    while running and not failed and hasattr(os, "waitid"):
+        for rank, pid in list(running.items()):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                del running[rank]
+                if ended.si_status != 0:
+                    failed.add(rank)
+        time.sleep(POLL_SECONDS)
+    return failed
+
+
+class _Signals:
+    """Wishes to stop on their way to the ranks; those that come before there are any wait."""
+
+    def __init__(self) -> None:
+        self._waiting: list[int] = []
+        self._send: Callable[[int], None] | None = None
+        self.catch()
+
+    def catch(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handler)
+
+    def go_to(self, send: Callable[[int], None]) -> None:
+        """Say who gets them."""
+        self._send = send
+        self.catch()
+        while self._waiting:
+            send(self._waiting.pop(0))
+
+    def _handler(self, number: int, frame: FrameType | None) -> None:
+        if self._send is None:
+            self._waiting.append(number)
+        else:
+            self._send(number)
+
+
+@contextlib.contextmanager
+def _signals_handed_on() -> Iterator[_Signals]:
+    """Hand wishes to stop on instead of dying of them; afterwards all handlers are what they were."""
+    with handlers_kept((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
+        yield _Signals()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

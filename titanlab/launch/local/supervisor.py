@@ -1,0 +1,287 @@
+"""`python -m titanlab.launch.local.supervisor FOLDER`: runs a sweep's jobs on this host, in order, a few at once.
+
+It is started by a submission and ends with the last job. Killed, it leaves its jobs running; the next one finds them by
+what is noted beside the submissions, and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from titanlab.distributed.host import cores, this_host
+from titanlab.distributed.stop import handled
+from titanlab.errors import ConfigError
+from titanlab.launch.local.job_start import controller_of, start
+from titanlab.launch.local.local_job import LocalJob, born_at, local_job, write_local_job
+from titanlab.launch.local.wake import LOCK, local_submissions
+from titanlab.launch.shape import local_processes
+from titanlab.launch.submission import Submission, claim_sweep
+from titanlab.records.claim import claimed
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.disk import disk_fault
+from titanlab.terminal.numerals import counted
+
+_POLL_SECONDS = 0.2
+_PATIENCE_SECONDS = 1.0
+# Between two looks at a full disk.
+_FULL_DISK_SECONDS = 5.0
+# A job that was being started when a supervisor died has left a trace of itself by then.
+_SETTLED_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One run's place in a submission."""
+
+    submission: Submission
+    index: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.submission.token, self.index
+
+    @property
+    def run(self) -> str:
+        return self.submission.runs[self.index]
+
+    @property
+    def room(self) -> int:
+        """Processes at once, of all jobs."""
+        return local_processes(self.submission.launch.get("at_once"))
+
+    @property
+    def processes(self) -> int:
+        return self.submission.shape.processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    """A job that has been started, by this supervisor or by one before it."""
+
+    job: _Job
+    record: LocalJob
+    process: subprocess.Popen[bytes] | None
+    devices: tuple[str, ...] = ()
+
+
+class Supervisor:
+    """The jobs of one sweep on this host.
+
+    Args:
+        sweep: its folder.
+        devices: names of the accelerators that jobs share, as CUDA_VISIBLE_DEVICES takes them; None: this host's.
+    """
+
+    def __init__(self, sweep: Path, *, devices: Sequence[str] | None = None) -> None:
+        self._sweep = sweep
+        self._devices = tuple(visible_devices(os.environ) if devices is None else devices)
+        self._running: dict[tuple[str, int], _Running] = {}
+        self._waiting: list[_Job] = []
+        self._seen: set[str] = set()
+        self._ending = False
+
+    def run(self, lock: contextlib.ExitStack) -> None:
+        """Run jobs until all have ended; then give the lock back.
+
+        Args:
+            lock: given back while the sweep is held, so that a submission finds either this supervisor, which will
+                see it, or none.
+        """
+        while not (self._ending and not self._running):
+            try:
+                self._collect()
+                self._read_submissions()
+            except OSError as error:
+                # Nothing can be noted on a full disk: jobs that run go on, and none is started until there is room.
+                fault = disk_fault(error)
+                if fault is None:
+                    raise
+                _say(fault)
+                time.sleep(_FULL_DISK_SECONDS)
+                continue
+            if self._waiting and not self._ending and self._has_room(self._waiting[0]):
+                self._start(self._waiting[0])
+            elif self._waiting or self._running:
+                time.sleep(_POLL_SECONDS)
+            elif self._is_over(lock):
+                _say("all jobs have ended")
+                return
+        _say("told to end; what waits stays in the queue")
+
+    def end(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM: ask all jobs to save and end, and start no more."""
+        self._ending = True
+        for running in self._running.values():
+            record = running.record
+            # Another host's number may be any process of this one.
+            if record.is_here and record.is_alive(self._run(running.job)) and record.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(record.pid, signal.SIGTERM)
+
+    def _is_over(self, lock: contextlib.ExitStack) -> bool:
+        with contextlib.suppress(ConfigError), claim_sweep(self._sweep):
+            self._read_submissions()
+            if not self._waiting and not self._running:
+                lock.close()
+                return True
+        return False
+
+    def _read_submissions(self) -> None:
+        """Read what has been submitted: jobs that wait, in order, and those that an earlier supervisor has left."""
+        tokens = {path.stem for path in (self._sweep / "submissions").glob("*.json")}
+        if tokens == self._seen:
+            return
+        self._seen = tokens
+        self._waiting = []
+        submitted = local_submissions(self._sweep)
+        for job in (_Job(submission=s, index=index) for s in submitted for index in range(len(s.runs))):
+            record = local_job(self._sweep, *job.key)
+            if record is None:
+                self._waiting.append(job)
+            elif record.state in ("starting", "running") and job.key not in self._running:
+                self._take_over(job, record)
+
+    def _take_over(self, job: _Job, record: LocalJob) -> None:
+        if record.state == "starting":
+            pid = self._left_by(job, record)
+            if pid is None and not self._run(job).is_claimed():
+                # Its supervisor died before there was a process.
+                self._waiting.append(job)
+                return
+            record = replace(record, state="running", pid=pid, born=None if pid is None else born_at(pid))
+            write_local_job(self._sweep, *job.key, record)
+        _say(f"{job.run} was started by an earlier supervisor")
+        self._running[job.key] = _Running(job=job, record=record, process=None, devices=record.devices)
+
+    def _left_by(self, job: _Job, record: LocalJob) -> int | None:
+        """The controller that a supervisor has started just before it died, once there has been time to see it."""
+        while (pid := controller_of(self._sweep, *job.key)) is None:
+            if time.time() - (record.started or 0.0) >= _SETTLED_SECONDS:
+                break
+            time.sleep(_POLL_SECONDS)
+        return pid
+
+    def _collect(self) -> None:
+        """Note the ends of jobs."""
+        for key, running in list(self._running.items()):
+            run, process = self._run(running.job), running.process
+            alive = running.record.is_alive(run) if process is None else process.poll() is None
+            # Killed controllers leave their tasks behind, which hold the run.
+            if alive or run.is_claimed():
+                continue
+            noted = local_job(self._sweep, *key) or running.record
+            write_local_job(self._sweep, *key, replace(noted, state="ended", ended=time.time()))
+            del self._running[key]
+            _say(f"{running.job.run} has ended")
+
+    def _has_room(self, job: _Job) -> bool:
+        """Whether a job may start now: in order, and alone if it is larger than all the room there is."""
+        used = sum(running.job.processes for running in self._running.values())
+        wanted = min(job.submission.shape.gpus_per_node, len(self._devices))
+        return (used == 0 or used + job.processes <= job.room) and wanted <= len(self._free_devices())
+
+    def _free_devices(self) -> list[str]:
+        taken = {device for running in self._running.values() for device in running.devices}
+        return [device for device in self._devices if device not in taken]
+
+    def _start(self, job: _Job) -> None:
+        """Start the first job that waits, unless it has been cancelled."""
+        devices = tuple(self._free_devices()[: job.submission.shape.gpus_per_node])
+        try:
+            # A person who cancels holds the sweep as well.
+            with claim_sweep(self._sweep, patience_seconds=_PATIENCE_SECONDS):
+                if not self._is_wanted(job):
+                    self._waiting.remove(job)
+                    return
+                record = LocalJob(state="starting", started=time.time(), devices=devices)
+                # Where that cannot be noted nothing is started: it would be started twice.
+                write_local_job(self._sweep, *job.key, record)
+                process = start(self._sweep, job.submission, job.index, devices, variables=_threads(job))
+                record = replace(record, state="running", pid=process.pid, born=born_at(process.pid))
+                with contextlib.suppress(OSError):
+                    write_local_job(self._sweep, *job.key, record)
+        except ConfigError:
+            return  # Somebody submits just now; the next look is soon.
+        except OSError as error:
+            fault = disk_fault(error)
+            if fault is None:
+                raise
+            _say(f"{job.run} is not started: {fault}")
+            time.sleep(_FULL_DISK_SECONDS)
+            return
+        self._waiting.remove(job)
+        self._running[job.key] = _Running(job=job, record=record, process=process, devices=devices)
+        _say(f"{job.run} is started: {counted(job.processes, 'rank')}, controller {process.pid}")
+
+    def _is_wanted(self, job: _Job) -> bool:
+        noted = local_job(self._sweep, *job.key)
+        if noted is not None and noted.state != "starting":
+            return False
+        try:
+            result = self._run(job).result()
+        except ConfigError as error:
+            # The jobs of other runs go on.
+            _say(f"{job.run} is not started: {error}")
+            write_local_job(self._sweep, *job.key, LocalJob(state="ended", ended=time.time()))
+            return False
+        if self._run(job).path.is_dir() and (result is None or result.kind is not OutcomeKind.DONE):
+            return True
+        write_local_job(self._sweep, *job.key, LocalJob(state="ended", ended=time.time()))
+        return False
+
+    def _run(self, job: _Job) -> RunFolder:
+        return RunFolder(self._sweep / job.run)
+
+
+def visible_devices(environ: Mapping[str, str]) -> list[str]:
+    """The accelerators that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    host = this_host()
+    if host.accelerator != "cuda":
+        return []
+    wanted = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    return wanted[: host.count] if wanted else [str(number) for number in range(host.count)]
+
+
+def _threads(job: _Job) -> dict[str, str]:
+    """One share of the cores for every process of a sweep, whatever else runs: so that layouts can be compared."""
+    if "OMP_NUM_THREADS" in os.environ or job.submission.launch.get("threads") is not None:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores() // max(job.room, job.processes)))}
+
+
+def _say(text: str) -> None:
+    # A log on a full disk loses lines; jobs must not be lost with them.
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the jobs of the sweep in a folder. Returns 0, also where another supervisor is there already."""
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    sweep = Path(path)
+    supervisor = Supervisor(sweep)
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(claimed(sweep, "sweep", file=LOCK))
+        except ConfigError:
+            return 0
+        _say(f"supervisor {os.getpid()} of {sweep.name}")
+        # A shell that starts something in the background has it ignore SIGINT; its children should not.
+        with handled((signal.SIGTERM, signal.SIGINT), supervisor.end):
+            supervisor.run(lock)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

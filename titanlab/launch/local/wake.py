@@ -1,0 +1,62 @@
+"""Sweeps on this host: the supervisor is started where there is work, and lives on when this process ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from titanlab.distributed.ranks import MEETING
+from titanlab.launch.local.local_job import local_job
+from titanlab.launch.submission import Submission, jobs_folder, submissions
+from titanlab.records.claim import is_claimed
+
+KIND = "local"
+# Held by the sweep's supervisor.
+LOCK = ".supervisor"
+LOG = "supervisor.log"
+
+
+def local_submissions(sweep: Path) -> list[Submission]:
+    """What was submitted to this launcher, oldest first."""
+    return [submission for submission in submissions(sweep) if submission.launcher == KIND]
+
+
+def has_work(sweep: Path) -> bool:
+    """Whether a run of the sweep waits for its turn on this host, or runs without a supervisor."""
+    for submission in local_submissions(sweep):
+        for index in range(len(submission.runs)):
+            job = local_job(sweep, submission.token, index)
+            if job is None or job.state in ("starting", "running"):
+                return True
+    return False
+
+
+def wake(sweep: Path) -> bool:
+    """Start the sweep's supervisor unless it runs or has nothing to do. Returns whether it was started.
+
+    One that runs sees what has been submitted: before it ends it looks again, while it holds the sweep.
+    """
+    if is_claimed(sweep, file=LOCK) or not has_work(sweep):
+        return False
+    newest = local_submissions(sweep)[-1]
+    jobs_folder(sweep).mkdir(exist_ok=True)
+    command = [sys.executable, "-P", "-m", "titanlab.launch.local.supervisor", str(sweep)]
+    environment = {**os.environ, **python_environment(sweep, newest)}
+    # The shell ends at once: the supervisor has no parent that waits for it, and no terminal.
+    subprocess.run(
+        ["sh", "-c", 'exec "$@" < /dev/null >> "$0" 2>&1 &', str(jobs_folder(sweep) / LOG), *command],
+        check=True,
+        start_new_session=True,
+        env={name: value for name, value in environment.items() if name not in MEETING},
+    )
+    return True
+
+
+def python_environment(sweep: Path, submission: Submission) -> dict[str, str]:
+    """Variables with which Python runs a submission's snapshot, before whatever else a person has on its path."""
+    own = submission.environment(sweep)
+    there = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in there if path and not path.startswith(str(sweep / "code") + os.sep)]
+    return {**own, "PYTHONPATH": os.pathsep.join([own["PYTHONPATH"], *others])}

@@ -1,0 +1,1 @@
+"""launch=slurm: jobs of a Slurm cluster."""

@@ -1,0 +1,41 @@
+"""How jobs ended, in Slurm's words for their states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from titanlab.launch.contract import JobEnd, JobState
+from titanlab.records.outcome import OutcomeKind
+
+# The reason of a job that sbatch was refused: no node can ever have what it asks for.
+REFUSED = "BadConstraints"
+_WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
+    "TIMEOUT": (OutcomeKind.WALLTIME, "the job's time limit was reached before it could save"),
+    "DEADLINE": (OutcomeKind.WALLTIME, "the job's deadline was reached before it could save"),
+    "NODE_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job failed"),
+    "BOOT_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job could not be started"),
+    "OUT_OF_MEMORY": (OutcomeKind.OOM, "the job had more memory than it was given"),
+    "CANCELLED": (OutcomeKind.CANCELLED, "the job was cancelled"),
+    "PREEMPTED": (OutcomeKind.PREEMPTED, "the job was preempted before it could save"),
+    "REVOKED": (OutcomeKind.CANCELLED, "the job was revoked"),
+}
+
+
+def end_of(state: JobState) -> JobEnd | None:
+    """Why a job ended, where the word for its state says so by itself."""
+    known = _WORDS.get(state.raw or "")
+    return JobEnd(kind=known[0], cause=known[1]) if known is not None else None
+
+
+def end_in_queue(state: JobState) -> JobEnd | None:
+    """Why a job that never started ended, where Slurm's word says enough."""
+    if state.raw in ("CANCELLED", "REVOKED"):
+        return JobEnd(kind=OutcomeKind.CANCELLED, cause="the job was cancelled before it started")
+    if state.raw == "DEADLINE":
+        return JobEnd(kind=OutcomeKind.WALLTIME, cause="the job's deadline passed before it started")
+    if state.raw == "FAILED":
+        # No node of the cluster can ever run such a job.
+        kind = OutcomeKind.INFEASIBLE if state.reason == REFUSED else OutcomeKind.CRASH
+        cause = f"Slurm failed the job before it started: {state.reason or 'it gives no reason'}"
+        return JobEnd(kind=kind, cause=cause)
+    return None

@@ -1,0 +1,119 @@
+"""What a process of a job asks Slurm: its place, the meaning of a signal, a new start, an address.
+
+Slurm sends the same signals for a preemption, a time limit and a cancellation. Of Slurm 22.05, by experiment: during
+the grace time of a preemption `PreemptTime` is set; a job that is put back into the queue has one more in `Restarts`;
+one that is over its limit has the reason `TimeLimit`, one whose node failed `NodeDown`; one that scancel ends is
+`COMPLETING` without any of these. Warnings before a time limit come up to a minute early.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+
+from titanlab.launch.contract import Place, StopReason
+from titanlab.launch.slurm.ranks import hosts, slurm_ranks
+from titanlab.records.outcome import OutcomeKind
+from titanlab.system.command import ask, output_of
+
+EARLY_SECONDS = 75.0
+_TIMEOUT_SECONDS = 20.0
+_SLOW_SECONDS = 30.0
+_TRIES = 3
+
+
+def place_in(environ: Mapping[str, str]) -> Place:
+    """The place that srun gave this process.
+
+    Raises:
+        ConfigError: a variable is missing or is no number.
+    """
+    raw, index = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID")
+    return Place(
+        launcher="slurm",
+        job_id=raw if index is None else f"{environ['SLURM_ARRAY_JOB_ID']}_{index}",
+        raw_job_id=raw,
+        restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        index=None if index is None else int(index),
+        ranks=slurm_ranks(environ),
+        nodes=tuple(hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))),
+    )
+
+
+def addresses(place: Place, environ: Mapping[str, str]) -> Iterator[str]:
+    """The name of the first node, which this process runs on, and then the address by which Slurm reaches it."""
+    node = environ.get("SLURMD_NODENAME") or place.nodes[0]
+    yield node
+    if (address := node_address(node)) is not None:
+        yield address
+
+
+def stop_reason(name: str, place: Place, *, signal_seconds: float) -> StopReason:
+    """What a signal of this name to a job means, by what Slurm says of the job."""
+    # With its index in the array: the last job's bare number is that of the whole array.
+    facts, job = _job_facts(place.job_id), f"job {place.job_id}"
+    if facts.get("PreemptTime", "None") not in ("None", "Unknown") or facts.get("JobState") == "PREEMPTED":
+        return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is preempted ({name})")
+    if int(facts.get("Restarts") or 0) > place.restart:
+        return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is put back into the queue ({name})")
+    if facts.get("Reason") == "NodeDown" or facts.get("JobState") in ("NODE_FAIL", "BOOT_FAIL"):
+        # The other nodes can save; that a node is lost, the scheduler says afterwards.
+        return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"a node of {job} failed ({name})")
+    if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
+        return StopReason(kind=OutcomeKind.WALLTIME, cause=f"the time limit of {job} is reached ({name})")
+    if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
+        return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{job} was cancelled ({name})")
+    end = _seconds(facts.get("EndTime", ""))
+    if end is not None and end - time.time() <= signal_seconds + EARLY_SECONDS:
+        left = max(0, round(end - time.time()))
+        return StopReason(kind=OutcomeKind.WALLTIME, cause=f"{left} s are left of the time limit of {job} ({name})")
+    if name == signal.SIGTERM.name and facts:
+        return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{job} was sent {name}, and Slurm knows no reason")
+    return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} was warned by {name}")
+
+
+def requeue(place: Place) -> str | None:
+    """Put this process's job back into Slurm's queue. Returns what speaks against it."""
+    if int(_job_facts(place.job_id).get("Restarts") or 0) > place.restart:
+        return "Slurm has done that already"
+    answer = ask("scontrol", "requeue", place.job_id)
+    if answer is None:
+        return "scontrol does not answer"
+    return None if answer.code == 0 else answer.complaint
+
+
+def node_address(node: str) -> str | None:
+    """The address by which Slurm itself reaches a node, where names of nodes mean nothing to the network."""
+    text = output_of("scontrol", "show", "node", "--oneliner", node, seconds=_SLOW_SECONDS) or ""
+    match = re.search(r"\bNodeAddr=(\S+)", text)
+    return match[1] if match else None
+
+
+def name_job(place: Place, name: str) -> None:
+    """Call a running element of an array by its own name, where Slurm lets its owner do that.
+
+    All elements have the array's name until they start: one name is all that sbatch takes.
+    """
+    ask("scontrol", "update", f"JobId={place.job_id}", f"JobName={name}", seconds=_SLOW_SECONDS)
+
+
+def _job_facts(job: str) -> Mapping[str, str]:
+    """What `scontrol show job` says, as far as values have no spaces; empty where it does not answer."""
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    for _ in range(_TRIES):
+        text = output_of("scontrol", "show", "job", "--oneliner", job, seconds=_TIMEOUT_SECONDS, environ=environ) or ""
+        if "JobState=" in text:
+            return dict(word.split("=", 1) for word in text.split() if "=" in word)
+        time.sleep(0.2)
+    return {}
+
+
+def _seconds(text: str) -> float | None:
+    """Slurm's local time in seconds since the epoch."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None

@@ -1,0 +1,55 @@
+"""What Slurm itself has written into a job's logs about the end of its processes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from titanlab.launch.contract import MemoryWord
+
+_BYTES = 65_536
+# By the daemon that watches a step: its own count of memory (OverMemoryKill), or that of the control group.
+# "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."
+# "slurmstepd-n1: error: StepId=12.0 exceeded memory limit (1176580096 > 1073741824), being killed"
+_SENTENCE = re.compile(
+    r"slurmstepd[^:]*: error: (?P<said>.*(?:oom[-_ ]?kill|exceeded (?:\w+ )?memory limit).*)$", re.IGNORECASE
+)
+# By srun, of one task or several: "srun: error: n1: task 1: Out Of Memory", "srun: error: n1: tasks 0-1: Killed".
+_TASK = re.compile(r"srun: error: \S+ task (?P<rank>\d+): (?P<how>Out Of Memory|Killed)\s*$")
+_TASKS = re.compile(r"srun: error: \S+ tasks \S+: (?:Out Of Memory|Killed)\s*$")
+
+
+def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
+    """What the logs of a job say of its memory; None where they say nothing.
+
+    Args:
+        jobs: the folder of the logs.
+        job_id: with its place in the array: 12_3.
+    """
+    sentences: list[str] = []
+    ranks: dict[str, set[int]] = {"Out Of Memory": set(), "Killed": set()}
+    several = False
+    for path in sorted(jobs.glob(f"{job_id}_*_log.err")):
+        for line in _end_of(path).splitlines():
+            if (found := _SENTENCE.search(line)) is not None:
+                sentences.append(found["said"].strip())
+            elif (found := _TASK.search(line)) is not None:
+                ranks[found["how"]].add(int(found["rank"]))
+            elif _TASKS.search(line) is not None:
+                several = True
+    if not sentences:
+        return None
+    # Killed are also those that had to end because another one had taken too much.
+    named = ranks["Out Of Memory"] or (ranks["Killed"] if not several else set())
+    said = next((each for each in sentences if "StepId=" in each), sentences[0])
+    return MemoryWord(said[:300], named.pop() if len(named) == 1 else None)
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,141 @@
+"""What the queue has and takes: partitions, sizes of arrays, jobs by their token, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+
+from titanlab.errors import ConfigError
+from titanlab.launch.contract import LaunchConfig
+from titanlab.launch.shape import Shape
+from titanlab.launch.slurm.array import expression_of
+from titanlab.launch.slurm.command import accounted_since, ask_slurm
+from titanlab.launch.slurm.ends import REFUSED
+from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.submission import token_of
+
+# At most, whatever a site allows; a longer row of jobs becomes several arrays.
+MAX_ARRAY = 1000
+# Arrays in one call of scancel, whose line of arguments has an end.
+_MAX_WORDS = 500
+_COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
+_CANCEL_SECONDS = 60.0
+# What scancel says of single jobs: the others have been told.
+_PASSED_OVER = re.compile("nvalid job id|can not be altered now|already completing")
+
+
+def is_here() -> bool:
+    """Whether this host can submit to Slurm."""
+    return all(shutil.which(command) is not None for command in _COMMANDS)
+
+
+def check(jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
+    """Check that Slurm is here, and that it has what the jobs ask for, as far as it tells.
+
+    Raises:
+        ConfigError: it is not, or does not answer, or a partition is unknown or too small.
+    """
+    for command in _COMMANDS:
+        if shutil.which(command) is None:
+            rule = f"Slurm is not here: there is no {command} on PATH"
+            raise ConfigError("launch", "slurm", rule, "submit from a login node of the cluster, or try launch=local")
+    partitions = _partitions()
+    for config, shape in jobs:
+        assert isinstance(config, Slurm)
+        # Without a name it is the default, which sinfo lists under the empty one here.
+        asked = config.partition if config.partition is not None else ""
+        names = [name for name in asked.split(",") if name in partitions or asked]
+        for name in names:
+            if name not in partitions:
+                cure = f"known: {', '.join(sorted(filter(None, partitions)))}"
+                raise ConfigError("launch.partition", config.partition, "Slurm knows no such partition", cure)
+        sizes = [partitions[name] for name in names]
+        if sizes and shape.nodes > max(sizes):
+            where = f"partition {asked}" if asked else "the default partition"
+            rule = f"needs {shape.nodes} nodes, and {where} has {max(sizes)}"
+            cure = f"try world={max(sizes) * shape.tasks_per_node}, or another partition"
+            raise ConfigError("world", shape.processes, rule, cure)
+
+
+def max_array() -> int:
+    """How many jobs one array takes here; MAX_ARRAY where Slurm does not tell."""
+    settings = ask_slurm("scontrol", "show", "config").output or ""
+    # MaxArraySize is one more than the largest index, and the first is 0. With 0 there are no arrays: sbatch says so.
+    limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", settings, re.MULTILINE)
+    return max(1, min([MAX_ARRAY, *map(int, limits)]))
+
+
+def find(token: str, *, since: float) -> str | None:
+    """Slurm's number of the jobs of a submission, whether they wait, run or have ended; None if it has none.
+
+    Jobs are known by the end of their name: elements of an array take another name when they start.
+
+    Args:
+        token: of the submission.
+        since: none of its jobs is older, in seconds since the epoch.
+
+    Raises:
+        ConfigError: Slurm does not answer, so that nothing is known.
+    """
+    listed = ask_slurm("squeue", "--noheader", "--all", "--states=all", "--format=%j|%F|%T|%r")
+    if listed.output is None:
+        raise _undecided(listed.problem)
+    for line in listed.output.splitlines():
+        name, number, state, reason = (line.split("|") + [""] * 4)[:4]
+        # What sbatch was refused stays in the queue's list for some minutes, and was never a job.
+        if token_of(name) == token and (state, reason) != ("FAILED", REFUSED):
+            return number
+    # The queue forgets jobs some minutes after their end; the accounting, where there is one, does not.
+    listed = accounted_since(since, "--allocations", "--format=JobName,JobID")
+    if listed.output is None and listed.is_here and "accounting storage is disabled" not in listed.errors:
+        raise _undecided(listed.problem)
+    rows = [line.split("|") for line in (listed.output or "").splitlines()]
+    return next((row[1].split("_")[0] for row in rows if len(row) == 2 and token_of(row[0]) == token), None)
+
+
+def cancel(jobs: Mapping[str, Collection[int]], *, is_gentle: bool) -> None:
+    """End elements of arrays, all in one call; those that have ended are passed over.
+
+    Args:
+        jobs: elements by the array's number.
+        is_gentle: they run; their processes are told, and have all the time that they need to save. Without it, Slurm
+            kills what has not ended within KillWait, half a minute on most sites.
+
+    Raises:
+        ConfigError: Slurm does not answer.
+    """
+    # SIGINT is a person's wish by itself: a process that does not yet see cancel.json, for a file system that is slow
+    # to show it, takes it for nothing else. Its steps get it; the shell around them does not, and waits.
+    how = ["--signal=INT"] if is_gentle else []
+    words = [f"{number}_[{expression_of(elements)}]" for number, elements in jobs.items()]
+    for first in range(0, len(words), _MAX_WORDS):
+        reply = ask_slurm("scancel", *how, *words[first : first + _MAX_WORDS], seconds=_CANCEL_SECONDS)
+        if reply.problem is not None and not _PASSED_OVER.search(reply.errors):
+            rule = f"Slurm does not answer, and the jobs may go on ({reply.problem})"
+            raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers")
+
+
+def _undecided(problem: str | None) -> ConfigError:
+    rule = f"Slurm does not answer, and an earlier submission may have reached it ({problem})"
+    return ConfigError("launch", "slurm", rule, "try again when `squeue` and `sacct` answer; nothing was submitted")
+
+
+def _partitions() -> dict[str, int]:
+    """Nodes of every partition, and under the empty name those of the default.
+
+    Raises:
+        ConfigError: Slurm does not answer.
+    """
+    listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P %D")
+    if listed.output is None:
+        cure = "try again when `sinfo` answers; nothing was submitted"
+        raise ConfigError("launch", "slurm", f"Slurm does not answer ({listed.problem})", cure)
+    nodes: dict[str, int] = {}
+    for line in listed.output.splitlines():
+        name, _, count = line.strip().partition(" ")
+        with contextlib.suppress(ValueError):
+            for key in {name.rstrip("*"), "" if name.endswith("*") else name}:
+                nodes[key] = nodes.get(key, 0) + int(count)
+    return nodes

@@ -1,0 +1,70 @@
+"""Which rank a task of srun is, by Slurm's variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from titanlab.distributed.ranks import Ranks, check_ranks, number
+
+
+def joined_step(environ: Mapping[str, str]) -> Ranks | None:
+    """The rank of a process that a person's own srun has started as one of several; None: it is on its own.
+
+    A shell inside an allocation (`salloc`, or the script of `sbatch`) has Slurm's variables too, but no step with
+    several tasks.
+
+    Raises:
+        ConfigError: a variable that belongs to the set is missing or is no number.
+    """
+    if "SLURM_STEP_ID" not in environ or _slurm_world(environ) <= 1:
+        return None
+    ranks = slurm_ranks(environ)
+    check_ranks(ranks)
+    return ranks
+
+
+def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
+    """The rank of a task of srun's, also of a single one.
+
+    Raises:
+        ConfigError: a variable that belongs to the set is missing or is no number.
+    """
+    return Ranks(
+        rank=number(environ, "SLURM_PROCID"),
+        world=_slurm_world(environ),
+        local_rank=number(environ, "SLURM_LOCALID"),
+        local_world=_slurm_local_world(environ),
+        address=environ.get("MASTER_ADDR") or [*hosts(environ.get("SLURM_STEP_NODELIST", "")), "127.0.0.1"][0],
+        # Steps of one job, and jobs that share a node, must not meet at one port.
+        port=number(environ, "MASTER_PORT", 20_000 + number(environ, "SLURM_JOB_ID", 0) % 20_000),
+        started_by="slurm",
+        is_counted=True,
+    )
+
+
+def _slurm_world(environ: Mapping[str, str]) -> int:
+    return number(environ, "SLURM_STEP_NUM_TASKS", number(environ, "SLURM_NTASKS", 1))
+
+
+def _slurm_local_world(environ: Mapping[str, str]) -> int:
+    """Tasks on this node: `SLURM_STEP_TASKS_PER_NODE` reads `4(x2),3`."""
+    node = number(environ, "SLURM_NODEID", 0)
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")).split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def hosts(nodes: str) -> list[str]:
+    """The hosts of Slurm's short form: `gpu[03-04,12],n1` → gpu03, gpu04, gpu12, n1."""
+    names: list[str] = []
+    for prefix, inner, suffix in re.findall(r"([^,\[]+)(?:\[([^]]*)\])?([^,\[]*)", nodes):
+        for part in inner.split(",") if inner else [""]:
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else None
+            middles = [""] if numbers is None else [f"{each:0{len(first)}d}" for each in numbers]
+            names += [f"{prefix}{middle}{suffix}" for middle in middles]
+    return names

@@ -1,0 +1,189 @@
+"""The states of jobs, by what squeue and sacct say of them.
+
+Slurm is asked by its numbers of jobs, and believed about those whose name ends with the submission's token: after a
+reset its numbers begin anew, and another job may have the same number.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from titanlab.launch.contract import UNANSWERED, JobKey, JobState
+from titanlab.launch.slurm.array import elements_of
+from titanlab.launch.slurm.command import ACCOUNTING_SECONDS, Reply, accounted_since, ask_slurm
+from titanlab.launch.slurm.ranks import hosts
+from titanlab.launch.submission import Submission, token_of
+from titanlab.records.run_folder import RunFolder
+
+# For as long, a job that Slurm does not know may be on its way into the queue.
+_FRESH_SECONDS = 60.0
+_WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
+_ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
+_SQUEUE = "%j|%F|%K|%A|%T|%r|%M|%N"
+_SACCT = "JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
+
+
+def slurm_states(submitted: Sequence[Submission], sweep: Path) -> dict[JobKey, JobState]:
+    """The state of every job of these submissions: one question to the accounting and one to the queue."""
+    # In this order: a job that the accounting takes for alive and the queue, asked later, does not know is lost.
+    accounting, queue = _accounting(submitted), _squeue(submitted)
+    recorded, live = _recorded(accounting.output or ""), _queued(queue.output or "")
+    known = {token for token, _ in recorded}
+    states = {}
+    for submission in submitted:
+        for index, run in enumerate(submission.runs):
+            key = (submission.token, index)
+            state = _together(live.get(key), recorded.get(key), queue, accounted=accounting.output is not None)
+            if state.state == "gone" and _was_removed(recorded.get(key)) and submission.token in known:
+                made_by = RunFolder(sweep / run).job() or {}
+                if (made_by.get("token"), made_by.get("index")) != key:
+                    # Slurm keeps no record of a single element that is cancelled while it waits: it is taken out of
+                    # its array. (Slurm 22.05, _job_str_signal of slurmctld.)
+                    state = JobState(state="ended", raw="CANCELLED", job_id=f"{submission.job_id}_{index}")
+            if state.state == "gone" and (
+                submission.state == "intent" or time.time() - submission.created < _FRESH_SECONDS
+            ):
+                state = JobState(state="unknown")
+            states[key] = state
+    return states
+
+
+def _accounting(submitted: Sequence[Submission]) -> Reply:
+    """What sacct says of the jobs.
+
+    By their numbers: within a span of time it lists no job that has never been ready to start, such as one that was
+    held until somebody cancelled it.
+    """
+    words = ("--noheader", "--parsable2", f"--format={_SACCT}")
+    numbers = [submission.job_id for submission in submitted if submission.job_id is not None]
+    if len(numbers) < len(submitted):
+        # Jobs of a submission that was interrupted have no numbers yet.
+        return accounted_since(min(submission.created for submission in submitted), f"--format={_SACCT}")
+    return ask_slurm("sacct", *words, f"--jobs={','.join(numbers)}", seconds=ACCOUNTING_SECONDS)
+
+
+def _squeue(submitted: Sequence[Submission]) -> Reply:
+    """What squeue says of the jobs, also those in partitions that it shows to nobody who does not ask."""
+    words = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--format={_SQUEUE}"]
+    numbers = [submission.job_id for submission in submitted if submission.job_id is not None]
+    if len(numbers) == len(submitted):
+        words.append(f"--jobs={','.join(numbers)}")
+    reply = ask_slurm(*words)
+    # A single number that it does not know is an error to it, and one of several is none.
+    return Reply(output="") if "Invalid job id" in reply.errors else reply
+
+
+def _was_removed(recorded: JobState | None) -> bool:
+    """Whether a job that the queue does not know has left it without a start, by what the accounting has of it."""
+    return recorded is None or (recorded.state == "pending" and recorded.job_id is None)
+
+
+def _together(live: JobState | None, recorded: JobState | None, queue: Reply, *, accounted: bool) -> JobState:
+    """What queue and accounting say of one job, which may contradict each other for some seconds."""
+    is_accounted = recorded is not None and recorded.state == "ended"
+    if live is not None and live.state == "ended" and accounted and not is_accounted and not live.never_started:
+        # How it ended is known when the accounting has it, too.
+        return replace(live, state="running")
+    if live is not None and (live.state != "ended" or not is_accounted):
+        return live
+    if recorded is not None and is_accounted:
+        return recorded
+    if queue.output is None:
+        return JobState(state="unknown", raw=UNANSWERED, reason=f"the scheduler does not answer: {queue.problem}")
+    return JobState(state="gone", raw=recorded.raw if recorded else None, job_id=recorded.job_id if recorded else None)
+
+
+def _queued(text: str) -> dict[JobKey, JobState]:
+    """The lines of squeue: name, array, place in it, number, state, reason, time, nodes."""
+    found = {}
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) != 8:
+            continue
+        name, array, place, number, raw, reason, elapsed, nodes = fields
+        index = int(place) if place.isdecimal() else 0
+        state = _state(raw)
+        if state == "pending" and reason == "BeginTime":
+            # Nobody asks for a time to begin at: Slurm does, for what it has put back.
+            state = "requeued"
+        found[token_of(name), index] = JobState(
+            state=state,
+            raw=raw,
+            reason=None if reason in ("None", "") else reason,
+            elapsed_seconds=_seconds(elapsed),
+            nodes=tuple(hosts(nodes)),
+            job_id=f"{array}_{place}" if place.isdecimal() else number,
+        )
+    return found
+
+
+def _recorded(text: str) -> dict[JobKey, JobState]:
+    """The lines of sacct: name, number, state, exit code, time, nodes, reason; of each job, and then of its steps."""
+    found: dict[JobKey, JobState] = {}
+    # Elements of an array that have not started share one line. It may be older than an element's own.
+    waiting: dict[JobKey, JobState] = {}
+    keys: dict[str, JobKey] = {}
+    for line in text.splitlines():
+        fields = line.split("|")
+        if len(fields) != 7:
+            continue
+        name, number, words, code, elapsed, nodes, reason = fields
+        job, _, step = number.partition(".")
+        array, bar, place = job.partition("_")
+        raw = words.split()[0] if words else ""
+        state = _state(raw)
+        exit_code = _exit_code(code) if state == "ended" else None
+        if step:
+            # A numbered one is srun's; the batch file is a step, too. The job's own code is srun's, which tells of
+            # signal 9 as of exit code 9, and sacct's DerivedExitCode lacks a step that ends a moment after its job.
+            killed = step.isdecimal() and exit_code is not None and exit_code < 0
+            if killed and job in keys and found[keys[job]].exit_code:
+                found[keys[job]] = replace(found[keys[job]], exit_code=exit_code)
+            continue
+        told = JobState(
+            state=state,
+            raw=raw,
+            exit_code=exit_code,
+            reason=None if reason in ("None", "") else reason,
+            elapsed_seconds=float(elapsed) if elapsed.isdecimal() else None,
+            nodes=tuple(hosts(nodes)) if not nodes.startswith("None") else (),
+            job_id=job,
+        )
+        if bar and not place.isdecimal():
+            for index in elements_of(place):
+                job_id = f"{array}_{index}" if state == "ended" else None
+                waiting[token_of(name), index] = replace(told, exit_code=None, job_id=job_id)
+            continue
+        keys[job] = (token_of(name), int(place) if bar else 0)
+        found[keys[job]] = told
+    return {**waiting, **found}
+
+
+def _state(raw: str) -> str:
+    if raw in _WAITING:
+        return "requeued" if raw.startswith("REQUEUE") else "pending"
+    return "running" if raw in _ALIVE else "ended"
+
+
+def _exit_code(text: str) -> int | None:
+    """Slurm's `CODE:SIGNAL`."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None:
+        return None
+    code, signal = int(match[1]), int(match[2])
+    if signal > 64:
+        return None  # No signal: Slurm's own sign for want of memory is 0:125.
+    return -signal if signal and not code else code
+
+
+def _seconds(text: str) -> float | None:
+    """Slurm's `[DAYS-][HOURS:]MINUTES:SECONDS`."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
