@@ -18,11 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.errors import composition_errors, unknown_key, value_error
 from titanlab.recipe.composition.flags import Flags, read_flags
+from titanlab.recipe.composition.hydra_internal import plain_value
 from titanlab.recipe.composition.keys import Key, advice, known_keys
+from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.expression import WHERE, Expression, read_expression
-from titanlab.sweep.study.hydra_loader import Loader, override_text
 from titanlab.sweep.study.space import LIMIT, Values, expand, keys_of, same
 
 # What a sweep has once.
@@ -141,7 +142,7 @@ def _values(loader: Loader, text: str, override: Override) -> list[Any]:
         raise ConfigError(key, typed, "has no end of values", f"list some: {key}=0.1,0.2, or range(start,stop,step)")
     _hold_range(key, typed, override)
     try:
-        values = [Override._convert_value(each) for each in override.sweep_iterator()]
+        values = [plain_value(each) for each in override.sweep_iterator()]
     except HydraException as error:
         raise ConfigError(key, typed, str(error).splitlines()[0], f"list the values: {key}=a,b") from error
     if loader.is_group(override.key_or_group):
@@ -153,7 +154,7 @@ def _values(loader: Loader, text: str, override: Override) -> list[Any]:
 
 def _hold_range(key: str, typed: str, override: Override) -> None:
     """The rule that a range has an end, and no more values than a sweep has points: counted before any is made."""
-    found = override._value
+    found = override.value()
     if not isinstance(found, RangeSweep) or found.start is None or found.stop is None:
         return
     try:
