@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hydra._internal.config_repository import ConfigRepository
 
-from tests.cli.conftest import _composed_once, _logging_as_before, _quick_collection  # noqa: F401
+from tests.cli.conftest import _logging_as_before, _quick_collection  # noqa: F401
 from tests.docs.given import write_all
 from tests.docs.reader import Reader
 from titanlab.recipe.composition.recipes import register

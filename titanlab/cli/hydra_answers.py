@@ -13,8 +13,9 @@ import hydra
 from omegaconf import DictConfig
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.errors import ARGUMENTS, composition_errors
+from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import Flags
+from titanlab.recipe.composition.hydra_texts import ARGUMENTS
 from titanlab.recipe.composition.recipes import conf_folder, register
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from titanlab.cli.compose import compose_one
 from titanlab.distributed.ranks import joined
-from titanlab.launch.execute import execute, prepare
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.terminal.console import Console
 
@@ -22,6 +21,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     recipe = compose_one(flags)
     if recipe is not None and (recipe.launch.kind == "local" or joined(os.environ) is not None):
+        # Imported here: for `--cfg job`, and to refuse a mistake, nothing of it is needed.
+        from titanlab.launch.execute import execute, prepare
+
         with Console() as console:
             (ready,) = prepare([recipe], console.note)
             return execute(ready, console).kind.exit_code

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition import hydra_settings, strangers
-from titanlab.recipe.composition.errors import ARGUMENTS
 from titanlab.recipe.composition.hydra_internal import flag_parser
+from titanlab.recipe.composition.hydra_texts import ARGUMENTS, HELP
 
-_HELP = "see `titanlab train --help`"
 # What Hydra does instead of running; it does one of them at a time.
 _ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
@@ -52,7 +51,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         raise _bad_flag(error, arguments) from error
     # argparse keeps what it does not know; an override has no dash.
     if unknown:
-        raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", _HELP)
+        raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", HELP)
     _check_together(given, arguments)
     strangers.check_overrides(given.overrides)
     hydra_settings.check_overrides(given.overrides)
@@ -93,7 +92,7 @@ def _bad_flag(error: argparse.ArgumentError, arguments: Sequence[str]) -> Config
     place = places[0] if places else len(arguments)
     value = arguments[place].partition("=")[2] if places and "=" in arguments[place] else ""
     value = value or " ".join(arguments[place + 1 : place + 2])
-    return ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), _HELP)
+    return ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), HELP)
 
 
 def _taken(argument: str, left: list[str]) -> bool:

@@ -19,7 +19,7 @@ import titanlab
 from titanlab.errors import ConfigError
 from titanlab.options import Option, conf_packages, discover
 from titanlab.recipe.composition import hydra_internal, strangers
-from titanlab.recipe.composition.errors import unknown_key
+from titanlab.recipe.composition.keys import unknown_key
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 

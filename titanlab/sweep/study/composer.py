@@ -189,7 +189,7 @@ class Composer:
         return family
 
     def _check_shared(self, error: ConfigError) -> None:
-        """The rule that what all points share has keys that some option has: else no combination can be composed."""
+        """Check that what all points share has keys that some option has: else no combination can be composed."""
         if find_key(error.key) is None:
             self._combination(())
 
