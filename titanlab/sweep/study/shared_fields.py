@@ -75,7 +75,8 @@ class SharedFields:
                     own = [(each, value) for each, value in values if each.partition(".")[0] == name]
                     self._made[key] = self._field(name, nodes.get(name), config, own)
             return Recipe(**{name: self._made[key] for name, key in keys.items()})
-        except (ConfigError, OmegaConfBaseException):
+        # The last two: a number of too many digits.
+        except (ConfigError, OmegaConfBaseException, ValueError, OverflowError):
             return None
 
     def keep(self, keys: Keys, recipe: Recipe) -> None:
