@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from hydra._internal.hydra import Hydra
 
 from titanlab.cli import main
 from titanlab.distributed.host import Host
@@ -68,17 +66,6 @@ def _logging_as_before() -> Iterator[None]:
     root.setLevel(level)
 
 
-@pytest.fixture(autouse=True)
-def _composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra composes all twice, to see whether a YAML asks for a multirun; here only sweeps are looked through."""
-    get_mode = Hydra.get_mode
-
-    def quicker(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
-        return get_mode(self, config_name, overrides) if "sweeps=" in " ".join(overrides) else None
-
-    monkeypatch.setattr(Hydra, "get_mode", quicker)
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory."""
@@ -112,7 +99,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setattr("titanlab.cli.sweep.submit", submit)
     monkeypatch.setattr("titanlab.cli.sweep._tell", lambda *given: None)
     monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
-    monkeypatch.setattr("titanlab.cli.train.execute", execute)
+    monkeypatch.setattr("titanlab.launch.execute.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
     for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
         monkeypatch.setattr(f"{module}.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))

@@ -75,3 +75,27 @@ def test_the_help_needs_no_hydra(tmp_path):
     loaded = modules_after(code, cwd=tmp_path).rpartition("loaded")[2].split()
     assert "titanlab.cli.verbs" in loaded
     assert {"hydra", "omegaconf", "yaml", "rich", "numpy", *HEAVY} & set(loaded) == set()
+
+
+def test_a_single_run_imports_nothing_of_sweeps_and_is_composed_without_what_starts_it(tmp_path):
+    code = """
+import sys
+from titanlab.cli import main
+main(["train", "--cfg", "job"])
+assert main(["train", "training.steps=0"]) == 2
+print("loaded", *sys.modules)
+import titanlab.launch.execute as execute
+from titanlab.records.outcome import Outcome, OutcomeKind
+execute.prepare = lambda recipes, report: recipes
+execute.execute = lambda ready, console: Outcome(kind=OutcomeKind.DONE)
+sys.stderr = sys.stdout
+assert main(["train", "data=synthetic"]) == 0
+print("loaded", *sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, mistake, run = done.stdout.split("loaded")
+    assert "titanlab.recipe.composition.loader" in mistake.split()
+    assert "titanlab.launch.execute" not in mistake.split()
+    assert "titanlab.launch.execute" in run.split()
+    assert [name for name in run.split() if name.startswith("titanlab.sweep")] == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hydra._internal.config_repository import ConfigRepository
 
-from tests.cli.conftest import _composed_once, _logging_as_before, _quick_collection  # noqa: F401
+from tests.cli.conftest import _logging_as_before, _quick_collection  # noqa: F401
 from tests.docs.given import write_all
 from tests.docs.reader import Reader
 from titanlab.recipe.composition.recipes import register
@@ -32,7 +32,7 @@ def _yaml_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConfigRepository, "load_config", loaded)
-        for module in ("titanlab.cli.compose", "titanlab.sweep.study.hydra_loader"):
+        for module in ("titanlab.cli.hydra_answers", "titanlab.recipe.composition.loader"):
             patch.setattr(f"{module}.register", lambda: None)
         yield
 

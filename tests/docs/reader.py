@@ -109,7 +109,7 @@ class Reader:
         patch = self._patch.setattr
         for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
             patch(f"{module}.this_host", lambda: self._host)
-        patch("titanlab.cli.train.execute", began)
+        patch("titanlab.launch.execute.execute", began)
         patch(
             "titanlab.cli.resume.find_run_or_checkpoint",
             lambda text, runs: (find_run(text.partition("/checkpoints/")[0], runs), None),

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.arguments import Arguments, parser_of
-from titanlab.cli.compose import compose
+from titanlab.cli.hydra_answers import answer
 from titanlab.cli.verbs import VERBS
 from titanlab.errors import ConfigError
+from titanlab.recipe.composition.flags import read_flags
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import list_runs
@@ -195,6 +196,6 @@ def _hydra(places: Sequence[str], overrides: Sequence[str], current: str) -> Seq
     os.environ["COMP_LINE"] = " ".join(["titanlab", *(each for each in overrides if " " not in each), current])
     found = io.StringIO()
     with contextlib.redirect_stdout(found):
-        compose([*places, "-sc", "query=bash"])
+        answer(read_flags([*places, "-sc", "query=bash"]))
     # Schemas are there for YAMLs to build on.
     return [word for word in found.getvalue().split() if not word.endswith("schema")]

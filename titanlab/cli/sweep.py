@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlab.cli.compose import compose
+from titanlab.cli.hydra_answers import answer
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
 from titanlab.recipe.composition.flags import read_flags
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     given = _given(arguments)
     flags = read_flags(given.rest)
     if not flags.starts:
-        compose(given.rest)
+        answer(flags)
         return 0
     if not flags.overrides:
         cure = "try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps"

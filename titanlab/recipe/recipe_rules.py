@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 
 from titanlab.costs.setting import Setting
 from titanlab.data import source
@@ -12,9 +11,9 @@ from titanlab.errors import ConfigError
 from titanlab.recipe import layout_rules
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.records.run_name import check_name
 from titanlab.schedule.action import Kind
 
-SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SEEDS = 2**63
 # Ten times the largest clusters: what is planned for every process is then still planned at once.
 MOST_PROCESSES = 1_000_000
@@ -59,15 +58,8 @@ def check_data(recipe: Recipe) -> None:
 
 
 def _names(recipe: Recipe) -> None:
-    for key in ("name", "sweep"):
-        value = getattr(recipe, key)
-        if not SAFE_NAME.fullmatch(value):
-            raise ConfigError(
-                key,
-                value,
-                "becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'",
-                "try " + _safe(value),
-            )
+    check_name("name", recipe.name)
+    check_name("sweep", recipe.sweep)
     if recipe.repeat < 0:
         raise ConfigError("repeat", recipe.repeat, "counts repetitions from 0", "try 0")
     if not 0 <= recipe.seed < SEEDS:
@@ -186,10 +178,6 @@ def _splits_backward(recipe: Recipe) -> bool:
         return False
     actions = recipe.schedule.actions(ranks=recipe.layout.pipeline, microbatches=recipe.microbatches)
     return any(action.kind is Kind.WEIGHT for order in actions for action in order)
-
-
-def _safe(value: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:100] or "run"
 
 
 def _nearest_multiple(value: int, unit: int) -> int:

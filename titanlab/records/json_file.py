@@ -60,3 +60,12 @@ def check_object(
         fits = isinstance(given, (int, float) if allowed is float else allowed) and not isinstance(given, bool)
         if not fits:
             raise ConfigError(key, given, f"must be {_KINDS[allowed]} in {path}", cure)
+
+
+def read_optional(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file that nothing depends on; None where it is missing or cannot be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -6,9 +6,15 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from titanlab.errors import ConfigError
+from titanlab.records.json_file import check_object, read_object
+from titanlab.system.atomic_file import write_json
+
+SCHEMA = 1
 STATES = ("prepared", "starting", "running", "saving", "ended")
 # Types of its keys in JSON; a pair with None may be null.
 KINDS: Mapping[str, Any] = {
@@ -48,3 +54,27 @@ class Status:
     seconds_left: float | None = None
     outcome: str | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_status(path: Path) -> Status | None:
+    """The status in a file; None where there is no such file.
+
+    Raises:
+        ConfigError: the file is damaged, or of another version.
+    """
+    cure = "remove that file: it is written anew when the run goes on"
+    value = read_object(path, cure=cure)
+    if value is None:
+        return None
+    check_object(path, value, schema=SCHEMA, kinds=KINDS, cure=cure)
+    if value.get("state") not in STATES:
+        raise ConfigError("state", value.get("state"), f"is none of {', '.join(STATES)} in {path}", cure)
+    known = {field.name for field in fields(Status)}
+    return Status(**{key: inner for key, inner in value.items() if key in known})
+
+
+def write_status(path: Path, status: Status) -> None:
+    """Replace the status in a file."""
+    if status.state not in STATES:
+        raise ValueError(f"{status.state!r} is none of {STATES}")
+    write_json(path, {"schema": SCHEMA, **asdict(status)})

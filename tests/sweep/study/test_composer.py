@@ -12,10 +12,10 @@ from hydra.core.hydra_config import HydraConfig
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.recipes import to_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.composer import Composer
-from titanlab.sweep.study.hydra_loader import Loader, override_text
 
 # Values that a space may have, whole and nested, right and wrong.
 OPTIONS = {

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -23,14 +22,9 @@ from omegaconf.errors import (
 )
 
 from titanlab.errors import ConfigError
-from titanlab.options import discover
-from titanlab.recipe.composition.keys import advice, find_key
-from titanlab.recipe.composition.sweeper import Space
+from titanlab.recipe.composition.hydra_texts import ARGUMENTS, COMPARE, HELP, file_that_names, first_line, read_message
+from titanlab.recipe.composition.keys import find_key, unknown_key
 
-ARGUMENTS = "arguments"
-"""The key of a mistake that belongs to no key."""
-_COMPARE = "compare with `titanlab train --cfg job`"
-_HELP = "see `titanlab train --help`"
 # Hydra also raises plain errors for what a person typed (OverflowError: 400 digits for a number with a fraction); files
 # bring errors of their own.
 _OF_COMPOSITION = (
@@ -39,10 +33,8 @@ _OF_COMPOSITION = (
 )
 # Options of a group that one line can name.
 _SHOWN = 20
-_SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(Space))
 _SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
 _KEY = re.compile(r"[+~]*[\w./@:-]+")
-_QUOTED = re.compile(r"'([^']*)'")
 
 
 @contextlib.contextmanager
@@ -66,7 +58,7 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
     if isinstance(error, OverrideParseException):
         key, equals, value = error.override.partition("=")
         if not equals and not key.startswith("~"):
-            return ConfigError(ARGUMENTS, key, "is no override", "write key=value; " + _HELP)
+            return ConfigError(ARGUMENTS, key, "is no override", "write key=value; " + HELP)
         if not _KEY.fullmatch(key):
             cure = "write key=value without spaces, the key as words with dots between them"
             return ConfigError(ARGUMENTS, error.override, "cannot be read as an override", cure)
@@ -83,7 +75,7 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
         return ConfigError("file", place, f"is no YAML ({error.problem})", "mend that line")
-    return _of_composition(str(error), overrides)
+    return read_message(str(error), overrides)
 
 
 def _quoted(key: str, value: str) -> str:
@@ -103,14 +95,14 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     if name == flags.get("--config-name"):
         return ConfigError("--config-name", name, "there is no such config", "leave it out, or give --config-dir too")
     group, _, option = name.rpartition("/")
-    if error.options is None and (named := re.match(r"In '([^']+)'", str(error))) is not None:
-        return ConfigError(group, option, f"there is no such config, which {named[1]} names", f"mend {named[1]}.yaml")
-    options = [each for each in (error.options or []) if not each.endswith("schema")]
+    if error.options is None and (file := file_that_names(str(error))) is not None:
+        return ConfigError(group, option, f"there is no such config, which {file} names", f"mend {file}.yaml")
+    options = [name for name in (error.options or []) if not name.endswith("schema")]
     near = difflib.get_close_matches(option, options, n=1)
     cure = f"try {near[0]}; " if near else ""
     known = ", ".join(options) or "none"
     if len(options) > _SHOWN:
-        known = f"{', '.join(options[:_SHOWN])} and {len(options) - _SHOWN} more; {_HELP}"
+        known = f"{', '.join(options[:_SHOWN])} and {len(options) - _SHOWN} more; {HELP}"
     return ConfigError(group or "config", option, "is no option of this group", f"{cure}known: {known}")
 
 
@@ -123,7 +115,9 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
         refusal = _refusal(cause)
         if refusal is not None:
             return ConfigError(key, f"${{{refusal.key}:{refusal.value}}}", refusal.rule, refusal.cure)
-        return ConfigError(key, given.get(key, "${…}"), _told(cause), "name a key as in ${model.dim}, or a resolver")
+        return ConfigError(
+            key, given.get(key, "${…}"), first_line(cause), "name a key as in ${model.dim}, or a resolver"
+        )
     if isinstance(cause, ValidationError):
         # In a sweep the override has all values, and one of them is wrong.
         return _wrong_type(key, cause.value if _SWEEP.match(str(value)) else value, cause)
@@ -133,7 +127,7 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
         return ConfigError(key, "", "cannot be taken out", f"give it a value: {key}=…")
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return unknown_key(key, value)
-    return ConfigError(key, value, _told(cause), _COMPARE)
+    return ConfigError(key, value, first_line(cause), COMPARE)
 
 
 def _refusal(error: BaseException | None) -> ConfigError | None:
@@ -143,96 +137,17 @@ def _refusal(error: BaseException | None) -> ConfigError | None:
     return error
 
 
-def unknown_key(key: str, value: object) -> ConfigError:
-    """The error for a key that the recipe does not have."""
-    if key.partition(".")[0].partition("/")[0] == "hydra":
-        if key in _SPACE:
-            return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
-        return ConfigError(key, value, "is no key of Hydra's", "see `titanlab train --cfg hydra`")
-    return ConfigError(key, value, "is no key of this recipe", advice(key))
-
-
 def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> ConfigError:
     known = find_key(key, cause.object_type)
     if known is None:
         # A key of something that has none, as in training.steps.x=1, or one of Hydra's.
         is_value = find_key(str(cause.full_key)) is not None
-        return unknown_key(key, value) if is_value else ConfigError(key, value, _told(cause), _COMPARE)
+        return unknown_key(key, value) if is_value else ConfigError(key, value, first_line(cause), COMPARE)
     if dataclasses.is_dataclass(known.declared):
         first = dataclasses.fields(known.declared)[0].name
         return ConfigError(key, value, "has keys of its own", f"give them one by one: {key}.{first}=…")
     cure = f"try {known.default}" if known.default is not None else f"give {known.wanted}"
     return ConfigError(key, value, f"must be {known.wanted}", cure)
-
-
-def _of_composition(message: str, overrides: Sequence[str]) -> ConfigError:
-    culprit = _culprit(message, overrides)
-    key, _, value = culprit.partition("=")
-    bare = key.lstrip("+~")
-    if message.startswith(("Ambiguous value", "Sweep parameters")):
-        in_brackets = f"; a list is [{value}]" if message.startswith("Ambiguous") and "." in bare else ""
-        return ConfigError(bare, value, "is several values", f"add -m to run them all{in_brackets}")
-    if "is not a subclass of" in message:
-        return ConfigError(bare, value, "is two options of different schemas", "name one of them")
-    if message.startswith("Sweeping over Hydra"):
-        return ConfigError(bare, value, "is Hydra's own, which is one for all points", "give one value")
-    if message.startswith(("Multiple values", "Could not append")):
-        return ConfigError(key, value, "is in the recipe already", f"try {bare}={value}")
-    if message.startswith("Config group override must be a string"):
-        return _no_option_name(overrides)
-    if (misplaced := re.match(r"In '?([^':]+)'?: Override '(\S+) : (\S+)' is defined before", message)) is not None:
-        cure = f"put what overrides at the end of the defaults of {misplaced[1]}.yaml"
-        return ConfigError(f"override /{misplaced[2]}", misplaced[3], "comes before what it is to override", cure)
-    if (
-        unknown := re.match(r"In '([^']+)': Config(?:Key|Attribute)Error raised[^\n]*\n.*\n\s*full_key: (\S+)", message)
-    ) is not None:
-        return _unknown_in_file(unknown[2], unknown[1])
-    if (named := re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.*)", message)) is not None:
-        group, _, option = named[1].rpartition("/")
-        return ConfigError(group or "config", option, f"cannot be composed ({named[2]})", f"mend {named[1]}.yaml")
-    if message.startswith("Could not delete"):
-        return ConfigError(key, value, "takes out what is not there", advice(bare))
-    if (added := re.search(r"append to your default list use (\+\w+=\S+)", message)) is not None:
-        return ConfigError(key, value, "is of a group that is not in every recipe", f"try {added[1]}")
-    if message.startswith("Could not override"):
-        return ConfigError(key, value, "is no key or group of this recipe", advice(bare.partition("@")[0]))
-    if bare:
-        return ConfigError(bare, value, _told(message), _COMPARE)
-    return ConfigError(ARGUMENTS, " ".join(overrides), _told(message), _HELP)
-
-
-def _unknown_in_file(key: str, file: str) -> ConfigError:
-    """A YAML sets a key that is not there."""
-    if key.startswith("hydra.sweeper."):
-        rule = f"is no key of the sweeper, and {file}.yaml sets it"
-        return ConfigError(key, "", rule, "space, where and repeats go with defaults: [override /hydra/sweeper: space]")
-    error = unknown_key(key, "")
-    return ConfigError(key, "", f"{error.rule}, and {file}.yaml sets it", error.cure)
-
-
-def _no_option_name(overrides: Sequence[str]) -> ConfigError:
-    """A group was given a value that is no name; Hydra does not say which."""
-    groups = discover()
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        key, value = override.key_or_group, override.value()
-        if (key in groups or not key) and not isinstance(value, str | list):
-            return ConfigError(key or ARGUMENTS, value, "is no option of a group", "`titanlab train --help` lists them")
-    return ConfigError(ARGUMENTS, " ".join(overrides), "an option of a group is named by text", _HELP)
-
-
-def _culprit(message: str, overrides: Sequence[str]) -> str:
-    """The override that a message is about: it quotes it whole, its key or its value, or has its key; empty if none."""
-    quoted = _QUOTED.findall(message)
-    for fits in (
-        lambda text, key: text in quoted or f"+{text}" in quoted,
-        lambda text, key: key in quoted or text.partition("=")[2] in quoted,
-        lambda text, key: re.search(rf"\b{re.escape(key)}\b", message) is not None,
-    ):
-        for override in overrides:
-            key = override.partition("=")[0].lstrip("+~")
-            if key and fits(override, key):
-                return override
-    return ""
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:
@@ -248,9 +163,3 @@ def _full_key(cause: OmegaConfBaseException, given: Mapping[str, str]) -> str:
     if key in given:
         return key
     return next((each for each in given if each.endswith("." + key) or each.startswith(key + ".")), key)
-
-
-def _told(error: BaseException | str) -> str:
-    """The first line of what a library said, without its full stop."""
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(". :") if text else type(error).__name__

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser
-
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition import hydra_settings, strangers
-from titanlab.recipe.composition.errors import ARGUMENTS
+from titanlab.recipe.composition.hydra_internal import flag_parser
+from titanlab.recipe.composition.hydra_texts import ARGUMENTS, HELP
 
-_HELP = "see `titanlab train --help`"
 # What Hydra does instead of running; it does one of them at a time.
 _ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
@@ -47,18 +45,14 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         ConfigError: an unknown flag, one without its value, flags that do not go together, or an override that
             names code, or sets what titanlab does not read.
     """
-    parser = get_args_parser()
-    parser.exit_on_error = False
-    # Only whole names: an abbreviation is one thing today and another when a flag is added.
-    parser.allow_abbrev = False
     try:
-        given, unknown = parser.parse_known_intermixed_args(list(arguments))
+        given, unknown = flag_parser().parse_known_intermixed_args(list(arguments))
     except argparse.ArgumentError as error:
         raise _bad_flag(error, arguments) from error
     # argparse keeps what it does not know; an override has no dash.
     if unknown:
-        raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", _HELP)
-    _hold_together(given, arguments)
+        raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", HELP)
+    _check_together(given, arguments)
     strangers.check_overrides(given.overrides)
     hydra_settings.check_overrides(given.overrides)
     left = list(given.overrides)
@@ -77,7 +71,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     )
 
 
-def _hold_together(given: argparse.Namespace, arguments: Sequence[str]) -> None:
+def _check_together(given: argparse.Namespace, arguments: Sequence[str]) -> None:
     if given.resolve and not (given.cfg or given.help):
         raise ConfigError(ARGUMENTS, "--resolve", "goes with --cfg", "try --cfg job --resolve")
     if given.package is not None and not given.cfg:
@@ -98,7 +92,7 @@ def _bad_flag(error: argparse.ArgumentError, arguments: Sequence[str]) -> Config
     place = places[0] if places else len(arguments)
     value = arguments[place].partition("=")[2] if places and "=" in arguments[place] else ""
     value = value or " ".join(arguments[place + 1 : place + 2])
-    return ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), _HELP)
+    return ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), HELP)
 
 
 def _taken(argument: str, left: list[str]) -> bool:

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.errors import ConfigError
 from titanlab.options import Option, discover
+from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 
+_SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(Space))
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -75,6 +78,15 @@ def advice(name: str) -> str:
     if near:
         return f"did you mean {near[0]}?"
     return f"keys of {group}: {', '.join(beside)}" if beside else "see `titanlab train --cfg job` for all keys"
+
+
+def unknown_key(key: str, value: object) -> ConfigError:
+    """The error for a key that the recipe does not have."""
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        if key in _SPACE:
+            return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
+        return ConfigError(key, value, "is no key of Hydra's", "see `titanlab train --cfg hydra`")
+    return ConfigError(key, value, "is no key of this recipe", advice(key))
 
 
 def _keys(schema: type, prefix: str, option: Option | None) -> Iterator[Key]:

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.options import conf_packages, discover
-from titanlab.recipe.composition.errors import unknown_key
-from titanlab.recipe.composition.strangers import guard_hydra
+from titanlab.options import Option, conf_packages, discover
+from titanlab.recipe.composition import hydra_internal, strangers
+from titanlab.recipe.composition.keys import unknown_key
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 
 
 def register() -> None:
     """Make schemas and the folders of other packages known to Hydra, and have it run no code of a YAML."""
-    guard_hydra()
+    hydra_internal.replace_sources()
+    strangers.replace_resolvers()
     store = ConfigStore.instance()
-    store.store(name="recipe_schema", node=Recipe)
-    store.store(group="hydra/sweeper", name="space", node=Space)
+    if store.get_type("recipe_schema.yaml") is not ObjectType.CONFIG:
+        store.store(name="recipe_schema", node=Recipe)
+        store.store(group="hydra/sweeper", name="space", node=Space)
     for group, kinds in discover().items():
-        for found in kinds.values():
-            store.store(group=group, name=found.schema_name, node=found.schema)
+        for option in kinds.values():
+            if store.get_type(f"{group}/{option.schema_name}.yaml") is not ObjectType.CONFIG:
+                # Made when it is read: a composition uses a dozen of four dozen.
+                store.store(group=group, name=option.schema_name, node={})
     Plugins.instance().register(PackagesOnSearchPath)
 
 
@@ -54,49 +60,77 @@ def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) 
     """
     if OmegaConf.get_type(config) is not Recipe:
         raise ConfigError("--config-name", name, "composes no recipe", "begin its defaults with recipe_schema")
-    _hold_schemas(config, choices)
+    groups = discover()
+    for group, kinds in groups.items():
+        if group in config and not OmegaConf.is_missing(config, group):
+            _check_schema(OmegaConf.get_type(config, group), group, kinds, choices.get(group))
     recipe: Recipe = OmegaConf.to_object(config)  # type: ignore[assignment]
-    _hold_kinds(recipe)
-    _hold_keys(recipe, "")
+    for group, kinds in groups.items():
+        _check_kind(getattr(recipe, group, None), group, kinds)
+    _check_keys(recipe, "")
     return recipe
 
 
+def to_group(node: DictConfig, group: str, kinds: Mapping[str | None, Option]) -> Any:
+    """The node of one group as the dataclass of its schema.
+
+    Raises:
+        ConfigError: a value breaks a rule, as `to_recipe` has it.
+    """
+    _check_schema(OmegaConf.get_type(node), group, kinds, None)
+    config = OmegaConf.to_object(node)
+    _check_kind(config, group, kinds)
+    _check_keys(config, f"{group}.")
+    return config
+
+
 class PackagesOnSearchPath(SearchPathPlugin):
-    """Adds the folders with which other packages extend our groups."""
+    """Adds the folders with which other packages extend our groups, and the one that `--config-dir` names."""
+
+    # Hydra makes the plugin itself, without arguments.
+    _folder: ClassVar[str | None] = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def extended_by(cls, folder: str | None) -> Iterator[None]:
+        """Have search paths that are made within the block end with a folder."""
+        cls._folder = folder
+        try:
+            yield
+        finally:
+            cls._folder = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append them behind our own."""
         for package in conf_packages():
             search_path.append(provider=package, path=f"pkg://{package}")
+        if self._folder is not None:
+            search_path.append(provider="command-line", path=f"file://{Path(self._folder).absolute()}")
 
 
-def _hold_schemas(config: DictConfig, choices: Mapping[str, Any]) -> None:
-    """The rule that every group's value is of one of its schemas: others have no code."""
-    for group, kinds in discover().items():
-        if group not in config or OmegaConf.is_missing(config, group):
-            continue
-        if OmegaConf.get_type(config, group) not in [each.schema for each in kinds.values()]:
-            names = " or ".join(f"[{each.schema_name}, _self_]" for each in kinds.values())
-            rule = "is made without a schema of this group"
-            raise ConfigError(group, choices.get(group), rule, f"begin its YAML with defaults: {names}")
+def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Option], choice: str | None) -> None:
+    """Check that a group's value is of one of its schemas: others have no code."""
+    if schema not in [option.schema for option in kinds.values()]:
+        names = " or ".join(f"[{option.schema_name}, _self_]" for option in kinds.values())
+        raise ConfigError(
+            group, choice, "is made without a schema of this group", f"begin its YAML with defaults: {names}"
+        )
 
 
-def _hold_kinds(recipe: Recipe) -> None:
-    """The rule that a group's `kind` is that of its schema: it is there for those who read a frozen recipe."""
-    for group, kinds in discover().items():
-        value = getattr(recipe, group, None)
-        expected = next((each.kind for each in kinds.values() if each.schema is type(value)), None)
-        given = getattr(value, "kind", expected)
-        if given != expected:
-            rule = f"says which schema the group has, and it has that of {expected}"
-            raise ConfigError(f"{group}.kind", given, rule, f"leave it out, and choose with {group}=…")
+def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> None:
+    """Check that a group's `kind` is that of its schema: it is there for those who read a frozen recipe."""
+    expected = next((option.kind for option in kinds.values() if option.schema is type(config)), None)
+    given = getattr(config, "kind", expected)
+    if given != expected:
+        rule = f"says which schema the group has, and it has that of {expected}"
+        raise ConfigError(f"{group}.kind", given, rule, f"leave it out, and choose with {group}=…")
 
 
-def _hold_keys(node: Any, prefix: str) -> None:
-    """The rule that a key belongs to a schema: `+key=value` adds others, which nothing would read."""
+def _check_keys(node: Any, prefix: str) -> None:
+    """Check that every key belongs to a schema: `+key=value` adds others, which nothing would read."""
     fields = {field.name for field in dataclasses.fields(node)}
     for name, value in vars(node).items():
         if name not in fields:
             raise unknown_key(prefix + name, value)
         if dataclasses.is_dataclass(value):
-            _hold_keys(value, f"{prefix}{name}.")
+            _check_keys(value, f"{prefix}{name}.")

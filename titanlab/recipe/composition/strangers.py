@@ -1,4 +1,4 @@
-"""What a YAML may not ask for: code, and environment variables. Options may come from anybody.
+"""What a YAML must not ask for: code, and environment variables. Options may come from anybody.
 
 Hydra makes objects of whatever `_target_` names (callbacks, launchers, sweepers), and its logging of whatever `class`,
 `()` and `ext://` name; `pkg://` in its search path imports a module. OmegaConf's `oc.env` reads any variable, and
@@ -12,12 +12,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString, Sweep
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
@@ -38,19 +35,15 @@ _RULE = "names code, and a config never runs any"
 _CURE = "leave it out; code comes as an option of a package: docs/models-of-your-own.md"
 
 
-def guard_hydra() -> None:
-    """Have Hydra refuse, from now on, what a YAML may not ask for; once is enough, and more does no harm."""
-    sources = SourcesRegistry.instance()
-    # There is no public way. They have the names of Hydra's own, which Hydra then takes for registered already.
-    sources.types["file"] = FileConfigSource
-    sources.types["pkg"] = ImportlibResourcesConfigSource
+def replace_resolvers() -> None:
+    """Have OmegaConf read no environment variable but those of `VARIABLES`, and make no config of text, from now on."""
     OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
     for name in ("oc.create", "oc.decode"):
         OmegaConf.register_new_resolver(name, _refuse_making(name), replace=True)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Hold overrides to the rules for a YAML; those that cannot be read are told by Hydra.
+    """Check overrides by the rules for a YAML; Hydra reports those that cannot be read.
 
     Raises:
         ConfigError: one names code, or a package to import.
@@ -67,7 +60,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
             continue
         for value in values:
             if key == "hydra.searchpath":
-                _check_search_path(value)
+                check_search_path(value)
             # A mapping's keys may be texts with quotes.
             for path, found in _code(value, key, within_hydra=key.startswith("hydra")):
                 raise ConfigError(path, found, _RULE, _CURE)
@@ -82,32 +75,24 @@ def _given_values(value: Any) -> Iterator[Any]:
         yield value
 
 
-class FileConfigSource(file_config_source.FileConfigSource):
-    """Folders of YAMLs: titanlab's own and a person's."""
+def check_file(content: Any, group: str, option: str, file: str) -> None:
+    """Check the content of a YAML.
 
-    def load_config(self, config_path: str) -> ConfigResult:
-        result = super().load_config(config_path)
-        config = OmegaConf.to_container(result.config, resolve=False)
-        group, _, option = config_path.removesuffix(".yaml").rpartition("/")
-        for path, value in _code(config, "", within_hydra=True):
-            if group in [f"hydra/{name}" for name in _STARTERS]:
-                raise _starts_by_itself(group, option)
-            file = os.path.join(self.path, self._normalize_file_name(config_path))
-            raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
-        return result
+    Raises:
+        ConfigError: it names code.
+    """
+    for path, value in _code(content, "", within_hydra=True):
+        if group in [f"hydra/{name}" for name in _STARTERS]:
+            raise _starts_by_itself(group, option)
+        raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
 
 
-class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
-    """Folders of YAMLs in packages, each of which is imported when it is looked into."""
+def check_search_path(entries: Any) -> None:
+    """Check what Hydra is to search for configs.
 
-    def __init__(self, provider: str, path: str) -> None:
-        # What a person types after --config-path is not from a stranger.
-        if provider.startswith("hydra.searchpath"):
-            _check_search_path([path])
-        super().__init__(provider, path)
-
-
-def _check_search_path(entries: Any) -> None:
+    Raises:
+        ConfigError: an entry is a package that would be imported, and is not one of options.
+    """
     for entry in entries if isinstance(entries, list) else [entries]:
         text = entry.text if isinstance(entry, QuotedString) else str(entry)
         if text.startswith("pkg://") and text.removeprefix("pkg://") not in conf_packages():

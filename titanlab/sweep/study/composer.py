@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.keys import find_key
+from titanlab.recipe.composition.loader import Composed, Loader
 from titanlab.recipe.composition.recipes import to_recipe
 from titanlab.recipe.recipe import Recipe
-from titanlab.sweep.study.hydra_loader import Composed, Loader
+from titanlab.sweep.study.shared_fields import SharedFields
 from titanlab.sweep.study.space import Values, same
 
 Choices = tuple[tuple[str, str], ...]
@@ -41,6 +41,7 @@ class Composer:
         self._families: dict[tuple[Choices, frozenset[str]], _Family] = {}
         self._whole: dict[Choices, Composed | ConfigError] = {}
         self._flat: dict[int, dict[str, Any]] = {}
+        self._fields = SharedFields()
         self._numbers = {same(point): number for number, point in enumerate(points)}
         options: dict[tuple[Choices, frozenset[str]], dict[str, list[str]]] = {}
         for point in points:
@@ -71,7 +72,9 @@ class Composer:
         beside = (each for each in point if each.startswith(f"{key}.") or key.startswith(f"{each}."))
         changed = any(not self._loader.is_group(each) for each in beside)
         if changed or (isinstance(found, str) and "${" in found):
-            found = OmegaConf.select(self._config(point)[0], key, default=_ABSENT)
+            config, composed = self._config(point)
+            with self._loader.answers_hydra(composed):
+                found = OmegaConf.select(config, key, default=_ABSENT)
         if found is _ABSENT:
             raise KeyError(key)
         return found
@@ -82,20 +85,31 @@ class Composer:
         Raises:
             ConfigError: there is none.
         """
+        composed, nodes = self._parts(*self._split(point))
+        values = self._loader.values_of(point)
+        keys = None if composed.asks_hydra else self._fields.keys(composed.config, nodes, values)
+        recipe = None if keys is None else self._fields.recipe(keys, composed.config, nodes, values)
+        if recipe is None:
+            recipe = self._whole_recipe(point)
+            if keys is not None:
+                self._fields.keep(keys, recipe)
+        return recipe
+
+    def _whole_recipe(self, point: Values) -> Recipe:
+        """The recipe of a config that is the point's own."""
         with composition_errors(self._loader.overrides_of(point)):
             config, composed = self._config(point)
             choices = {**composed.choices, **dict(self._loader.choices_of(point))}
-            return to_recipe(config, choices, self._loader.config_name)
+            with self._loader.answers_hydra(composed):
+                return to_recipe(config, choices, self._loader.config_name)
 
     def _config(self, point: Values) -> tuple[DictConfig, Composed]:
         """A config of a point's own, and what it was made of."""
-        wide, own = self._split(point)
-        composed, nodes = self._parts(wide, own)
+        composed, nodes = self._parts(*self._split(point))
         if composed.asks_hydra:
             # `${hydra:…}` may ask for anything, the point's own overrides too.
             composed = self._loader.compose(self._loader.overrides_of(point))
             composed.whole.hydra.job.num = self._numbers.get(same(point), 0)
-            HydraConfig.instance().set_config(composed.whole)
             return composed.config, composed
         config = copy.deepcopy(composed.config)
         for group, node in nodes.items():
@@ -160,7 +174,7 @@ class Composer:
         try:
             template = self._combination(wide + first)
         except ConfigError as error:
-            self._hold_shared(error)
+            self._check_shared(error)
             # Some combination may do; each is composed for itself.
             return _Family(None, {})
         family = _Family(template, {each: template.config[each[0]] for each in first})
@@ -174,8 +188,8 @@ class Composer:
                     self._add(family, wide, alone, [each], outside)
         return family
 
-    def _hold_shared(self, error: ConfigError) -> None:
-        """The rule that what all points share has keys that some option has: else no combination can be composed."""
+    def _check_shared(self, error: ConfigError) -> None:
+        """Check that what all points share has keys that some option has: else no combination can be composed."""
         if find_key(error.key) is None:
             self._combination(())
 

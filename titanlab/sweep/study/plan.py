@@ -94,7 +94,7 @@ def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))
     check = _Checks()
-    left.hold_shared(lambda point: check.composed(composer, point))
+    left.check_shared(lambda point: check.composed(composer, point))
     recipes = left.keep(lambda point, _: check.composed(composer, point))
     for recipe in recipes.values():
         # Of a job that no cluster has room for there is nothing to prepare.
@@ -151,7 +151,7 @@ class Sieve:
             raise self._nothing_left()
         return made
 
-    def hold_shared(self, stage: Callable[[Values], Any]) -> None:
+    def check_shared(self, stage: Callable[[Values], Any]) -> None:
         """Look at a few points before all: what is wrong with the recipe that they share is told at once.
 
         A mistake is shared if a stage finds it, in the same words, in the first point, in the last, in some between

@@ -16,13 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.errors import composition_errors, unknown_key, value_error
+from titanlab.recipe.composition.errors import composition_errors, value_error
 from titanlab.recipe.composition.flags import Flags, read_flags
-from titanlab.recipe.composition.keys import Key, advice, known_keys
+from titanlab.recipe.composition.hydra_internal import plain_value
+from titanlab.recipe.composition.keys import Key, advice, known_keys, unknown_key
+from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.expression import WHERE, Expression, read_expression
-from titanlab.sweep.study.hydra_loader import Loader, override_text
 from titanlab.sweep.study.space import LIMIT, Values, expand, keys_of, same
 
 # What a sweep has once.
@@ -77,7 +78,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     shared = [text for text, each in zip(flags.overrides, parsed, strict=True) if not each.is_sweep_override()]
     loader = Loader(flags, shared)
     base = loader.base()
-    _hold_plugins(base)
+    _check_plugins(base)
     node = base.hydra.sweeper
     typed = _typed(loader, flags, node)
     own = _plain(node.space) if _is_space(node) else None
@@ -96,13 +97,13 @@ def read_request(arguments: Sequence[str]) -> Request:
         option=base.hydra.runtime.choices.get("sweeps"),
         named=any(each.key_or_group == "name" for each in parsed),
     )
-    _hold_shared(parsed, points)
-    _hold_keys(request)
+    _check_shared(parsed, points)
+    _check_keys(request)
     return request
 
 
-def _hold_plugins(base: DictConfig) -> None:
-    """The rule that sweeper and launcher are ours: others have nothing to hand points to."""
+def _check_plugins(base: DictConfig) -> None:
+    """Check that sweeper and launcher are ours: others have nothing to hand points to."""
     for name in ("sweeper", "launcher"):
         node = base.hydra[name]
         target = "" if _is_space(node) else str(node.get("_target_"))
@@ -139,9 +140,9 @@ def _values(loader: Loader, text: str, override: Override) -> list[Any]:
     key, _, typed = text.partition("=")
     if not override.is_discrete_sweep():
         raise ConfigError(key, typed, "has no end of values", f"list some: {key}=0.1,0.2, or range(start,stop,step)")
-    _hold_range(key, typed, override)
+    _check_range(key, typed, override)
     try:
-        values = [Override._convert_value(each) for each in override.sweep_iterator()]
+        values = [plain_value(each) for each in override.sweep_iterator()]
     except HydraException as error:
         raise ConfigError(key, typed, str(error).splitlines()[0], f"list the values: {key}=a,b") from error
     if loader.is_group(override.key_or_group):
@@ -151,9 +152,9 @@ def _values(loader: Loader, text: str, override: Override) -> list[Any]:
     return values
 
 
-def _hold_range(key: str, typed: str, override: Override) -> None:
-    """The rule that a range has an end, and no more values than a sweep has points: counted before any is made."""
-    found = override._value
+def _check_range(key: str, typed: str, override: Override) -> None:
+    """Check that a range has an end, and no more values than a sweep has points: counted before any is made."""
+    found = override.value()
     if not isinstance(found, RangeSweep) or found.start is None or found.stop is None:
         return
     try:
@@ -211,8 +212,8 @@ def _repeats(node: DictConfig) -> int:
     return repeats
 
 
-def _hold_shared(parsed: Sequence[Override], points: Sequence[Values]) -> None:
-    """The rule that what is given for all points is not swept as well."""
+def _check_shared(parsed: Sequence[Override], points: Sequence[Values]) -> None:
+    """Check that what is given for all points is not swept as well."""
     swept = keys_of(points)
     for override in parsed:
         if not override.is_sweep_override() and override.key_or_group in swept:
@@ -222,8 +223,8 @@ def _hold_shared(parsed: Sequence[Override], points: Sequence[Values]) -> None:
             raise ConfigError(key, value, rule, cure)
 
 
-def _hold_keys(request: Request) -> None:
-    """The rule that a space sets what a recipe has, to what it may be."""
+def _check_keys(request: Request) -> None:
+    """Check that a space sets what a recipe has, to what it may be."""
     loader = request.loader
     by_name: dict[str, list[Key]] = {}
     for known in known_keys():
@@ -241,14 +242,14 @@ def _hold_keys(request: Request) -> None:
         if key == "repeat" and request.repeats > 1:
             raise ConfigError(key, _listed(given), "is counted by repeats already", "leave one of the two out")
         if loader.is_group(key):
-            _hold_options(loader, key, given)
+            _check_options(loader, key, given)
         elif key not in by_name:
             raise unknown_key(key, _listed(given))
         else:
-            _hold_types(by_name[key], key, given)
+            _check_types(by_name[key], key, given)
 
 
-def _hold_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
+def _check_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
     options = loader.options(group.partition("@")[0])
     for value in given:
         if isinstance(value, str) and value in options:
@@ -261,8 +262,8 @@ def _hold_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
         raise ConfigError(group, value, "is no option of this group", f"{cure}known: {', '.join(options)}")
 
 
-def _hold_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
-    """The rule that values are of their key's type, in one of the options that have the key."""
+def _check_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
+    """Check that values are of their key's type, in one of the options that have the key."""
     # Made once: it takes longer than a thousand values.
     nodes = [
         (

@@ -87,7 +87,7 @@ def _points(space: Any, place: str) -> list[Values]:
     if word == "list":
         return [point for part in parts for point in part]
     if word == "zip":
-        _hold_lengths(parts, names, at)
+        _check_lengths(parts, names, at)
         return [_joined(points, at) for points in zip(*parts, strict=True)]
     return [_joined(points, at) for points in itertools.product(*parts)]
 
@@ -109,9 +109,9 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
     at = f"{place}.{word}"
     if isinstance(inner, Mapping):
         if word != "list":
-            _hold_values(inner, at)
+            _check_values(inner, at)
         else:
-            _hold_keys(inner, at)
+            _check_keys(inner, at)
     elif not isinstance(inner, list):
         raise ConfigError(at, inner, "takes a mapping, or a list of spaces", _EXAMPLE)
     elif not inner:
@@ -131,10 +131,10 @@ def _items(word: str, inner: Sequence[Any], place: str) -> list[tuple[Any, str]]
     return found
 
 
-def _hold_values(inner: Mapping[Any, Any], at: str) -> None:
+def _check_values(inner: Mapping[Any, Any], at: str) -> None:
     if not inner:
         raise ConfigError(at, "{}", "has no key", _EXAMPLE)
-    _hold_keys(inner, at)
+    _check_keys(inner, at)
     for key, values in inner.items():
         where = f"{at}.{key}"
         if not isinstance(values, list):
@@ -151,13 +151,13 @@ def _hold_values(inner: Mapping[Any, Any], at: str) -> None:
             known.add(same(value))
 
 
-def _hold_keys(inner: Mapping[Any, Any], at: str) -> None:
+def _check_keys(inner: Mapping[Any, Any], at: str) -> None:
     for key in inner:
         if not isinstance(key, str) or not key.strip():
             raise ConfigError(at, key, "is no key of a recipe", "write keys as text, such as training.seq_len")
 
 
-def _hold_lengths(parts: Sequence[Sequence[Values]], names: Sequence[str], at: str) -> None:
+def _check_lengths(parts: Sequence[Sequence[Values]], names: Sequence[str], at: str) -> None:
     lengths = [len(part) for part in parts]
     for name, length in zip(names, lengths, strict=True):
         if length != lengths[0]:

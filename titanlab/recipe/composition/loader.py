@@ -1,22 +1,26 @@
-"""Hydra as a function from overrides to a config: no job, no folder, no plugin."""
+"""Composes recipes: Hydra as a function from overrides to a config, without a job, a folder or a log.
+
+Single runs and the points of sweeps are composed here, on Hydra's public API.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.default_element import ConfigDefault
+from hydra import initialize, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.core.utils import JobRuntime, setup_globals
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -24,8 +28,8 @@ from titanlab.errors import ConfigError
 from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import Flags
 from titanlab.recipe.composition.hydra_settings import check_files
-from titanlab.recipe.composition.recipes import conf_folder, register
-from titanlab.sweep.study.space import Values
+from titanlab.recipe.composition.recipes import PackagesOnSearchPath, conf_folder, register, to_recipe
+from titanlab.recipe.recipe import Recipe
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _CONSTANTS = ("true", "false", "null", "nan", "inf")
@@ -58,21 +62,10 @@ class Loader:
 
     def __init__(self, flags: Flags, overrides: Sequence[str]) -> None:
         register()
-        version.setbase("1.3")
-        setup_globals()
-        JobRuntime.instance().set("name", "titanlab")
         self.config_name = flags.values["--config-name"] or "config"
         self.overrides = tuple(overrides)
         self._flags = flags
-        folder = flags.values["--config-path"] or str(conf_folder())
-        path = create_config_search_path(folder if "://" in folder else str(Path(folder).absolute()))
-        added = flags.values["--config-dir"]
-        if added is not None:
-            if not Path(added).is_dir():
-                raise ConfigError("--config-dir", added, "is no folder", "give a folder of groups")
-            anchor = SearchPathQuery(provider="schema")
-            path.prepend(provider="command-line", path=f"file://{Path(added).absolute()}", anchor=anchor)
-        self._hydra = ConfigLoaderImpl(config_search_path=path)
+        self._hydra = _hydra_loader(flags)
         self._known_choices: Mapping[str, Any] = {}
         self._is_group = functools.cache(self._find_group)
         self._fills_own_group = functools.cache(self._look_into)
@@ -85,6 +78,35 @@ class Loader:
         """
         with composition_errors(overrides, self._flags.values):
             return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(overrides))
+
+    def recipe(self) -> Recipe | None:
+        """The recipe that the overrides describe; None where they, or a file of theirs, ask for several.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        composed = self.compose(())
+        check_files(composed.whole, self._flags.values)
+        if composed.whole.hydra.mode == RunMode.MULTIRUN:
+            return None
+        with composition_errors(self.overrides, self._flags.values), self.answers_hydra(composed):
+            return to_recipe(composed.config, composed.choices, self.config_name)
+
+    @contextlib.contextmanager
+    def answers_hydra(self, composed: Composed) -> Iterator[None]:
+        """Have `${hydra:…}` mean this composition within the block."""
+        if not composed.asks_hydra:
+            yield
+            return
+        with read_write(composed.whole.hydra.runtime), open_dict(composed.whole.hydra.runtime):
+            composed.whole.hydra.runtime.output_dir = os.path.abspath(composed.whole.hydra.run.dir)
+        global_config = HydraConfig.instance()
+        before = global_config.cfg
+        global_config.set_config(composed.whole)
+        try:
+            yield
+        finally:
+            global_config.cfg = before
 
     def base(self) -> DictConfig:
         """What all points share, before anything is swept: Hydra's part of it says what the sweep is.
@@ -118,15 +140,15 @@ class Loader:
         # Schemas are there for YAMLs to build on.
         return [each for each in self._hydra.get_group_options(group) if not each.endswith("schema")]
 
-    def choices_of(self, point: Values) -> tuple[tuple[str, str], ...]:
+    def choices_of(self, point: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         """The options that a point chooses, by group."""
         return tuple((key, str(value)) for key, value in point.items() if self.is_group(key))
 
-    def values_of(self, point: Values) -> list[tuple[str, Any]]:
+    def values_of(self, point: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The other keys that a point sets."""
         return [(key, value) for key, value in point.items() if not self.is_group(key)]
 
-    def overrides_of(self, point: Values) -> list[str]:
+    def overrides_of(self, point: Mapping[str, Any]) -> list[str]:
         """A point as Hydra takes it."""
         return [self._sign(key) + override_text(key, value) for key, value in point.items()]
 
@@ -135,21 +157,26 @@ class Loader:
         return "/" not in group and "@" not in group and self._fills_own_group(f"{group}/{option}")
 
     def _find_group(self, key: str) -> bool:
-        return "." not in key and bool(self._hydra.repository.group_exists(key))
+        return "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
+
+    def _read(self, path: str) -> ConfigResult | None:
+        """A config as its file has it; None where there is none of that name."""
+        sources = (source for source in self._hydra.get_sources() if source.is_config(path))
+        source = next(sources, None)
+        return None if source is None else source.load_config(path)
 
     def _look_into(self, path: str) -> bool:
         group = path.partition("/")[0]
-        if not self._hydra.repository.config_exists(path):
+        result = self._read(path)
+        if result is None or result.header.get("package") not in (None, group, "_group_"):
             return False
-        found = self._hydra.repository.load_config(path)
-        if found is None or found.header.get("package") not in (None, group, "_group_"):
-            return False
-        for each in found.defaults_list or []:
-            if not isinstance(each, ConfigDefault) or each.path is None or each.package is not None:
+        content: Any = OmegaConf.to_container(result.config, resolve=False)
+        for entry in content.get("defaults") or [] if isinstance(content, dict) else []:
+            if not isinstance(entry, str) or "@" in entry:
                 return False
-            if each.path == "_self_":
+            if entry == "_self_":
                 continue
-            inner = each.path.lstrip("/") if each.path.startswith("/") else f"{group}/{each.path}"
+            inner = entry.lstrip("/") if entry.startswith("/") else f"{group}/{entry}"
             if "${" in inner or not inner.startswith(f"{group}/") or not self._fills_own_group(inner):
                 return False
         return True
@@ -172,6 +199,26 @@ class Loader:
         assert isinstance(choices, dict)
         asks = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
         return Composed(config=config, whole=whole, choices={str(k): v for k, v in choices.items()}, asks_hydra=asks)
+
+
+def _hydra_loader(flags: Flags) -> ConfigLoader:
+    """Hydra's loader with the folders that the flags name.
+
+    Raises:
+        ConfigError: `--config-dir` names no folder.
+    """
+    folder = flags.values["--config-path"] or str(conf_folder())
+    added = flags.values["--config-dir"]
+    if added is not None and not Path(added).is_dir():
+        raise ConfigError("--config-dir", added, "is no folder", "give a folder of groups")
+    GlobalHydra.instance().clear()
+    with PackagesOnSearchPath.extended_by(added):
+        if "://" in folder:
+            context: Any = initialize(config_path=folder, job_name="titanlab", version_base="1.3")
+        else:
+            context = initialize_config_dir(str(Path(folder).absolute()), job_name="titanlab", version_base="1.3")
+    with context:
+        return GlobalHydra.instance().config_loader()
 
 
 def override_text(key: str, value: Any) -> str:

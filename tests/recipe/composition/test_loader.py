@@ -1,0 +1,76 @@
+"""One loader composes single runs and points: each once, and by Hydra's public API."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+import titanlab
+from titanlab.errors import ConfigError
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.recipe import Recipe
+
+PACKAGE = Path(titanlab.__file__).parent
+
+
+def loader(*arguments: str) -> Loader:
+    flags = read_flags(arguments)
+    return Loader(flags, flags.overrides)
+
+
+def test_a_single_run_is_composed_once(monkeypatch):
+    made = loader("precision=bf16", "seed=3")
+    asked = []
+    compose = made._hydra.load_configuration
+
+    def counted(config_name, overrides, run_mode):
+        asked.append(overrides)
+        return compose(config_name, overrides, run_mode)
+
+    monkeypatch.setattr(made._hydra, "load_configuration", counted)
+    recipe = made.recipe()
+    assert isinstance(recipe, Recipe)
+    assert (recipe.precision.kind, recipe.seed) == ("bf16", 3)
+    assert asked == [["precision=bf16", "seed=3"]]
+
+
+def test_a_file_that_asks_for_several_runs_gives_no_single_one(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "many.yaml").write_text("# @package _global_\nhydra: {mode: MULTIRUN}\n")
+    assert loader("--config-dir", str(tmp_path), "+recipe=many").recipe() is None
+
+
+def test_what_asks_hydra_is_answered_and_nothing_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = HydraConfig.instance().cfg
+    recipe = loader("name=${hydra:runtime.choices.model}", "runs=${hydra:runtime.output_dir}").recipe()
+    assert recipe is not None
+    assert (recipe.name, recipe.runs) == ("debug", str(tmp_path))
+    assert HydraConfig.instance().cfg is before
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_a_folder_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="^--config-dir=nowhere: is no folder"):
+        loader("--config-dir", "nowhere")
+
+
+def test_a_folder_of_one_command_line_is_not_searched_for_the_next(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [debug, _self_]\nlayers: 1\n")
+    assert "mine" in loader("--config-dir", str(tmp_path)).options("model")
+    assert "mine" not in loader().options("model")
+
+
+def test_internals_of_hydra_are_used_in_one_file():
+    users = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^(from|import) hydra\._internal", path.read_text(), re.MULTILINE)
+    ]
+    assert [path.name for path in users] == ["hydra_internal.py"]

@@ -1,0 +1,90 @@
+"""Rules that cross the groups of a recipe: what breaks one is refused, with the nearest value that does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from titanlab.cluster.schema import Cluster
+from titanlab.errors import ConfigError
+from titanlab.parallelism.schema import Parallelism
+from titanlab.recipe.recipe import Recipe, resolve
+from titanlab.recipe.recipe_rules import MOST_PROCESSES, check, check_all_but_data, setting
+
+
+def resolved(made: Recipe, **given: object) -> Recipe:
+    return resolve(replace(made, world=None, **given), world=None, accelerator="cpu", device="cpu")
+
+
+@pytest.mark.parametrize("key", ["name", "sweep"])
+@pytest.mark.parametrize(
+    ("value", "cure"), [("a+b", "try a-b"), ("a/b", "try a-b"), ("..", "try run"), ("x" * 101, "try xx")]
+)
+def test_names_become_folders(tmp_path, key, value, cure):
+    with pytest.raises(ConfigError) as caught:
+        check(resolved(tiny.recipe(tmp_path), **{key: value}))
+    assert (caught.value.key, caught.value.value) == (key, value)
+    assert caught.value.cure.startswith(cure)
+
+
+@pytest.mark.parametrize(("key", "value"), [("repeat", -1), ("seed", -1), ("seed", 2**63)])
+def test_numbers_of_the_recipe_itself(tmp_path, key, value):
+    made = tiny.recipe(tmp_path)
+    setattr(made, key, value)
+    with pytest.raises(ConfigError, match=f"^{key}={value}: .*; try 0$"):
+        check_all_but_data(made)
+
+
+def test_a_batch_is_split_among_processes_and_microbatches(tmp_path):
+    made = tiny.recipe(tmp_path)
+    training = replace(made.training, global_batch=6, microbatch=None)
+    with pytest.raises(ConfigError, match="^training.global_batch=6: must be a multiple of the 4 .*; try 8$"):
+        check(resolved(made, training=training, parallelism=Parallelism(shard=4)))
+    training = replace(made.training, global_batch=12, microbatch=5)
+    with pytest.raises(ConfigError, match="^training.microbatch=5: must divide the 12 .*; try 4 or 6$"):
+        check(resolved(made, training=training, parallelism=Parallelism(shard=1)))
+
+
+def test_a_layout_has_a_limit_of_processes(tmp_path):
+    degrees = Parallelism(replicate=MOST_PROCESSES * 2)
+    training = replace(tiny.recipe(tmp_path).training, global_batch=MOST_PROCESSES * 2, microbatch=None)
+    with pytest.raises(ConfigError, match="^world=2000000: a layout has at most 1,000,000 processes"):
+        check_all_but_data(resolved(tiny.recipe(tmp_path), parallelism=degrees, training=training))
+
+
+def test_offload_needs_shards(tmp_path):
+    layout = Parallelism(shard=1, cpu_offload=True)
+    with pytest.raises(ConfigError, match="^parallelism.cpu_offload=True: .*try parallelism.shard=2"):
+        check(resolved(tiny.recipe(tmp_path), parallelism=layout))
+
+
+@pytest.mark.parametrize(
+    ("attention", "accelerator", "rule"),
+    [
+        ("cudnn", "cpu", "needs a GPU"),
+        ("efficient", "cpu", "needs a GPU"),
+        ("flash", "cuda", "computes in 16 bits only"),
+    ],
+)
+def test_kernels_of_attention_have_their_devices(tmp_path, attention, accelerator, rule):
+    made = tiny.recipe(tmp_path)
+    cluster = Cluster(accelerator=accelerator, device="NVIDIA H100 80GB HBM3" if accelerator == "cuda" else "cpu")
+    with pytest.raises(ConfigError, match=f"^model.attention={attention}: {rule}"):
+        check(resolved(made, model=replace(made.model, attention=attention), cluster=cluster))
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
+    made = tiny.recipe(tmp_path)
+    schedule = replace(made.optimizer.schedule, warmup_steps=made.training.steps + 1)
+    with pytest.raises(ConfigError, match="^optimizer.schedule.warmup_steps=.* is more than the .* steps of the run"):
+        check(resolved(made, optimizer=replace(made.optimizer, schedule=schedule)))
+
+
+def test_the_setting_is_what_options_see_of_a_recipe(tmp_path):
+    made = tiny.recipe(tmp_path)
+    seen = setting(made)
+    assert (seen.layout, seen.seq_len, seen.microbatch) == (made.layout, made.training.seq_len, made.microbatch)
+    assert seen.kinds["model"] == made.model.kind
+    assert not seen.splits_backward

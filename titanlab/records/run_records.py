@@ -1,0 +1,179 @@
+"""What a run has on disk, `runs/<sweep>/<name>-<hash8>/`, read. docs/run-folder.md has the schema of every file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.records import claim
+from titanlab.records.config_file import read_config
+from titanlab.records.end_file import read_end
+from titanlab.records.identity import Identity
+from titanlab.records.json_file import RESTORE, check_object, read_object, read_optional
+from titanlab.records.metrics_file import read_metrics
+from titanlab.records.outcome import Outcome
+from titanlab.records.outcome import from_mapping as outcome_from_mapping
+from titanlab.records.run_status import Status, read_status
+
+SCHEMA = 1
+FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
+SAVED = "saved.json"
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of one run; cheap to make, reads files when asked."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's label, without the hash."""
+        match = FOLDER_NAME.fullmatch(self.path.name)
+        return match["name"] if match else self.path.name
+
+    @property
+    def hash8(self) -> str:
+        """First digits of the identity; empty for a folder that somebody has renamed."""
+        match = FOLDER_NAME.fullmatch(self.path.name)
+        return match["hash8"] if match else ""
+
+    @property
+    def sweep(self) -> str:
+        """The collection that it belongs to."""
+        return self.path.parent.name
+
+    @property
+    def logs(self) -> Path:
+        """Text that processes print."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Saved states, one folder each."""
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer's file, where the data has one."""
+        return self.path / "tokenizer"
+
+    @property
+    def traces(self) -> Path:
+        """Output of profilers."""
+        return self.path / "traces"
+
+    def attempt_folder(self, attempt: int) -> Path:
+        """What belongs to one attempt only: its config, environment, result and ranks' failures."""
+        return self.path / "attempts" / str(attempt)
+
+    def config(self, attempt: int | None = None) -> dict[str, Any]:
+        """The resolved recipe as the run was born with it, or as one attempt ran it."""
+        folder = self.path if attempt is None else self.attempt_folder(attempt)
+        return read_config(folder / "config.yaml")
+
+    def identity(self) -> Identity | None:
+        """The full hash and what was hashed; None where that was not noted.
+
+        Raises:
+            ConfigError: the file is damaged, or of another version.
+        """
+        value = self._identity()
+        return None if value is None else Identity(sha256=value["sha256"], content=value["content"])
+
+    def created(self) -> float | None:
+        """When the folder was made, in seconds since the epoch; None where that was not yet noted."""
+        return (self._identity() or {}).get("created")
+
+    def _identity(self) -> dict[str, Any] | None:
+        path = self.path / "identity.json"
+        value = read_object(path)
+        if value is not None:
+            check_object(path, value, schema=SCHEMA, kinds={"sha256": str, "content": dict, "created": (float, None)})
+            for key in ("sha256", "content"):
+                if key not in value:
+                    raise ConfigError(key, None, f"is missing in {path}", RESTORE)
+        return value
+
+    def env(self, attempt: int | None = None) -> dict[str, Any] | None:
+        """Code, versions and machine of the latest attempt, or of one."""
+        folder = self.path if attempt is None else self.attempt_folder(attempt)
+        return read_optional(folder / "env.json")
+
+    def status(self) -> Status | None:
+        """Where the run stands; None where nobody has said it.
+
+        Raises:
+            ConfigError: the file is damaged, or of another version.
+        """
+        return read_status(self.path / "status.json")
+
+    def known_status(self) -> Status | None:
+        """The status for those who go on without one, or replace it: None also for a file that is damaged."""
+        try:
+            return self.status()
+        except ConfigError:
+            return None
+
+    def result(self, attempt: int | None = None) -> Outcome | None:
+        """How the latest attempt ended, or a given one; None while it has not.
+
+        Raises:
+            ConfigError: the file is damaged, or of another version.
+        """
+        folder = self.path if attempt is None else self.attempt_folder(attempt)
+        return read_end(folder / "result.json")
+
+    def check_files(self) -> None:
+        """Check that what the run says of itself can be read.
+
+        Raises:
+            ConfigError: a file is damaged, or of another version.
+        """
+        self.config()
+        self._identity()
+        self.status()
+        self.result()
+
+    def failures(self, attempt: int) -> list[Outcome]:
+        """What the ranks of an attempt have noted about their own ends, by rank."""
+        notes = [read_optional(path) for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json")]
+        return sorted((outcome_from_mapping(note) for note in notes if note), key=lambda outcome: outcome.rank or 0)
+
+    def attempts(self) -> list[int]:
+        """Numbers of all attempts, from 1."""
+        try:
+            names = [path.name for path in (self.path / "attempts").iterdir()]
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def job(self, attempt: int | None = None) -> dict[str, Any] | None:
+        """The job that made the latest attempt, or a given one; None for one that no job made."""
+        return read_optional(
+            self.attempt_folder(max(self.attempts(), default=0) if attempt is None else attempt) / "job.json"
+        )
+
+    def saved_step(self) -> int:
+        """The step that was saved last, whether or not that checkpoint is still there; 0: none was."""
+        for attempt in reversed(self.attempts()):
+            step = (read_optional(self.attempt_folder(attempt) / SAVED) or {}).get("step")
+            if isinstance(step, int):
+                return step
+        return 0
+
+    def asked_to_cancel(self) -> str | None:
+        """Who has asked that the run be cancelled since it was last submitted, or started by hand."""
+        request = read_optional(self.path / "cancel.json")
+        return None if request is None else str(request.get("by"))
+
+    def is_claimed(self) -> bool:
+        """Whether a live process works on it."""
+        return claim.is_claimed(self.path)
+
+    def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """The rows that count, as `metrics_file.read_metrics` has them."""
+        return read_metrics(self.path / "metrics.jsonl", kind)
