@@ -6,6 +6,10 @@ TORCH_INSTALL_ARGS ?=
 # More arguments for pytest: make test ARGS="-k stream -x"
 ARGS ?=
 
+# Two pytest processes: one runs the tests of ranks, the other runs what needs none. A worker that dies is not replaced:
+# a test that hangs ends the run. ARGS="-n 0" runs all tests in one process, as a debugger needs it.
+TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -36,10 +40,10 @@ quickstart: $(READY) ## train a small Llama, let it write code, then compare it 
 	 echo "  titanlab sweep --help; titanlab train --help                   # all there is to choose"
 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
-	@$(BIN)/python -m pytest -m "not full and not slurm" $(ARGS)
+	@$(BIN)/python -m pytest -m "not full and not slurm" $(TWO_WORKERS) $(ARGS)
 
 test-full: $(READY) ## run the slower layer of tests
-	@$(BIN)/python -m pytest -m "full and not slurm" $(ARGS)
+	@$(BIN)/python -m pytest -m "full and not slurm" $(TWO_WORKERS) $(ARGS)
 
 test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; installs it if it is missing (Debian, as root)
 	@launch/dev-slurm/install
