@@ -70,6 +70,10 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     workers.close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", default="", help="of the tests marked matrix, run part K of N only")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests whose GPU or Slurm this machine lacks, and say at the end how many they are."""
@@ -85,10 +89,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             lines.append(f"{len(left_out)} tests that need {reason}")
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    if config.option.part:
+        select_part(config, items)
     config.stash[_LEFT_OUT] = lines
     if hasattr(config, "workerinput"):
         # Only the main process prints a summary.
         config.workeroutput["left_out"] = lines
+
+
+def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked matrix that are not in the part that `--part` names; every N-th is in it."""
+    part, parts = map(int, config.option.part.split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part {config.option.part}: the first number must be between 1 and the second")
+    rows = [item for item in items if item.get_closest_marker("matrix")]
+    others = set(rows) - set(rows[part - 1 :: parts])
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

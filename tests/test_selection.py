@@ -5,8 +5,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+
+from tests.conftest import select_part
 
 PLANTED = {
     "test_planted.py": """
@@ -70,28 +73,6 @@ def test_skips_are_failures_where_they_are_forbidden(planted):
     assert "skipped" not in output.splitlines()[-1]
 
 
-def test_two_workers_fail_and_report_as_one_process_does(planted):
-    failing = "def test_fails(): assert 1 == 2\n"
-    code, output = planted("1", *TWO_WORKERS, files={**PLANTED, "test_failing.py": failing})
-    assert code != 0
-    assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a reason to skip" in output
-    assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a file to skip" in output
-    assert re.search(r"^FAILED \S*test_failing.py::test_fails\b", output, re.MULTILINE)
-    assert re.search(r"^ERROR \S*test_planted.py::test_is_skipped\b", output, re.MULTILINE)
-    assert "1 failed, 1 passed, 1 xfailed, 2 errors" in output
-    assert output.count("1 tests that need a GPU were not selected: this machine has none") == 1
-    assert output.count("1 tests that need Slurm were not selected: it is not installed here") == 1
-
-
-def test_a_worker_that_dies_fails_the_run(planted):
-    dying = "import os\ndef test_dies(): os._exit(0)\n"
-    code, output = planted(
-        "0", *TWO_WORKERS, files={"test_dying.py": dying, "test_other.py": "def test_passes(): pass\n"}
-    )
-    assert code != 0
-    assert re.search(r"^worker '\w+' crashed while running 'test_dying.py::test_dies'$", output, re.MULTILINE)
-
-
 RANKS = """
 import pytest
 
@@ -117,19 +98,65 @@ def test_ranks(ranks): pass
 """
 
 
-def test_one_worker_runs_all_files_with_tests_of_ranks(planted):
-    files = {"test_a.py": RANKS, "test_b.py": NO_RANKS, "test_c.py": RANKS}
-    code, output = planted("0", *TWO_WORKERS, "-rP", files=files)
-    assert code == 0, output
+def test_two_workers_fail_and_report_as_one_process_does(planted):
+    failing = "def test_fails(): assert 1 == 2\n"
+    files = {**PLANTED, "test_a.py": RANKS, "test_b.py": NO_RANKS, "test_c.py": RANKS, "test_failing.py": failing}
+    code, output = planted("1", *TWO_WORKERS, "-rPA", files=files)
+    assert code != 0
+    assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a reason to skip" in output
+    assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a file to skip" in output
+    assert re.search(r"^FAILED \S*test_failing.py::test_fails\b", output, re.MULTILINE)
+    assert re.search(r"^ERROR \S*test_planted.py::test_is_skipped\b", output, re.MULTILINE)
+    assert "1 failed, 7 passed, 1 xfailed, 2 errors" in output
+    assert output.count("1 tests that need a GPU were not selected: this machine has none") == 1
+    assert output.count("1 tests that need Slurm were not selected: it is not installed here") == 1
+    # One worker runs all files with tests of ranks, and one worker runs all tests of another file.
     ranks, others = (re.findall(rf"^{name} on (gw\d)$", output, re.MULTILINE) for name in ("ranks", "others"))
     assert (len(ranks), len(set(ranks)), len(others), len(set(others))) == (4, 1, 2, 1)
-    assert set(ranks) != set(others)
+
+
+def test_a_worker_that_dies_fails_the_run(planted):
+    dying = "import os\ndef test_dies(): os._exit(0)\n"
+    code, output = planted(
+        "0", *TWO_WORKERS, files={"test_dying.py": dying, "test_other.py": "def test_passes(): pass\n"}
+    )
+    assert code != 0
+    assert re.search(r"^worker '\w+' crashed while running 'test_dying.py::test_dies'$", output, re.MULTILINE)
 
 
 def test_ranks_that_the_scheduler_would_not_see_are_refused(planted):
-    code, output = planted("0", *TWO_WORKERS, files={"test_ranks.py": HIDDEN_RANKS})
+    code, output = planted("0", files={"test_ranks.py": HIDDEN_RANKS})
     assert code != 0
     assert "this test starts ranks: add its fixture to RANK_FIXTURES" in output
+
+
+class Item:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name == self.marker
+
+
+def test_eight_parts_are_the_matrix():
+    items = [Item("matrix" if number % 3 else "full") for number in range(40)]
+    rows = [item for item in items if item.marker == "matrix"]
+    config = Mock()
+    parts = []
+    for part in range(1, 9):
+        config.option.part, left = f"{part}/8", list(items)
+        select_part(config, left)
+        assert [item for item in left if item.marker == "full"] == [item for item in items if item not in rows]
+        parts.append([item for item in left if item in rows])
+    assert sorted(map(len, parts)) == [3] * 6 + [4] * 2
+    assert {item for part in parts for item in part} == set(rows)
+    assert sum(map(len, parts)) == len(rows)
+
+
+@pytest.mark.parametrize("part", ["0/8", "9/8"])
+def test_a_part_that_is_none_is_refused(part):
+    with pytest.raises(pytest.UsageError, match="between 1 and"):
+        select_part(Mock(option=Mock(part=part)), [])
 
 
 def test_the_makefile_starts_the_workers_so():
