@@ -142,7 +142,6 @@ ROWS = [
         "bf16 full aot_eager",
         "fp16 selective_op eager",
         "bf16_full memory_budget inductor",
-        "float8_tensorwise selective_layer eager",
         "float8_rowwise none aot_eager",
         "float8_rowwise_with_gw_hp none eager",
     ),
