@@ -3,8 +3,16 @@
 PYTHON ?= python3
 # More arguments for pip's installation of torch, say: --index-url <an index that has the CPU build>
 TORCH_INSTALL_ARGS ?=
+# Of make test-matrix: K/N, one part of it
+PART ?=
 # More arguments for pytest: make test ARGS="-k stream -x"
 ARGS ?=
+# Of make test-matrix: K/N, one part of it
+PART ?=
+
+# Two pytest processes: one runs the tests of ranks, the other runs what needs none. A worker that dies is not replaced:
+# a test that hangs ends the run. ARGS="-n 0" runs all tests in one process, as a debugger needs it.
+TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +21,7 @@ UNFINISHED := $(VENV)/.unfinished
 LOG := $(VENV)/install.log
 
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test test-full test-slurm lint format benchmark constraints clean clean-environment
+.PHONY: help environment quickstart test test-full test-matrix test-slurm lint format benchmark constraints clean clean-environment
 
 help: ## list these targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
@@ -36,10 +44,13 @@ quickstart: $(READY) ## train a small Llama, let it write code, then compare it 
 	 echo "  titanlab sweep --help; titanlab train --help                   # all there is to choose"
 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
-	@$(BIN)/python -m pytest -m "not full and not slurm" $(ARGS)
+	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm" $(TWO_WORKERS) $(ARGS)
 
 test-full: $(READY) ## run the slower layer of tests
-	@$(BIN)/python -m pytest -m "full and not slurm" $(ARGS)
+	@$(BIN)/python -m pytest -m "full and not slurm" $(TWO_WORKERS) $(ARGS)
+
+test-matrix: $(READY) ## run whole products of layouts and techniques, and write their pages (PART=3/8: the third eighth)
+	@TITANLAB_WRITE_PARITY=1 $(BIN)/python -m pytest $(if $(PART),-m matrix --part $(PART),-m "matrix or on_page") $(ARGS)
 
 test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; installs it if it is missing (Debian, as root)
 	@launch/dev-slurm/install

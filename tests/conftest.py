@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, no network, caches of their own, warnings and skips that count."""
+"""Settings of every test: one thread, no network, caches inside the checkout; skipped tests can be forbidden."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests import workers
 from tests.pool import Pool
 from titanlab.compile.cache import repair
 from titanlab.distributed.host import this_host
@@ -18,14 +19,14 @@ from titanlab.distributed.host import this_host
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
 
-# Before anything imports torch or a library that reads them at import.
+# Set before anything imports torch or another library that reads them at import.
 os.environ.update(
     # One thread in each process: several ranks share few cores, and sums keep their order.
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
     OPENBLAS_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
-    # Nothing leaves the checkout: not for a home folder, not for a network.
+    # Tests neither write to a home folder nor use the network.
     TITANLAB_CACHE=str(CACHE / "titanlab"),
     TORCHINDUCTOR_CACHE_DIR=str(CACHE / "inductor"),
     HF_HOME=str(CACHE / "huggingface"),
@@ -37,7 +38,7 @@ os.environ.update(
     WANDB_CONFIG_DIR=str(CACHE / "wandb"),
     WANDB_DATA_DIR=str(CACHE / "wandb"),
 )
-# A person's own settings, or the job in which the tests run, must not decide what they see.
+# Settings of the person or the job that runs the tests must not reach them.
 for _name in list(os.environ):
     if _name in (
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -46,11 +47,11 @@ for _name in list(os.environ):
         del os.environ[_name]
 
 hypothesis.settings.register_profile(
-    # The machine may be busy with other ranks: no example has a deadline of its own.
+    # No deadline for an example: the machine may be busy with other ranks.
     "titanlab",
     deadline=None,
     max_examples=50,
-    # A submission is judged by the same examples however often it is tried.
+    # In CI the examples are the same in every run.
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
@@ -59,8 +60,8 @@ hypothesis.settings.load_profile("titanlab")
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """Workers for tests of several ranks: `pool.run(world, function, *arguments)`."""
-    # A session that was ended while a compiler ran has left half a file, as a run does.
+    """Processes for tests of several ranks: `pool.run(world, function, *arguments)`."""
+    # An earlier session that was killed while a compiler ran has left half a file.
     repair(CACHE / "inductor")
     workers = Pool(
         int(os.environ.get("TITANLAB_TEST_WORKERS", "16")), warning_filters=request.config.getini("filterwarnings")
@@ -69,24 +70,63 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     workers.close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", default="", help="of the tests marked matrix, run part K of N only")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests out that need what is not here: a GPU, Slurm's daemons."""
+    """Leave out tests whose GPU or Slurm this machine lacks, and say at the end how many they are."""
     lacking = {}
     if this_host().accelerator != "cuda":
         lacking["gpu"] = "a GPU were not selected: this machine has none"
     if slurm_lacks():
         lacking["slurm"] = "Slurm were not selected: it is not installed here (make test-slurm does both)"
-    config.stash[_LEFT_OUT] = []
-    for marker, why in lacking.items():
+    lines = []
+    for marker, reason in lacking.items():
         left_out = [item for item in items if item.get_closest_marker(marker)]
         if left_out:
-            config.stash[_LEFT_OUT].append(f"{len(left_out)} tests that need {why}")
+            lines.append(f"{len(left_out)} tests that need {reason}")
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    if config.option.part:
+        select_part(config, items)
+    config.stash[_LEFT_OUT] = lines
+    if hasattr(config, "workerinput"):
+        # Only the main process prints a summary.
+        config.workeroutput["left_out"] = lines
+
+
+def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests marked matrix that are not in the part that `--part` names; every N-th is in it."""
+    part, parts = map(int, config.option.part.split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part {config.option.part}: the first number must be between 1 and the second")
+    rows = [item for item in items if item.get_closest_marker("matrix")]
+    others = set(rows) - set(rows[part - 1 :: parts])
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    workers.check(item)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, run all tests of ranks on one worker."""
+    return workers.RanksTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take from a worker that has ended which tests were left out. All workers collect the same tests."""
+    if error is None:
+        node.config.stash[_LEFT_OUT] = node.workeroutput["left_out"]
 
 
 def slurm_lacks() -> list[str]:
-    """What a Slurm of the tests' own would need, and is not installed."""
+    """Programs that a Slurm started by the tests needs and that are not installed."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     return [
         name
@@ -96,24 +136,24 @@ def slurm_lacks() -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say in one line each what was left out."""
+    """Print one line for each kind of tests that were left out."""
     for line in config.stash.get(_LEFT_OUT, []):
         terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Where skipping is forbidden, a skipped test has failed."""
-    return _forbidden((yield))
+    """Report a skipped test as failed if skipping is forbidden."""
+    return _fail_if_forbidden((yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Any:
-    """Where skipping is forbidden, a skipped file has failed."""
-    return _forbidden((yield))
+    """Report a skipped file as failed if skipping is forbidden."""
+    return _fail_if_forbidden((yield))
 
 
-def _forbidden(report: Any) -> Any:
+def _fail_if_forbidden(report: Any) -> Any:
     if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("TITANLAB_FORBID_SKIPS") == "1":
         report.outcome = "failed"
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr

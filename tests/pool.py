@@ -28,12 +28,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-# How long the others may take to notice that a rank failed before they are ended.
+# Time for the other ranks to notice that one has failed; after it they are ended.
 GRACE_SECONDS = 2.0
 START_SECONDS = 120.0
 CLEAR_SECONDS = 10.0
-# torch's compiler keeps some groups for good, and each has threads that wake up for nothing: after so many of them a
-# new worker is cheaper.
+# torch's compiler never frees some process groups, and the threads of each keep waking up. With more threads than this
+# a new worker is cheaper.
 MANY_THREADS = 150
 
 
@@ -46,7 +46,7 @@ class Pool:
 
     Args:
         size: most ranks of one call.
-        warning_filters: lines of pytest's `filterwarnings`, to hold in the workers too.
+        warning_filters: lines of pytest's `filterwarnings`, applied in the workers too.
     """
 
     def __init__(self, size: int, *, warning_filters: Sequence[str] = ()) -> None:
@@ -76,7 +76,7 @@ class Pool:
         answers = self._gather(workers, limit_seconds)
         failures = {rank: answer for rank, answer in answers.items() if answer[0] != "value"}
         if failures:
-            raise RankFailure(_story(failures, world))
+            raise RankFailure(_describe(failures, world))
         return [pickle.loads(answers[rank][1]) for rank in range(world)]
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Pool:
             self._drop(index)
 
     def _ready(self, world: int) -> list[_Worker]:
-        """The first workers; those that are missing start side by side."""
+        """The first `world` workers; missing ones are started at the same time."""
         workers = []
         for index in range(world):
             worker = self._workers[index]
@@ -133,7 +133,7 @@ class Pool:
 
 
 class _Worker:
-    """One process of the pool, seen from the test's side."""
+    """One process of the pool, as the process of the tests uses it."""
 
     def __init__(self, filters: Sequence[str]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -151,12 +151,12 @@ class _Worker:
 
     @property
     def threads(self) -> int:
-        """How many it has, those of libraries too; 0 where that cannot be asked."""
+        """Number of its threads, including those of libraries; 0 if the system has no /proc."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait until it has started, or has cleared up after its last call."""
+        """Wait until it has started, or has cleaned up after its last call."""
         if self._busy:
             with contextlib.suppress(EOFError, OSError):
                 self._busy = not (self.connection.poll(seconds) and self.connection.recv_bytes() == b"ready")
@@ -164,7 +164,7 @@ class _Worker:
 
     def send(self, message: tuple[Any, ...]) -> None:
         self._busy = True
-        # If it died, `receive` says so.
+        # If the worker died, `receive` reports it.
         with contextlib.suppress(OSError):
             self.connection.send_bytes(pickle.dumps(message))
 
@@ -177,7 +177,7 @@ class _Worker:
         return (kind, content, when)
 
     def stacks(self) -> str:
-        """Where its threads are now."""
+        """The stacks of its threads."""
         with contextlib.suppress(OSError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
         time.sleep(0.2)
@@ -191,9 +191,9 @@ class _Worker:
         self._stacks.unlink(missing_ok=True)
 
 
-def _story(failures: dict[int, tuple[str, Any, float]], world: int) -> str:
-    """The failures, the first one first: it is the cause more often than not."""
-    # A rank that waits for a lost one raises soon after, and one that hangs is found last.
+def _describe(failures: dict[int, tuple[str, Any, float]], world: int) -> str:
+    """The failures in order of time: the first is usually the cause."""
+    # A rank that waits for a lost one raises soon after it; hanging ranks are noticed last.
     order = sorted(failures, key=lambda rank: (failures[rank][0] == "hung", failures[rank][2]))
     parts = []
     for rank in order:
@@ -221,7 +221,7 @@ def _free_port() -> int:
 
 
 def _serve(connection: Connection, parent: int, stacks: str, filters: Sequence[str]) -> None:
-    """A worker's life: wait for a call, make it, answer, clear up."""
+    """The loop of a worker: wait for a call, make it, answer, clean up."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with Path(stacks).open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
@@ -229,7 +229,7 @@ def _serve(connection: Connection, parent: int, stacks: str, filters: Sequence[s
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         import torch.distributed
 
-        # From the first call on: with more threads sums are rounded in another order.
+        # With more threads, sums are rounded in another order.
         torch.set_num_threads(1)
         gc.freeze()
         connection.send_bytes(b"ready")
@@ -239,19 +239,19 @@ def _serve(connection: Connection, parent: int, stacks: str, filters: Sequence[s
             except EOFError:
                 return
             if message[0] == "call":
-                with _undone_after():
+                with _restored_settings():
                     answer = _answer(message[1], message[2], filters)
                     connection.send_bytes(answer)
                     if pickle.loads(answer)[0] == "value":
-                        # Rank 0 may hold the store that others still need: all answer before any clears up.
+                        # Rank 0 may hold the store that others still need: all answer before any cleans up.
                         connection.recv_bytes()
                         _leave_groups()
                     else:
-                        # Those who wait for this rank should learn that it is gone.
+                        # Ranks that wait for this one must notice that it is gone.
                         _leave_groups()
                         connection.recv_bytes()
                 gc.collect()
-                # What stays is modules, for the most part: no collection needs to look at them again.
+                # The remaining objects are mostly modules, which later collections need not scan.
                 gc.freeze()
                 connection.send_bytes(b"ready")
 
@@ -260,41 +260,41 @@ def _answer(call: bytes, environment: dict[str, str], filters: Sequence[str]) ->
     os.environ.update(environment)
     try:
         with warnings.catch_warnings():
-            _hold(filters)
+            _apply_filters(filters)
             function, arguments = pickle.loads(call)
             value = pickle.dumps(function(*arguments))
     except BaseException:
-        # SystemExit and pytest's own outcomes are no exceptions, and must be seen as well.
+        # SystemExit and pytest's own outcomes do not derive from Exception and are reported as well.
         return pickle.dumps(("raised", traceback.format_exc(), time.monotonic()))
     return pickle.dumps(("value", value, time.monotonic()))
 
 
-def _hold(filters: Sequence[str]) -> None:
-    # No public name parses the lines.
+def _apply_filters(filters: Sequence[str]) -> None:
+    # pytest has no public function that parses these lines.
     from _pytest.config import apply_warning_filters
 
     apply_warning_filters(filters, ())
 
 
 def _leave_groups() -> None:
-    """Destroy the process groups that a call left behind, and what torch keeps of their meshes."""
+    """Destroy the process groups that a call left, and torch's caches that refer to them."""
     from torch import distributed
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if "torch._dynamo" in sys.modules:
-        # Compiled code keeps models, and they keep their groups, whose threads go on.
+        # Compiled code keeps models alive, and with them process groups and their threads.
         sys.modules["torch._dynamo"].reset()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
-        # The cache answers an equal mesh with specs of the old one, whose groups are gone.
+        # For an equal mesh the cache returns specs of the old mesh, whose groups are destroyed.
         debug._clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager
-def _undone_after() -> Iterator[None]:
-    """Give the next call the environment, folder and torch settings that this one had."""
+def _restored_settings() -> Iterator[None]:
+    """Restore environment, folder and settings of torch after a call, for the next one."""
     import torch
 
     environment, folder = dict(os.environ), Path.cwd()

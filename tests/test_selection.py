@@ -1,11 +1,15 @@
-"""What conftest does with skipped tests, and with tests that need a GPU or Slurm."""
+"""conftest's handling of skipped tests and of tests that need a GPU or Slurm, in one process and in two."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+
+from tests.conftest import select_part
 
 PLANTED = {
     "test_planted.py": """
@@ -29,17 +33,19 @@ def test_needs_slurm(): pass
 }
 
 OPTIONS = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-ra", "--continue-on-collection-errors"]
+# As in the Makefile, which a test below compares.
+TWO_WORKERS = ["-n", "2", "--dist", "loadfile", "--max-worker-restart", "0"]
 
 
 @pytest.fixture
 def planted(tmp_path):
-    for name, source in PLANTED.items():
-        (tmp_path / name).write_text(source)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n  slurm\n")
 
-    def run(forbid: str) -> tuple[int, str]:
+    def run(forbid: str, *options: str, files=PLANTED) -> tuple[int, str]:
+        for name, source in files.items():
+            (tmp_path / name).write_text(source)
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *OPTIONS, str(tmp_path)],
+            [sys.executable, "-m", "pytest", *OPTIONS, *options, str(tmp_path)],
             capture_output=True,
             text=True,
             cwd=Path(__file__).parent.parent,
@@ -65,3 +71,94 @@ def test_skips_are_failures_where_they_are_forbidden(planted):
     assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a reason to skip" in output
     assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a file to skip" in output
     assert "skipped" not in output.splitlines()[-1]
+
+
+RANKS = """
+import pytest
+
+@pytest.fixture
+def pool(): pass
+
+def test_ranks(pool, worker_id): print("ranks on", worker_id)
+def test_no_ranks(worker_id): print("ranks on", worker_id)
+"""
+NO_RANKS = """
+def test_one(worker_id): print("others on", worker_id)
+def test_two(worker_id): print("others on", worker_id)
+"""
+HIDDEN_RANKS = """
+import pytest
+
+@pytest.fixture
+def pool(): pass
+
+ranks = pytest.fixture(lambda pool: pool, name="ranks")
+
+def test_ranks(ranks): pass
+"""
+
+
+def test_two_workers_fail_and_report_as_one_process_does(planted):
+    failing = "def test_fails(): assert 1 == 2\n"
+    files = {**PLANTED, "test_a.py": RANKS, "test_b.py": NO_RANKS, "test_c.py": RANKS, "test_failing.py": failing}
+    code, output = planted("1", *TWO_WORKERS, "-rPA", files=files)
+    assert code != 0
+    assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a reason to skip" in output
+    assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a file to skip" in output
+    assert re.search(r"^FAILED \S*test_failing.py::test_fails\b", output, re.MULTILINE)
+    assert re.search(r"^ERROR \S*test_planted.py::test_is_skipped\b", output, re.MULTILINE)
+    assert "1 failed, 7 passed, 1 xfailed, 2 errors" in output
+    assert output.count("1 tests that need a GPU were not selected: this machine has none") == 1
+    assert output.count("1 tests that need Slurm were not selected: it is not installed here") == 1
+    # One worker runs all files with tests of ranks, and one worker runs all tests of another file.
+    ranks, others = (re.findall(rf"^{name} on (gw\d)$", output, re.MULTILINE) for name in ("ranks", "others"))
+    assert (len(ranks), len(set(ranks)), len(others), len(set(others))) == (4, 1, 2, 1)
+
+
+def test_a_worker_that_dies_fails_the_run(planted):
+    dying = "import os\ndef test_dies(): os._exit(0)\n"
+    code, output = planted(
+        "0", *TWO_WORKERS, files={"test_dying.py": dying, "test_other.py": "def test_passes(): pass\n"}
+    )
+    assert code != 0
+    assert re.search(r"^worker '\w+' crashed while running 'test_dying.py::test_dies'$", output, re.MULTILINE)
+
+
+def test_ranks_that_the_scheduler_would_not_see_are_refused(planted):
+    code, output = planted("0", files={"test_ranks.py": HIDDEN_RANKS})
+    assert code != 0
+    assert "this test starts ranks: add its fixture to RANK_FIXTURES" in output
+
+
+class Item:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name == self.marker
+
+
+def test_eight_parts_are_the_matrix():
+    items = [Item("matrix" if number % 3 else "full") for number in range(40)]
+    rows = [item for item in items if item.marker == "matrix"]
+    config = Mock()
+    parts = []
+    for part in range(1, 9):
+        config.option.part, left = f"{part}/8", list(items)
+        select_part(config, left)
+        assert [item for item in left if item.marker == "full"] == [item for item in items if item not in rows]
+        parts.append([item for item in left if item in rows])
+    assert sorted(map(len, parts)) == [3] * 6 + [4] * 2
+    assert {item for part in parts for item in part} == set(rows)
+    assert sum(map(len, parts)) == len(rows)
+
+
+@pytest.mark.parametrize("part", ["0/8", "9/8"])
+def test_a_part_that_is_none_is_refused(part):
+    with pytest.raises(pytest.UsageError, match="between 1 and"):
+        select_part(Mock(option=Mock(part=part)), [])
+
+
+def test_the_makefile_starts_the_workers_so():
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    assert f"TWO_WORKERS := {' '.join(TWO_WORKERS)}\n" in makefile

@@ -12,7 +12,7 @@ def until(
     told: Callable[[], str] = lambda: "nothing happened",
     pause_seconds: float = 0.05,
 ) -> None:
-    """Wait for something to be true; where it is not so in time, the test fails and `told` says how it stands."""
+    """Wait until `true()` holds; after `seconds` the test fails with the message that `told()` returns."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, told()

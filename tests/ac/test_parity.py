@@ -7,15 +7,19 @@ before, too; the bar there is the project's for every policy, 1e-6, relative.
 
 from __future__ import annotations
 
+import math
 import os
+from itertools import product
 
 import pytest
 
 from tests import tiny
+from tests.cover import cover, marks
 from tests.parity.parity_rows import SCHEDULES
 from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.ac.memory_budget_schema import MemoryBudget
 from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.costs.layout import AXES
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
@@ -71,15 +75,26 @@ def train(pool, folder, layout, **given):
     return pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=500)[0]
 
 
-def rows(chosen):
-    """All policies under all layouts, the chosen ones in `make test`."""
+def rows(combinations, always):
+    """A product of layouts and policies; `always`: rows that `make test` runs too."""
+    covering = cover(combinations, options, always=always, cost=lambda row: world(LAYOUTS[row[0]]))
     return [
-        pytest.param(
-            layout, policy, id=f"{layout}: {policy}", marks=[] if (layout, policy) in chosen else [pytest.mark.full]
-        )
-        for layout in LAYOUTS
-        for policy in POLICIES
+        pytest.param(*row, id=f"{row[0]}: {row[1]}", marks=marks(row, always=always, covering=covering))
+        for row in combinations
     ]
+
+
+def options(row):
+    """The axes, the schedule and the other options of a layout, and the policy."""
+    layout, policy = row
+    given = {**LAYOUTS[layout]}
+    if "microbatch" in given:
+        given["microbatch"] = "given"
+    return [*(f"{key}={getattr(value, 'kind', value)}" for key, value in given.items()), policy]
+
+
+def world(layout):
+    return math.prod(degree for axis, degree in layout.items() if axis in AXES)
 
 
 ALWAYS = {
@@ -94,7 +109,7 @@ ALWAYS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "policy"), rows(ALWAYS))
+@pytest.mark.parametrize(("layout", "policy"), rows(list(product(LAYOUTS, POLICIES)), ALWAYS))
 def test_nothing_changes_in_eager_mode(pool, references, tmp_path, layout, policy):
     found = compare(references(layout), train(pool, tmp_path, layout, ac=POLICIES[policy]))
     assert found.largest == 0, found
@@ -110,17 +125,10 @@ EVERY_POLICY = ("one process", "fsdp, microbatches", "tensor", "1f1b")
 
 @pytest.mark.parametrize(
     ("layout", "policy"),
-    [
-        pytest.param(
-            layout,
-            policy,
-            id=f"{layout}: {policy}",
-            marks=[] if layout == "one process" and policy in EVERYWHERE else [pytest.mark.full],
-        )
-        for layout in LAYOUTS
-        for policy in COMPILED
-        if layout in EVERY_POLICY or policy in EVERYWHERE
-    ],
+    rows(
+        [row for row in product(LAYOUTS, COMPILED) if row[0] in EVERY_POLICY or row[1] in EVERYWHERE],
+        [("one process", policy) for policy in EVERYWHERE],
+    ),
 )
 def test_hardly_anything_changes_in_compiled_blocks(pool, references, tmp_path, layout, policy):
     compiled = {"blocks": True, "backend": "aot_eager"}

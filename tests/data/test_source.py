@@ -41,14 +41,14 @@ def test_every_kind_is_discovered() -> None:
 def test_import_is_light() -> None:
     program = """
 import sys, time
-started = time.perf_counter()
+started = time.process_time()
 import titanlab.data.source
-took = time.perf_counter() - started
+took = time.process_time() - started
 heavy = {"torch", "numpy", "datasets", "sentencepiece", "tokenizers", "pyarrow", "huggingface_hub"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 print(took)
 """
-    # The best of three: the machine may be busy.
+    # Time of the processor, and the best of three: other tests run beside this one.
     assert min(float(run(program)) for _ in range(3)) < 0.15
 
 

@@ -1,10 +1,13 @@
 """Pipelines compute what one process computes, whatever the schedule."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.cover import cover, marks
 from tests.parallelism.pipeline_run import (
     DIM,
     MICROBATCH,
@@ -69,15 +72,19 @@ def test_four_ranks(pool, name):
 BOTH = ("replicate", "shard")
 
 
+SHARDS_ALWAYS = [
+    ("1f1b", False, "replicate"),
+    ("zbv", False, BOTH),
+    # torch's own way of splitting a backward is wrong with this, without a word.
+    ("zbv", True, "replicate"),
+]
+SHARDS = list(product(SCHEDULES, (False, True), ("replicate", BOTH)))
+SHARDS_COVERING = cover(SHARDS, lambda row: row, always=SHARDS_ALWAYS, cost=lambda row: 1)
+
+
 @pytest.mark.parametrize(
     ("name", "reshard", "axis"),
-    [
-        ("1f1b", False, "replicate"),
-        ("zbv", False, BOTH),
-        # torch's own way of splitting a backward is wrong with this, without a word.
-        ("zbv", True, "replicate"),
-        *(full(name, reshard, axis) for name in SCHEDULES for reshard in (False, True) for axis in ("replicate", BOTH)),
-    ],
+    [pytest.param(*row, marks=marks(row, always=SHARDS_ALWAYS, covering=SHARDS_COVERING)) for row in SHARDS],
 )
 def test_shards_in_a_pipeline(pool, name, reshard, axis):
     for found in pool.run(4, equal_to_alone, name, (4,), (reshard, None, axis), 2):

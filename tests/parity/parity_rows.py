@@ -1,4 +1,4 @@
-"""The layouts that are held to one process: rows of the matrix in docs/parity.md."""
+"""The layouts that are compared with one process: rows of the matrix in docs/parity.md."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.cover import cover
 from tests.planted_schema import Planted
 from titanlab.costs.layout import AXES, Layout
 from titanlab.schedule.csv_schema import CsvSchedule
@@ -26,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "uneven vocabulary": {"vocab_size": 257},
     "tied embeddings": {"tied_embeddings": True},
     "4 key/value heads": {"kv_heads": 4},
+    # With two ranks of tensor parallelism each holds two key/value heads, and each of these serves two query heads.
+    "8 heads share 4": {"heads": 8, "kv_heads": 4},
     "8 layers": {"layers": 8},
     "gaps in the labels": {"data": Planted(gaps=True)},
 }
@@ -42,7 +45,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True, eq=False)
 class OnLayout:
-    """What rows of the matrices have in common.
+    """What the rows of both matrices have in common.
 
     Attributes:
         given: degrees and other keys of `tests.tiny.recipe`; a schedule by name.
@@ -56,7 +59,7 @@ class OnLayout:
 
     @property
     def label(self) -> str:
-        """What a table says of it: layout, then what is not the default."""
+        """The name in a table: the layout, then every option that is not the default."""
         rest = [
             str(value) if name == "schedule" else f"{name}={value}"
             for name, value in self.given.items()
@@ -64,8 +67,18 @@ class OnLayout:
         ]
         return ", ".join([self.layout.label, *rest])
 
+    def options(self) -> list[str]:
+        """What the row combines: its axes, its schedule and every other option of `given`."""
+        axes = [axis for axis, degree in self.layout.degrees().items() if degree > 1]
+        others = {name: value for name, value in self.given.items() if name not in AXES}
+        # Where it is not an option of its own, the size of a microbatch follows from the layout.
+        others = {name: True if name == "microbatch" else value for name, value in others.items()}
+        if self.layout.pipeline > 1:
+            others.setdefault("schedule", "1f1b")
+        return [*axes, *(f"{name}={value}" for name, value in others.items())]
+
     def keys(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys of `tests.tiny.recipe`, over those that other rows have as well."""
+        """Keys of `tests.tiny.recipe`; those of the row replace the common ones."""
         keys = {**common, **self.given}
         if self.layout.pipeline > 1:
             keys.setdefault("microbatch", 8 // self.layout.data // 4 or 1)
@@ -76,7 +89,7 @@ class OnLayout:
 
 @dataclass(frozen=True, eq=False)
 class Row(OnLayout):
-    """One layout and what else it differs in.
+    """One layout, with its other options.
 
     Attributes:
         kind: key of KINDS.
@@ -85,6 +98,9 @@ class Row(OnLayout):
 
     kind: str = "plain"
     always: bool = False
+
+    def options(self) -> list[str]:
+        return [*super().options(), self.kind]
 
     def recipe_keys(self) -> dict[str, Any]:
         return self.keys({**COMMON, **KINDS[self.kind]})
@@ -103,6 +119,7 @@ ROWS = [
     _row(tensor=2, sequence_parallel=False),
     _row(tensor=2, loss_parallel=False),
     _row("4 key/value heads", tensor=4),
+    _row("8 heads share 4", tensor=2, always=True),
     _row(context=2, always=True),
     _row(context=2, context_method="all_gather"),
     _row(context=4),
@@ -162,8 +179,13 @@ ROWS = [
     _row("tied embeddings", tensor=2),
     _row("tied embeddings", shard=2, tensor=2, always=True),
     _row("tied embeddings", shard=2, context=2),
+    # The factor of clipping comes from the norm over all ranks: over those of each axis that cuts parameters.
+    _row("clipped", shard=2, tensor=2, always=True),
+    _row("clipped", pipeline=2, always=True),
     _row("clipped", pipeline=2, shard=2, tensor=2),
     _row("gaps in the labels", context=2, tensor=2),
     _row("gaps in the labels", pipeline=2, shard=2),
     _row("gaps in the labels", shard=2, tensor=2, microbatch=2),
 ]
+ALWAYS = [row for row in ROWS if row.always]
+COVERING = cover(ROWS, Row.options, always=ALWAYS, cost=lambda row: row.layout.world)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.parity.parity_rows import OnLayout
+from tests.cover import cover
+from tests.parity.parity_rows import SCHEDULES, OnLayout
 from titanlab.options import schema_of
 
 # What every row and its reference have in common.
@@ -29,6 +30,9 @@ class Row(OnLayout):
     backend: str = ""
     always: bool = False
 
+    def options(self) -> list[str]:
+        return [*super().options(), f"precision={self.precision}", f"ac={self.ac}", f"compile={self.backend}"]
+
     @property
     def name(self) -> str:
         return f"{self.label} · {self.precision} · {self.ac} · {self.backend or 'eager'}"
@@ -50,6 +54,34 @@ def _rows(given: Mapping[str, Any], *others: str, always: tuple[str, ...] = ()) 
         precision, ac, backend = other.split()
         made.append(Row(given, precision, ac, "" if backend == "eager" else backend, other in always))
     return made
+
+
+def _with_every_schedule() -> list[Row]:
+    """Rows in which every schedule meets every precision, every policy, every other axis, and blocks that are compiled.
+
+    Compiled by aot_eager: inductor takes longer for each row than all the rest of it, and gets the same graphs.
+    """
+    precisions = [
+        "fp32",
+        "bf16",
+        "bf16_full",
+        "fp16",
+        "float8_tensorwise",
+        "float8_rowwise",
+        "float8_rowwise_with_gw_hp",
+    ]
+    policies = ["none", "full", "selective_layer", "selective_op", "memory_budget"]
+    axes = ["shard", "tensor", "context", "replicate", "", "", ""]
+    rows = []
+    for j, schedule in enumerate(["1f1b", *SCHEDULES]):
+        for i, precision in enumerate(precisions):
+            axis, policy = axes[(i + 2 * j) % len(axes)], policies[(i + j) % len(policies)]
+            # A memory budget is applied by the compiler.
+            backend = "aot_eager" if policy == "memory_budget" or i == (j + 2) % 7 else ""
+            degrees = {"pipeline": 2, axis: 2} if axis else {"pipeline": 2}
+            given = {**degrees, "schedule": schedule} if schedule != "1f1b" else degrees
+            rows.append(Row(given, precision, policy, backend))
+    return rows
 
 
 FSDP_TP = {"shard": 2, "tensor": 2}
@@ -80,6 +112,8 @@ ROWS = [
         "bf16 full aot_eager",
         "fp16 full eager",
         "float8_tensorwise full eager",
+        "bf16_full selective_layer inductor",
+        "float8_rowwise_with_gw_hp none eager",
         always=("bf16 selective_op eager",),
     ),
     *_rows(
@@ -100,10 +134,23 @@ ROWS = [
         "bf16_full selective_op eager",
         "float8_tensorwise selective_op aot_eager",
         "float8_rowwise_with_gw_hp full eager",
+        "float8_rowwise selective_layer eager",
         always=("bf16 selective_op aot_eager",),
+    ),
+    *_rows(
+        {"replicate": 2},
+        "bf16 full aot_eager",
+        "fp16 selective_op eager",
+        "bf16_full memory_budget inductor",
+        "float8_rowwise none aot_eager",
+        "float8_rowwise_with_gw_hp none eager",
     ),
     *_rows({"context": 2, "context_method": "all_gather"}, "fp32 selective_op eager"),
     *_rows({"shard": 2, "context": 2}, "bf16 full aot_eager"),
     *_rows({"pipeline": 2, "shard": 2, "tensor": 2}, "fp32 selective_op aot_eager"),
     *_rows({"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, "bf16 selective_op aot_eager"),
 ]
+_NAMES = {row.name for row in ROWS}
+ROWS += [row for row in _with_every_schedule() if row.name not in _NAMES]
+ALWAYS = [row for row in ROWS if row.always]
+COVERING = cover(ROWS, Row.options, always=ALWAYS, cost=lambda row: row.layout.world)

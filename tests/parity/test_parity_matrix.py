@@ -1,8 +1,8 @@
-"""Every combination of dimensions trains the same as one process: losses, norms, gradients, parameters.
+"""Every combination of axes trains the same as one process: losses, norms, gradients, parameters.
 
 The bars are the project's, in fp32: 1e-5, relative, for losses and gradient norms of five steps; ‖Δ‖/‖reference‖ ≤
-1e-5 for every tensor of the first step's gradients and of the final parameters. What differs is the order in which
-sums are rounded.
+1e-5 for every tensor of the first step's gradients and of the final parameters. The remaining difference comes from
+the order in which sums are rounded. `make test-matrix` runs every row and writes docs/parity.md.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.parity.parity_rows import KINDS, ROWS, Row
+from tests.cover import marks
+from tests.parity.parity_rows import ALWAYS, COVERING, KINDS, ROWS, Row
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
 from titanlab.parity.parity import Difference, compare
 
+pytestmark = pytest.mark.on_page
 BAR = 1e-5
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
@@ -52,12 +54,15 @@ def found():
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, id=f"{row.kind}: {row.label}", marks=[] if row.always else [pytest.mark.full]) for row in ROWS],
+    [
+        pytest.param(row, id=f"{row.kind}: {row.label}", marks=marks(row, always=ALWAYS, covering=COVERING))
+        for row in ROWS
+    ],
 )
 def test_a_layout_trains_as_one_process(pool, references, found, tmp_path, row):
     made = tiny.recipe(tmp_path, **row.recipe_keys())
     every = pool.run(made.world, traced, made, tiny.begin(made))
-    # What all ranks are told is the same to the last bit.
+    # All ranks report the same losses and norms, to the last bit.
     assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
     difference = compare(references(row.kind), every[0])
     assert len(every[0].losses) == 5
@@ -97,7 +102,7 @@ def page(rows: list[tuple[Row, Difference]]) -> str:
         "gradient's own size (its eps is 1e-6 here, so that gradients that are nothing but rounding do not move parameters).",
         "",
         "Axes: dp_r replicate, dp_s shard, cp context, tp tensor, pp pipeline (1f1b where no schedule is named). Written by",
-        "`TITANLAB_WRITE_PARITY=1 python -m pytest tests/parity/test_parity_matrix.py`.",
+        "`make test-matrix`.",
         "",
         "| case | layout | processes | loss | grad norm | gradient | parameter |",
         "|---|---|---|---|---|---|---|",

@@ -1,10 +1,11 @@
-"""Precision, activation checkpointing and compilation change nothing else, on any layout.
+"""Precision, activation checkpointing and compilation train the same on every layout.
 
 Every row trains three steps and is held to one process with the same precision that keeps everything and compiles
 nothing: losses, gradient norms, the first step's gradients and the final parameters. In fp32 the bar is the layouts'
 own, 1e-5. In fewer bits another layout rounds other sums: two runs that round independently are √2 times as far from
-each other as one of them is from exact, so that twice the distance of the one-process run from fp32, which the test
-measures, is allowed, and no more: a gradient that is summed over the wrong ranks is a hundred times as far.
+each other as one of them is from exact. So the bar is twice the distance of the one-process run from fp32, which the
+test measures; a gradient that is summed over the wrong ranks is a hundred times as far. `make test-matrix` runs every
+row and writes docs/techniques.md.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.parity.technique_rows import ROWS, Row
+from tests.cover import marks
+from tests.parity.technique_rows import ALWAYS, COVERING, ROWS, Row
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
 from titanlab.parity.parity import Difference, compare
 
+pytestmark = pytest.mark.on_page
 BAR = 1e-5
 ROUNDINGS = 2.0
 PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"
 
 
 def traced(made, run, cache):
-    # Rows with the same graphs compile them once.
+    # Rows that share a graph compile it once.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     return parity.trace(made, run, joined(os.environ) or ALONE)
 
@@ -65,7 +68,7 @@ def found():
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=[] if row.always else [pytest.mark.full]) for row in ROWS]
+    "row", [pytest.param(row, id=row.name, marks=marks(row, always=ALWAYS, covering=COVERING)) for row in ROWS]
 )
 def test_a_combination_trains_as_one_plain_process(train, references, found, row):
     every = train(row)
@@ -76,9 +79,9 @@ def test_a_combination_trains_as_one_plain_process(train, references, found, row
         assert difference.largest <= BAR, difference
     else:
         rounding = compare(references("fp32"), references(row.precision))
-        # That it is the precision it is called by: fp32 would differ by nothing.
+        # The run uses the precision of its name: fp32 would not differ at all.
         assert rounding.gradient[0] > 1e-3, rounding
-        # One number may be nearer by chance; the larger of two is not.
+        # One of the two numbers may be small by chance; their maximum is not.
         scalar = max(rounding.loss, rounding.grad_norm)
         assert max(difference.loss, difference.grad_norm) <= ROUNDINGS * scalar, (difference, rounding)
         assert difference.gradient[0] <= ROUNDINGS * rounding.gradient[0], (difference, rounding)
@@ -118,7 +121,7 @@ def page(rows: list[tuple[Row, Difference, Difference | None]]) -> str:
         "from fp32 (two runs that round other sums are √2 of that apart). Float8 is emulated on the CPU.",
         "",
         "Axes: dp_r replicate, dp_s shard, cp context, tp tensor, pp pipeline (1f1b where no schedule is named). Written by",
-        "`TITANLAB_WRITE_PARITY=1 python -m pytest tests/parity/test_technique_matrix.py`.",
+        "`make test-matrix`.",
         "",
         "| layout | precision | ac | compile | processes | loss | grad norm | gradient (rounding) | parameter (rounding) |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -11,6 +11,7 @@ import os
 import pytest
 
 from tests import tiny
+from tests.cover import cover, marks
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
@@ -55,6 +56,15 @@ ROWS = [
 ]
 
 
+def options(row):
+    """The precision with its variant, and the layout's axes and other options."""
+    precision, layout = row
+    return [precision, *LAYOUTS[layout]]
+
+
+COVERING = cover(ROWS, options, always=ALWAYS, cost=lambda row: 1)
+
+
 def traced(made, run):
     return parity.trace(made, run, joined(os.environ) or ALONE)
 
@@ -75,7 +85,8 @@ def train(pool, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("precision", "layout"), [pytest.param(*row, marks=[] if row in ALWAYS else [pytest.mark.full]) for row in ROWS]
+    ("precision", "layout"),
+    [pytest.param(*row, marks=marks(row, always=ALWAYS, covering=COVERING)) for row in ROWS],
 )
 def test_a_layout_trains_as_one_process(train, precision, layout):
     model = {key: value for key, value in LAYOUTS[layout].items() if key == "tied_embeddings"}
