@@ -21,7 +21,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from titanlab.errors import ConfigError
 from titanlab.ranges import ranged
@@ -86,16 +86,6 @@ def schema_of(group: str, kind: str | None) -> type:
         known = ", ".join(sorted(str(k) for k in kinds)) or "none"
         raise ConfigError(f"{group}.kind", kind, "no installed package offers this option", f"known: {known}")
     return kinds[kind].schema
-
-
-def implementation(config: Any) -> ModuleType:
-    """The module that does what `config` describes: `bf16_schema` → `bf16`. May import torch."""
-    return importlib.import_module(type(config).__module__.removesuffix("_schema"))
-
-
-def account_of(config: Any) -> ModuleType:
-    """The torch-free module that declares facts about `config`: `llama_schema` → `llama_account`."""
-    return importlib.import_module(type(config).__module__.removesuffix("_schema") + "_account")
 
 
 def conf_packages() -> list[str]:
