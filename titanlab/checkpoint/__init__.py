@@ -1,1 +1,1 @@
-"""Saving a run's whole state, and taking it up again."""
+"""Saving a run's whole state, and resuming from it."""

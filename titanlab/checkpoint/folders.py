@@ -1,4 +1,4 @@
-"""Names of checkpoints on disk, and what can be said of one without torch."""
+"""Names of checkpoints on disk, and checks of one that need no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlab.checkpoint.position import POSITION, SavedPosition, check_files, r
 from titanlab.errors import ConfigError
 
 PART = ".part"
-# A checkpoint that is newer than the one that a person went back to: kept, and no longer one of the run's.
+# Suffix of a checkpoint newer than the one that a person went back to: kept, but no longer the run's.
 ASIDE = ".aside"
 _STEP = re.compile(r"step-([0-9]+)")
 _ANOTHER = "give another checkpoint of the run"
@@ -30,7 +30,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in a run's folder of checkpoints, oldest first; whatever else lies there is passed over."""
+    """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and (path / ".metadata").exists()]
     return sorted(found, key=lambda path: (step_of(path), path.name))
 
@@ -83,7 +83,7 @@ def find(text: str, key: str) -> Path:
 
 
 def remove(checkpoint: Path) -> OSError | None:
-    """Remove a checkpoint, whole or not; of a symbolic link the link alone, never what it points to.
+    """Remove a checkpoint, whole or not; for a symbolic link only the link, never its target.
 
     Returns:
         what speaks against it: a run must not end because an old checkpoint cannot be removed.
@@ -99,7 +99,7 @@ def remove(checkpoint: Path) -> OSError | None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what processes have left that died while they saved, of whichever step."""
+    """Remove incomplete checkpoints of processes that died while they saved, of any step."""
     for unfinished in folder.glob(f"step-*{PART}"):
         remove(unfinished)
 
@@ -120,7 +120,7 @@ def put_aside(folder: Path, *, after: int) -> list[Path]:
 
 
 def read_checked(checkpoint: Path, key: str) -> SavedPosition:
-    """What position.json of a checkpoint says, once it and the files beside it have been checked.
+    """The content of a checkpoint's position.json, after it and the files beside it were checked.
 
     Raises:
         ConfigError: the checkpoint is damaged, or position.json has what no run saves.
@@ -139,7 +139,7 @@ def another(checkpoint: Path) -> str:
 
 
 def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Hold a checkpoint against a model, and read what ranks will read of it first, before any rank starts.
+    """Check a checkpoint against a model, and read what ranks will read first, before any rank starts.
 
     Raises:
         ConfigError: it is another model's, or its metadata is damaged or would run code.
@@ -149,7 +149,7 @@ def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]]
 
 
 def check_shapes(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Hold a checkpoint against the parameters that a model declares.
+    """Check a checkpoint against the parameters that a model declares.
 
     Raises:
         ConfigError: it cannot be read, is damaged, or is another model's.
@@ -168,7 +168,7 @@ def check_shapes(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], ke
 
 
 def check_step(checkpoint: Path, steps: int) -> None:
-    """Hold a checkpoint that a new run is to start from against the run's length.
+    """Check a checkpoint that a new run starts from against the run's length.
 
     Raises:
         ConfigError: no step would be left.

@@ -20,7 +20,7 @@ from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
 
 _MOST_BYTES = 1 << 16
-"""Of one generator's state: the largest, as JSON, takes 8 KiB."""
+"""Size limit of one generator's state; the largest, as JSON, takes 8 KiB."""
 _WORDS = 624
 _CURE = "give another checkpoint of the run"
 
@@ -40,7 +40,7 @@ def generator_states(world: World) -> dict[str, Tensor]:
 def saved_states(
     mine: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Path, key: str
 ) -> dict[str, Any]:
-    """Where a checkpoint's states of a rank are to be read into; empty: it has none.
+    """Tensors into which a checkpoint's states of a rank are read; empty: it has none.
 
     Saved by fewer ranks, or on another device: what is not there stays as the seed made it.
 
@@ -61,7 +61,7 @@ def saved_states(
 
 
 def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Path, key: str) -> None:
-    """Put the generators where the states say.
+    """Set the generators to the states.
 
     Raises:
         ConfigError: a state is none.

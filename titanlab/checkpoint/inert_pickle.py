@@ -18,7 +18,7 @@ class UnreadablePickle(ValueError):
 
 
 class Inert:
-    """Stands for an object of another class: what it would be made from, and the state that it would be given.
+    """Represents an object of another class: its constructor's arguments, and the state that it would be given.
 
     Attributes:
         name: module and name of the class or function, joined by a dot.
@@ -71,5 +71,5 @@ class _Unpickler(pickle.Unpickler):
         """Every opcode that imports comes here."""
         if (module, name) not in self._names:
             raise UnreadablePickle(f"asks for {module}.{name}, which could run code")
-        # Made for this reading: whatever the pickle does to it ends with it.
+        # A new class for each reading: what the pickle does to it has no effect elsewhere.
         return self._classes.setdefault((module, name), type("Named", (Inert,), {"name": f"{module}.{name}"}))

@@ -93,7 +93,7 @@ class SavedState:
 
 
 def read_saved(checkpoint: Path, key: str) -> SavedState:
-    """What a checkpoint's metadata says; nothing of it is executed.
+    """What a checkpoint's metadata says; nothing in it is executed.
 
     Args:
         checkpoint: folder of one step.
@@ -126,7 +126,7 @@ def _state(node: Any, *, most_chunks: int) -> SavedState:
         tensors[_text(name)] = tensor = _tensor(entry)
         most_chunks -= len(tensor.boxes)
         if most_chunks < 0:
-            # One list that many entries share: a small file that takes hours.
+            # Many entries share one list: a small file that would take hours to read.
             raise UnreadablePickle("is damaged (it has more chunks than bytes)")
     places = {_index(index): _place(place) for index, place in _mapping(found.get("storage_data")).items()}
     version = found.get("version")
@@ -178,7 +178,7 @@ def _index(node: Any) -> tuple[str, tuple[int, ...] | None, int | None]:
 def _place(node: Any) -> SavedPlace:
     found = _fields(node, f"{_FILES}._StorageInfo")
     file = _text(found.get("relative_path"))
-    # It is opened: a checkpoint must not have other files read.
+    # The name is opened as a file: a checkpoint must not make us read others.
     _expect(PurePath(file).name == file and "\0" not in file, "the name of a file beside it")
     _expect(not found.get("transform_descriptors"), "bytes that are not compressed")
     return SavedPlace(relative_path=file, offset=_count(found.get("offset")), length=_count(found.get("length")))

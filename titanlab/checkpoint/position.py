@@ -15,7 +15,7 @@ POSITION = "position.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands, apart from its tensors.
+    """A run's progress, apart from its tensors.
 
     Attributes:
         step: optimizer steps done.
@@ -81,7 +81,7 @@ def read_position(checkpoint: Path, key: str, *, cure: str) -> SavedPosition:
 def check_progress(
     position: Position, *, steps: int, tokens_per_step: int, global_batch: int, checkpoint: Path, key: str, cure: str
 ) -> None:
-    """Hold the position of a run's own checkpoint against its recipe.
+    """Check the position of a run's own checkpoint against its recipe.
 
     Args:
         steps: of the run.
@@ -106,7 +106,7 @@ def check_progress(
 
 
 def check_files(checkpoint: Path, files: Mapping[str, int], key: str, *, cure: str) -> None:
-    """Hold a checkpoint's files to their sizes when it was saved.
+    """Check that a checkpoint's files have the sizes that they had when it was saved.
 
     Raises:
         ConfigError: one is missing, or has another size.

@@ -78,7 +78,7 @@ class CheckpointPlanner(dcp.DefaultLoadPlanner):
     """Reads what is no tensor without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one object to its place in the state."""
+        """Put one object into the state."""
         name = read_item.dest_index.fqn
         loaded = read_numpy_state(value) if is_numpy_state(name) else torch.load(value, weights_only=True)
         *path, last = self.mappings[name]
@@ -89,7 +89,7 @@ class CheckpointPlanner(dcp.DefaultLoadPlanner):
 
 
 def load_state(state: dict[str, Any], reader: CheckpointReader) -> None:
-    """Read a checkpoint into a state dict, together with all ranks; nothing of it is executed.
+    """Read a checkpoint into a state dict, together with all ranks; nothing in it is executed.
 
     Raises:
         ConfigError: a file of it is missing or damaged, or would run code; or it is of another model.
@@ -97,12 +97,12 @@ def load_state(state: dict[str, Any], reader: CheckpointReader) -> None:
     try:
         dcp.load(state, storage_reader=reader, planner=CheckpointPlanner())
     except dcp.CheckpointException as error:
-        # It holds what every rank raised. A mistake is told as such, and in one line.
+        # It holds the error of every rank. A ConfigError is reported as itself, in one line.
         failures = [failure for failure, _ in error.failures.values()]
         failure = next((each for each in failures if isinstance(each, ConfigError)), failures[0] if failures else error)
         if isinstance(failure, ConfigError):
             raise failure from error
-        # Ends of the machine say nothing about the checkpoint.
+        # Errors of the machine say nothing about the checkpoint.
         if classify(failure) in (OutcomeKind.OOM, OutcomeKind.NODE_FAIL, OutcomeKind.HANG):
             raise
         raise _unreadable(reader.checkpoint, reader.named_by, first_line(failure)) from error
@@ -121,7 +121,7 @@ def _as_torch(tensor: SavedTensor) -> TensorStorageMetadata:
 
 @contextlib.contextmanager
 def _damage_named(checkpoint: Path, key: str) -> Iterator[None]:
-    """Tell what goes wrong while files are read as one line; what the machine lacks stays what it is."""
+    """Report errors while files are read in one line; errors of the machine are passed on."""
     try:
         yield
     except (ConfigError, MemoryError, torch.OutOfMemoryError):

@@ -22,7 +22,7 @@ def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tup
         ConfigError: no run fits, several do, or the run has no such checkpoint.
     """
     for given in (Path(text).expanduser(), Path(runs).expanduser() / text):
-        # As it is written first: a checkpoint may be a symbolic link to where it has been moved.
+        # The path as it was typed comes first: a checkpoint may be a symbolic link to its new place.
         for path in (Path(os.path.abspath(given)), given.resolve()):
             step = _STEP.fullmatch(path.name)
             folder = path.parent if step else path

@@ -58,23 +58,23 @@ def save(
     try:
         dcp.save(_tensors(model, optimizer, world), checkpoint_id=part)
     except CheckpointException as error:
-        # All ranks are told of it, and none writes any more.
+        # All ranks learn of it, and none writes any more.
         refused = refusal(part)
         world.share(None)
         if world.rank == 0:
-            # On a full disk what is there takes the room that the record of the end needs.
+            # On a full disk the partial files take the space that the record of the run's end needs.
             remove(part)
         if refused is not None and disk_fault(refused) is not None:
             raise refused from error
         raise
-    # Each stage of a pipeline knows its own.
+    # Each stage of a pipeline knows only its own.
     shapes = dict(
         itertools.chain.from_iterable(world.gather([(n, list(p.shape)) for n, p in model.named_parameters()]))
     )
     if world.rank == 0:
         files = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
         write_json(part / POSITION, {**asdict(position), "parameters": shapes, "files": files}, durable=True)
-        # Left by an attempt that was resumed from before this step.
+        # From an attempt that was later resumed from an earlier step.
         obstacle = remove(final)
         if obstacle is not None:
             raise obstacle
@@ -88,7 +88,7 @@ def save(
 
 
 def load(folder: Path, key: str, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Position:
-    """Read a checkpoint into model, optimizer and generators, whatever layout wrote it.
+    """Read a checkpoint into model, optimizer and generators, written by any layout.
 
     Learning rate, weight decay and the like stay as the optimizer has them: they are the recipe's.
 

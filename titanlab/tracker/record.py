@@ -1,4 +1,4 @@
-"""attempts/N/tracker.json: how far a tracker got, so that what it lacks of a run is said and not left to be noticed."""
+"""attempts/N/tracker.json: how far a tracker got, so that a run can report what the tracker lacks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from titanlab.system.atomic_file import write_json
 
 SCHEMA = 1
 FILE = "tracker.json"
-# Of a run: what trackers had before it was rebuilt.
+# Folder in a run's folder: trackers' files from before a rebuild.
 REPLACED = "replaced"
-# It has not said that it is ready; it takes rows; it has all rows and the summary.
+# Not ready yet; takes rows; has all rows and the summary.
 STARTING, OPEN, FINISHED = "starting", "open", "finished"
 
 
@@ -28,12 +28,12 @@ class Record:
         kind: option of the group `tracker`.
         state: STARTING, OPEN or FINISHED.
         id: the run's there.
-        wanted: `online` or `offline`; None for trackers that know neither.
-        mode: likewise, which it came to; None before it is ready.
+        wanted: the mode that was asked for, `online` or `offline`; None for trackers without modes.
+        mode: the mode in use; None before it is ready.
         folder: with its files, below the run's; None before it is ready.
         step: of the latest row that it has taken.
         rows: how many it has taken in this attempt.
-        left_out: rows that it was not given, for it could not keep up.
+        left_out: rows that it was not given because it could not keep up.
         attempt: the attempt, from 1; of a record that was rebuilt, the latest one that is in it.
         rebuilt: whether it was written anew from metrics.jsonl.
         updated: when, in seconds since the epoch.
@@ -54,8 +54,8 @@ class Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Replace a record; where the disk is full or gone, it stays as it was."""
-    # What cannot be noted counts as missing. A tracker's trouble is never the run's.
+    """Replace a record; if the disk is full or absent, the record is unchanged."""
+    # A row that cannot be recorded counts as missing. A tracker's trouble never stops the run.
     with contextlib.suppress(OSError):
         write_json(path, {"schema": SCHEMA, **asdict(replace(record, updated=time.time()))})
 

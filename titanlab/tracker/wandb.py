@@ -1,9 +1,9 @@
 """tracker=wandb: one writer per run, in a process of its own, so that wandb can neither stop nor slow a run.
 
 The training process never imports wandb, which takes a second and holds the interpreter's lock, starts
-threads and waits for its service when the interpreter ends. It sends rows down a pipe that is never waited
-for: what the pipe does not take waits in a bounded queue. A writer that dies, hangs or cannot log in costs one warning,
-and what it lacks can be told from attempts/N/tracker.json. One that cannot get online is replaced by one that writes
+threads and waits for its service when the interpreter ends. It sends rows through a pipe and never waits for it:
+what the pipe does not take waits in a bounded queue. A writer that dies, hangs or cannot log in costs one warning,
+and attempts/N/tracker.json shows what it lacks. One that cannot get online is replaced by one that writes
 offline, and gets all rows again. `wandb_writer.py` is the other end.
 """
 
@@ -46,9 +46,9 @@ class WandbTracker(Tracker):
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._queue: collections.deque[bytes] = collections.deque()
-        # Bytes of the first line in the queue that the pipe has taken.
+        # Bytes of the queue's first line that are already written to the pipe.
         self._begun = 0
-        # Rows given to a writer that may yet have to be replaced by one that works offline.
+        # Rows sent to this writer; an offline writer that replaces it needs them again.
         self._given: list[bytes] = []
         self._rows = 0
         self._heard = b""
@@ -130,7 +130,7 @@ class WandbTracker(Tracker):
 
     @property
     def _may_give(self) -> bool:
-        """Whether a line waits, and need not be kept for another writer beyond the limit."""
+        """Whether a line waits that may be sent now."""
         return bool(self._queue) and (self._is_ready or len(self._given) < self._config.queue_rows)
 
     @property
@@ -145,12 +145,12 @@ class WandbTracker(Tracker):
         try:
             with (self._folder / "logs" / "wandb.log").open("ab") as log, _blocked():
                 self._process = subprocess.Popen(
-                    # -P: what lies in the folder that the run was started from is not to be imported.
+                    # -P: nothing is imported from the working directory.
                     [sys.executable, "-P", "-m", _WRITER],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    # Ended by its group, with what it has started.
+                    # A group of its own, so that all its processes can be ended together.
                     start_new_session=True,
                 )
             os.set_blocking(_file(self._process.stdin).fileno(), False)
@@ -162,11 +162,11 @@ class WandbTracker(Tracker):
         self._pump()
 
     def _go_offline(self) -> None:
-        """Another writer in place of one that cannot get online, for all rows so far."""
+        """Replace a writer that cannot get online by an offline one, and send it all rows again."""
         # The first line is the message that started that one.
         rows = [*self._given, *self._queue][1:]
         self._end(0.0)
-        # Of a folder that wandb has made to go online nothing is left but its own logs.
+        # The folder that wandb made for going online holds nothing but wandb's logs.
         discard(online_folders(self._folder, self._start["id"]) - self._others)
         self._queue.extend(rows)
         self._start["mode"] = "offline"
@@ -188,7 +188,7 @@ class WandbTracker(Tracker):
             "tags": tags,
             "dir": str(run.folder),
             "config": run.flat_config(),
-            # Whose memory and devices wandb watches.
+            # The process whose memory and devices wandb watches.
             "pid": os.getpid() if run.is_live else None,
             "record": {"path": str(run.record), "values": asdict(record)},
         }
@@ -209,7 +209,7 @@ class WandbTracker(Tracker):
         except BlockingIOError:
             pass
         except OSError:
-            # Nobody reads. It may have said why, and what it said is what a person should hear.
+            # The writer has closed the pipe. Its own message, if there is one, says why.
             self._listen()
             if self._process is process:
                 self._give_up("has ended by itself")
@@ -256,7 +256,7 @@ class WandbTracker(Tracker):
             self._warn(f"wandb: {text}")
 
     def _end(self, seconds: float) -> None:
-        """Close the pipe, give the writer some time to go, then end it with all that it has started."""
+        """Close the pipe, give the writer some time to exit, then kill its process group."""
         process, self._process = self._process, None
         self._queue.clear()
         self._given.clear()
@@ -264,14 +264,14 @@ class WandbTracker(Tracker):
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
-            # Closing also flushes; there is nothing to flush, for we write past the buffer.
+            # Closing also flushes; nothing is buffered, since os.write is used.
             with contextlib.suppress(OSError):
                 _file(pipe).close()
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            # The writer leads a session of its own, so that the group is the writer's alone; wandb's service, which
-            # has another one, ends when it sees that the writer has gone.
+            # The writer leads its own session, so that the group is the writer's alone. wandb's service has
+            # another one, and ends when it sees that the writer is gone.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -279,7 +279,7 @@ class WandbTracker(Tracker):
 
 @contextlib.contextmanager
 def _blocked() -> Iterator[None]:
-    """Inside, signals that a writer does not hear wait; it begins with them blocked, and then ignores them."""
+    """Block signals that a writer ignores: it starts with them blocked, and then ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
     try:
         yield

@@ -19,13 +19,13 @@ _USUAL = "https://api.wandb.ai"
 
 
 def lack(environ: Mapping[str, str] | None = None) -> ConfigError | None:
-    """What is in the way of an upload from here: no key, or no network; None where nothing is known to be."""
+    """Why nothing can be uploaded from here: no key, or no network; None if no reason is known."""
     environ = os.environ if environ is None else environ
     if not has_key(environ):
         cure = "make one known (`wandb login`, or WANDB_API_KEY), then titanlab sync"
         return ConfigError("WANDB_API_KEY", None, "no API key of wandb was found", cure)
     base = environ.get("WANDB_BASE_URL") or _USUAL
-    # Through a proxy, only wandb can tell.
+    # Behind a proxy, only wandb itself can find out.
     if any(environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY")):
         return None
     try:
@@ -45,7 +45,7 @@ def upload(files: Sequence[Path]) -> None:
     Raises:
         TitanlabError: wandb has not uploaded all of them.
     """
-    # -P: what lies in the working directory is not to be imported.
+    # -P: nothing is imported from the working directory.
     command = [sys.executable, "-P", "-m", "wandb", "sync", "--include-online", *map(str, files)]
     subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
     left = [file for file in files if not is_uploaded(file)]

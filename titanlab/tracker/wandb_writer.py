@@ -30,7 +30,7 @@ from typing import Any
 from titanlab.tracker.record import FINISHED, OPEN, Record, write_record
 from titanlab.tracker.signal_filter import ignore_for_good
 
-# What asks a job to end or to save, in Slurm, torchrun and terminals. SIGKILL is left to whoever wants it gone.
+# Signals by which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
 UNHEARD = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -40,11 +40,11 @@ UNHEARD = (
     signal.SIGTERM,
     signal.SIGXCPU,
 )
-# After the run's process has gone without a word, so much time for uploads.
+# Time for uploads after the run's process has died.
 _ORPHAN_SECONDS = 60.0
 _INIT_SECONDS = 60.0
 _ROWS = 50_000
-# wandb's name for the time of a row, which it takes to be now unless it is told.
+# wandb's name for the time of a row; without it, wandb uses the current time.
 _TIMESTAMP = "_timestamp"
 # How often tracker.json is written while rows come.
 _RECORD_SECONDS = 5.0
@@ -54,14 +54,14 @@ Tell = Callable[..., None]
 def main() -> None:
     """Serve one run."""
     ignore_for_good(UNHEARD)
-    # Blocked by the parent, so that none came through before they were ignored.
+    # The parent has blocked them, so that none arrived before they were ignored.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    # What libraries print must not get among the events.
+    # Output of libraries must not be mixed with the events.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def tell(event: str, text: str = "") -> None:
-        # Where the run has gone nobody listens; the orphan's clock is running.
+        # If the run's process is gone, nobody reads; the limit for orphans applies.
         with contextlib.suppress(OSError):
             events.write(json.dumps({"event": event, "text": text}) + "\n")
             events.flush()
@@ -122,13 +122,13 @@ class _Book:
         self.write(state=OPEN, mode=start["mode"], folder=folder)
 
     def count(self, step: int) -> None:
-        """A row of this step has been taken."""
+        """Record that a row of this step was taken."""
         self._record = replace(self._record, step=step, rows=self._record.rows + 1)
         if time.monotonic() - self._written >= _RECORD_SECONDS:
             self.write()
 
     def close(self, rows: int) -> None:
-        """All is taken that was given, of `rows` that the run had."""
+        """Record that everything sent was taken, of `rows` rows in the run."""
         self.write(state=FINISHED, left_out=rows - self._record.rows)
 
     def write(self, **changes: Any) -> None:
@@ -182,7 +182,7 @@ def _messages() -> queue.SimpleQueue[dict[str, Any] | None]:
     def read() -> None:
         for line in sys.stdin.buffer:
             message = json.loads(line)
-            # While wandb hangs nobody takes rows; reading must go on, to notice the end.
+            # While wandb hangs, rows are not taken; reading continues, to notice the end.
             if "log" not in message or arrived.qsize() < _ROWS:
                 arrived.put(message)
         arrived.put(None)

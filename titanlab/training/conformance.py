@@ -2,7 +2,7 @@
 
     assert faults(MyModel(dim=64, layers=3, …)) == []
 
-What trains equally in every layout is `titanlab.parity.parity`'s to say; here nothing is started.
+Nothing is started here; `titanlab.parity.parity` shows whether a model trains equally in every layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titanlab.parallelism.tensor import STYLES
 from titanlab.training.stage import thin
 from titanlab.weights.initialise import initialise
 
-# Of logits that two ways of calling one model give, relative: sums are the same, in the same order.
+# Relative difference of logits between two ways of calling one model: same sums, in the same order.
 _ROUNDING = 1e-6
 
 

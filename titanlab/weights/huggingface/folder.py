@@ -49,7 +49,9 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         raise ConfigError(key, path, f"has neither {STEM}.safetensors nor {INDEX}", "fetch the folder again, whole")
     entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
     copies = {name: of for name, of in family.copies(model).items() if name in entries}
-    theirs = {name: each for name, each in entries.items() if name not in copies and not family.derived.fullmatch(name)}
+    theirs = {
+        name: entry for name, entry in entries.items() if name not in copies and not family.derived.fullmatch(name)
+    }
     shapes, foreign = model.account().parameters, family.tensors(model)
     check_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, theirs)
     return SafetensorsSource(
