@@ -37,13 +37,13 @@ class Format:
     Attributes:
         dtype: of the codes.
         per_code: elements that one code holds.
-        view: `view(codes, scale, shape, signed=)` is torchao's tensor over `codes` [rows, columns / per_code] and
+        wrap: `wrap(codes, scale, shape, signed=)` is torchao's tensor over `codes` [rows, columns / per_code] and
             `scale` [rows, columns / block]. Writing into it writes into them.
     """
 
     dtype: torch.dtype
     per_code: int
-    view: Callable[..., Tensor]
+    wrap: Callable[..., Tensor]
 
 
 class LowBitAdamW(torch.optim.Optimizer):
@@ -141,7 +141,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             return _local(state[name])
         assert self._format is not None
         codes, scale = _local(state[f"{name}_codes"]), _local(state[f"{name}_scale"])
-        return self._format.view(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
+        return self._format.wrap(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
 
     def _seed(self, parameter: nn.Parameter, step: int) -> int:
         """The seed of one update's rounding, from the parameter, the step, and where this rank's part begins.

@@ -31,11 +31,11 @@ def _eight_bits(block_size: int, device: torch.device) -> Format:
     # The value of every code. Averages with a sign have a table of their own.
     tables = {signed: OptimState8bit.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
 
-    def view(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+    def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
         tensor: Tensor = OptimState8bit(codes, scale, tables[signed], signed)
         return tensor
 
-    return Format(dtype=torch.uint8, per_code=1, view=view)
+    return Format(dtype=torch.uint8, per_code=1, wrap=wrap)
 
 
 def _four_bits(block_size: int, device: torch.device) -> Format:
@@ -44,22 +44,22 @@ def _four_bits(block_size: int, device: torch.device) -> Format:
 
     tables = {signed: OptimState4bit.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
 
-    def view(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+    def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
         tensor: Tensor = OptimState4bit(codes.view(-1), scale, tables[signed], signed, shape)
         return tensor
 
-    return Format(dtype=torch.uint8, per_code=2, view=view)
+    return Format(dtype=torch.uint8, per_code=2, wrap=wrap)
 
 
 def _fp8(block_size: int, device: torch.device) -> Format:
     with quiet():
         from torchao.optim.subclass_fp8 import OptimStateFp8
 
-    def view(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
+    def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
         tensor: Tensor = OptimStateFp8(codes, scale)
         return tensor
 
-    return Format(dtype=torch.float8_e4m3fn, per_code=1, view=view)
+    return Format(dtype=torch.float8_e4m3fn, per_code=1, wrap=wrap)
 
 
 _FORMATS = {"adamw_8bit": _eight_bits, "adamw_4bit": _four_bits, "adamw_fp8": _fp8}
