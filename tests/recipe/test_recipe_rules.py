@@ -56,7 +56,7 @@ def test_a_layout_has_a_limit_of_processes(tmp_path):
 
 def test_offload_needs_shards(tmp_path):
     layout = Parallelism(shard=1, cpu_offload=True)
-    with pytest.raises(ConfigError, match="^parallelism.cpu_offload=True: .*try parallelism.shard=2"):
+    with pytest.raises(ConfigError, match="^parallelism.cpu_offload=true: .*try parallelism.shard=2"):
         check(resolved(tiny.recipe(tmp_path), parallelism=layout))
 
 

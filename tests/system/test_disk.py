@@ -12,7 +12,7 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
-from titanlab.records import run_folder
+from titanlab.records import end_file, run_folder, run_status
 from titanlab.records.outcome import OutcomeKind, classify, from_exception
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_json, write_text
@@ -114,7 +114,8 @@ class Full:
 
     def __init__(self, monkeypatch, *paths):
         self.paths = paths
-        monkeypatch.setattr(run_folder, "write_json", self.write_json)
+        for module in (run_folder, run_status, end_file):
+            monkeypatch.setattr(module, "write_json", self.write_json)
 
     def write_json(self, path, value, *, durable=False):
         if any(each.exists() for each in self.paths):

@@ -23,7 +23,8 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 # Of ours and of torch's, what reads or writes files: it waits for a disk, not for another rank.
 _FILES_OF_OURS = (
     *("data/", "tracker/", "weights/", "checkpoint/", "terminal/console.py", "system/atomic_file.py"),
-    *("records/metrics_file.py", "records/run_folder.py", "records/claim.py"),
+    *("records/metrics_file.py", "records/run_folder.py", "records/run_records.py", "records/claim.py"),
+    *("records/run_status.py", "records/end_file.py", "records/json_file.py"),
 )
 _FILES_OF_TORCH = ("torch/distributed/checkpoint/", "torch/serialization.py")
 # For so long the main thread's use of the processor is measured.
