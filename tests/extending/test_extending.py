@@ -16,7 +16,7 @@ import pytest
 from tests.docs.pages import Block, Command
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "extending.md", *sorted((ROOT / "docs").glob("extending_parts/*.md"))]
+PAGE = ROOT / "docs" / "extending.md"
 FENCE = re.compile(r"(?:^<!-- (\S+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -30,13 +30,12 @@ class Section(NamedTuple):
 def sections() -> dict[str, Section]:
     """The sections of the page that show files, by title."""
     result = {}
-    for page in PAGES:
-        for part in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
-            blocks = [(file, Block(0, language, text)) for file, language, text in FENCE.findall(part)]
-            files = {file: block.text for file, block in blocks if file}
-            commands = [command for file, block in blocks if not file for command in block.commands()]
-            if files:
-                result[part.partition("\n")[0]] = Section(files, commands)
+    for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        blocks = [(file, Block(0, language, text)) for file, language, text in FENCE.findall(part)]
+        files = {file: block.text for file, block in blocks if file}
+        commands = [command for file, block in blocks if not file for command in block.commands()]
+        if files:
+            result[part.partition("\n")[0]] = Section(files, commands)
     return result
 
 
