@@ -58,7 +58,7 @@ class _Tracer(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, axes: Mapping[str, str], traffic: Traffic) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._axes, self._traffic = axes, traffic
 
     @classmethod

@@ -79,7 +79,7 @@ class TappedForward:
         if probe.repeated or not layers:
             return self._compiled(*inputs, **named)
         seen, weights = [probe.seen[layer] for layer in layers], [layer.weight for layer in layers]
-        taps = _Taps.apply(self._deferred, [product_of(layer) for layer in layers], seen, *weights)
+        taps = _Taps.apply(self._deferred, [product_of(layer) for layer in layers], seen, *weights)  # type: ignore[no-untyped-call]
         for index, layer in enumerate(layers):
             setattr(layer, _TAPS, taps[2 * index : 2 * index + 2])
         try:
@@ -112,7 +112,7 @@ def tapped(layer: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
     assert isinstance(weight, Tensor)
     if taps is None:
         return product.forward(inputs, local_part(weight), bias)
-    output: Tensor = _Tap.apply(product.forward(inputs, local_part(weight.detach()), bias), inputs, *taps)
+    output: Tensor = _Tap.apply(product.forward(inputs, local_part(weight.detach()), bias), inputs, *taps)  # type: ignore[no-untyped-call]
     return output
 
 

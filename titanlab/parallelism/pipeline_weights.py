@@ -96,7 +96,7 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
         return noted
     if deferred is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return product.forward(inputs, local_part(weight), bias)
-    output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred, product)
+    output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred, product)  # type: ignore[no-untyped-call]
     return output
 
 

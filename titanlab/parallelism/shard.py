@@ -129,7 +129,7 @@ class _NoView(torch.autograd.Function):
 def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
     """Return no view from a unit of FSDP2, which warns of views; a linear layer with a bias makes one."""
     if isinstance(output, torch.Tensor) and output.requires_grad and output._base is not None:
-        return _NoView.apply(output)
+        return _NoView.apply(output)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -65,7 +65,7 @@ class TensorParallel:
     def whole(self, stream: Tensor) -> Tensor:
         """The residual stream as all ranks need it: all tokens, [batch·seq, dim]. Gradients that return are summed."""
         gathering = _Gather if self.sequence_parallel else _Copy
-        whole: Tensor = gathering.apply(stream.flatten(0, 1), *self._group)
+        whole: Tensor = gathering.apply(stream.flatten(0, 1), *self._group)  # type: ignore[no-untyped-call]
         return whole
 
     def by_sequence(self, tokens: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class TensorParallel:
     def stream(self, summand: Tensor) -> Tensor:
         """The sum of all ranks' [batch, seq, dim] as the residual stream has it."""
         summing = _SumScatter if self.sequence_parallel else _Sum
-        stream: Tensor = summing.apply(summand, *self._group)
+        stream: Tensor = summing.apply(summand, *self._group)  # type: ignore[no-untyped-call]
         return stream
 
 

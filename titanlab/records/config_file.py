@@ -14,7 +14,7 @@ from titanlab.errors import ConfigError
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Writes block style, fields in their own order, and quotes what some reader might take for a number."""
 
     def ignore_aliases(self, data: Any) -> bool:

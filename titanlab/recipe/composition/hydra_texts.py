@@ -8,7 +8,7 @@ raise every one of them; a text that is worded anew is still reported, with the 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -80,11 +80,12 @@ def _no_option_name(overrides: Sequence[str]) -> ConfigError:
 def _culprit(message: str, overrides: Sequence[str]) -> str:
     """The override that a message quotes, or else whose key or value it quotes or has; empty if none."""
     quoted = _QUOTED.findall(message)
-    for fits in (
+    rules: tuple[Callable[[str, str], bool], ...] = (
         lambda text, key: text in quoted or f"+{text}" in quoted,
         lambda text, key: key in quoted or text.partition("=")[2] in quoted,
         lambda text, key: re.search(rf"\b{re.escape(key)}\b", message) is not None,
-    ):
+    )
+    for fits in rules:
         for override in overrides:
             key = override.partition("=")[0].lstrip("+~")
             if key and fits(override, key):

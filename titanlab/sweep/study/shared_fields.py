@@ -56,11 +56,11 @@ class SharedFields:
             given[name] = (*given.get(name, ()), key, text)
         keys = {name: (name, id(nodes.get(name, config)), given.get(name)) for name in _FIELDS}
         complete: dict[str, tuple[Any, ...]] = {}
-        for name, key in keys.items():
+        for name, own in keys.items():
             references = self._referred(name, nodes.get(name, config))
             if references is None or any(self._referred(each, nodes.get(each, config)) for each in references):
                 return None
-            complete[name] = (key, *(keys[each] for each in sorted(references)))
+            complete[name] = (own, *(keys[each] for each in sorted(references)))
         return complete
 
     def recipe(
