@@ -39,6 +39,7 @@ class ACConfig(Protocol):
         Raises:
             ConfigError: it does not fit.
         """
+        return  # the default; mypy takes an empty body for an abstract method
 
     def implementation(self) -> ActivationCheckpointing:
         """By default the blocks that `recomputes` chooses are recomputed as a whole."""

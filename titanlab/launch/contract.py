@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind
 
@@ -164,6 +165,14 @@ class LaunchConfig(Protocol):
         """Whether `titanlab train` starts ranks itself and waits for them (`Launcher.start`), without a queue."""
         return False
 
+    def check(self, setting: Setting) -> None:
+        """Check the rest of the recipe against what this launcher needs.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
+
     def implementation(self) -> Launcher:
         """The launcher."""
         raise NotImplementedError
@@ -202,7 +211,7 @@ class Launcher(Protocol):
         Raises:
             ConfigError: they cannot.
         """
-        return
+        return  # the default; mypy takes an empty body for an abstract method
 
     def max_array(self, *, is_answered: bool = True) -> int | None:
         """How many jobs one submission takes; None: any number.
@@ -290,7 +299,7 @@ class Launcher(Protocol):
 
     def name_job(self, place: Place, name: str) -> None:
         """Show a job of an array under a name of its own, where the scheduler lets its owner do that."""
-        return
+        return  # the default; mypy takes an empty body for an abstract method
 
     def stop_reason(self, signal_name: str, place: Place, *, signal_seconds: float) -> StopReason:
         """What a signal to a job means, where titanlab itself has not sent it.

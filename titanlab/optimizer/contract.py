@@ -36,6 +36,7 @@ class OptimizerConfig(Protocol):
         Raises:
             ConfigError: it does not fit.
         """
+        return  # the default; mypy takes an empty body for an abstract method
 
     @abstractmethod
     def implementation(self) -> OptimizerFactory:

@@ -47,6 +47,7 @@ class PrecisionConfig(Protocol):
         Raises:
             ConfigError: it does not fit.
         """
+        return  # the default; mypy takes an empty body for an abstract method
 
     def implementation(self) -> Precision:
         """By default parameters and activations are cast, and no module is replaced."""

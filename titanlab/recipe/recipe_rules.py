@@ -145,11 +145,10 @@ def _attention(recipe: Recipe) -> None:
 
 def _options(recipe: Recipe) -> None:
     """What the options themselves ask of the rest."""
-    found = setting(recipe)
-    for field in dataclasses.fields(recipe):
-        rule = getattr(getattr(recipe, field.name), "check", None)
-        if rule is not None:
-            rule(found)
+    asked = setting(recipe)
+    configs = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
+    for config in (*configs, recipe.data, recipe.tracker, recipe.launch):
+        config.check(asked)
 
 
 def setting(recipe: Recipe) -> Setting:

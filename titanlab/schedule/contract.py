@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from titanlab.costs.setting import Setting
 from titanlab.schedule.action import Action
 
 
@@ -15,6 +16,14 @@ class PipelineSchedule(Protocol):
     """
 
     kind: str
+
+    def check(self, setting: Setting) -> None:
+        """Check the rest of the recipe against what this schedule needs.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
 
     def stage_count(self, *, ranks: int) -> int:
         """Number of stages that a pipeline of so many ranks is cut into; cheap for any number of ranks."""
@@ -34,6 +43,7 @@ class PipelineSchedule(Protocol):
         Raises:
             ConfigError: it does not.
         """
+        return  # the default; mypy takes an empty body for an abstract method
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank, in the order in which each rank runs them.
