@@ -46,6 +46,8 @@ for _name in list(os.environ):
     ) or _name.startswith(("SLURM_", "TORCHELASTIC_")):  # fmt: skip
         del os.environ[_name]
 
+_ENVIRONMENT = dict(os.environ)
+
 hypothesis.settings.register_profile(
     # No deadline for an example: the machine may be busy with other ranks.
     "titanlab",
@@ -64,7 +66,9 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     # An earlier session that was killed while a compiler ran has left half a file.
     repair(CACHE / "inductor")
     workers = Pool(
-        int(os.environ.get("TITANLAB_TEST_WORKERS", "16")), warning_filters=request.config.getini("filterwarnings")
+        int(os.environ.get("TITANLAB_TEST_WORKERS", "16")),
+        warning_filters=request.config.getini("filterwarnings"),
+        environment=_ENVIRONMENT,
     )
     yield workers
     workers.close()

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,10 +47,15 @@ class Pool:
     Args:
         size: most ranks of one call.
         warning_filters: lines of pytest's `filterwarnings`, applied in the workers too.
+        environment: variables of the workers, whenever they start; by default those of now.
     """
 
-    def __init__(self, size: int, *, warning_filters: Sequence[str] = ()) -> None:
+    def __init__(
+        self, size: int, *, warning_filters: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
         self.size = size
+        # A worker may start while a test has variables of its own.
+        self._environment = dict(os.environ if environment is None else environment)
         self._filters = tuple(warning_filters)
         self._workers: list[_Worker | None] = [None] * size
 
@@ -91,7 +96,7 @@ class Pool:
             worker = self._workers[index]
             if worker is None or not worker.process.is_alive() or worker.threads > MANY_THREADS:
                 self._drop(index)
-                worker = self._workers[index] = _Worker(self._filters)
+                worker = self._workers[index] = _Worker(self._filters, self._environment)
             workers.append(worker)
         for index, worker in enumerate(workers):
             if not worker.wait_ready(START_SECONDS):
@@ -135,7 +140,7 @@ class Pool:
 class _Worker:
     """One process of the pool, as the process of the tests uses it."""
 
-    def __init__(self, filters: Sequence[str]) -> None:
+    def __init__(self, filters: Sequence[str], environment: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         handle, name = tempfile.mkstemp(prefix="titanlab-stacks-")
@@ -144,7 +149,7 @@ class _Worker:
         self._busy = True
         # As a daemon it ends with pytest; it also watches for a parent that was killed.
         self.process: BaseProcess = context.Process(
-            target=_serve, args=(theirs, os.getpid(), name, tuple(filters)), daemon=True
+            target=_serve, args=(theirs, os.getpid(), name, tuple(filters), dict(environment)), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -220,8 +225,12 @@ def _free_port() -> int:
         return port
 
 
-def _serve(connection: Connection, parent: int, stacks: str, filters: Sequence[str]) -> None:
+def _serve(
+    connection: Connection, parent: int, stacks: str, filters: Sequence[str], environment: Mapping[str, str]
+) -> None:
     """The loop of a worker: wait for a call, make it, answer, clean up."""
+    os.environ.clear()
+    os.environ.update(environment)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with Path(stacks).open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)

@@ -104,6 +104,16 @@ def test_a_death_is_noticed(pool):
     assert pool.run(2, sum_of_ranks) == [1.0] * 2
 
 
+def variable(name):
+    return os.environ.get(name)
+
+
+def test_a_worker_that_starts_during_a_test_does_not_get_the_variables_of_the_test(pool, monkeypatch):
+    monkeypatch.setenv("TITANLAB_OF_A_TEST", "1")
+    pool._drop(0)
+    assert pool.run(1, variable, "TITANLAB_OF_A_TEST") == [None]
+
+
 def test_a_call_leaves_no_traces(pool):
     pool.run(1, leave_traces)
     assert pool.run(1, traces) == [(None, "0", "torch.float32", False)]

@@ -17,7 +17,6 @@ from titanlab.ac.selective_op import SelectedOperators
 from titanlab.ac.selective_op_schema import PAPER, SelectiveOp
 from titanlab.costs.account import Share
 from titanlab.errors import ConfigError
-from titanlab.model.llama_account import block_operations
 from titanlab.options import discover
 from titanlab.records.identity import canonical
 
@@ -89,7 +88,7 @@ def test_every_option_has_code_an_account_and_a_yaml_of_its_defaults(kind):
     config = discover()["ac"][kind].schema()
     assert callable(config.implementation().apply)
     assert config.saved_bytes(
-        block_operations(tiny.recipe("runs").model, batch=1, seq_len=32), Share(element_bytes=2), number=0
+        tiny.recipe("runs").model.block_operations(batch=1, seq_len=32), Share(element_bytes=2), number=0
     )
     written = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
     assert written.pop("defaults") == [f"{kind}_schema", "_self_"]

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlab.cli import train, verbs
+from titanlab.cli import sweep, train, verbs
+from titanlab.launch import execute
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 
@@ -20,7 +21,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 )
 def test_what_is_more_than_one_run_here_is_submitted(monkeypatch, arguments, waits):
     given = []
-    monkeypatch.setattr(train, "run_study", lambda each: given.append(each) or 7)
+    monkeypatch.setattr(sweep, "run_study", lambda each: given.append(each) or 7)
     assert train.main(["data=synthetic", *arguments.split()]) == 7
     (asked,) = given
     assert asked.rest == ("data=synthetic", *arguments.split())
@@ -31,9 +32,9 @@ def test_what_is_more_than_one_run_here_is_submitted(monkeypatch, arguments, wai
 def test_one_run_is_executed_here(monkeypatch, environ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, "execute", lambda run, console: Outcome(kind=OutcomeKind.NAN))
-    monkeypatch.setattr(train, "prepare", lambda recipes, report: recipes)
-    monkeypatch.setattr(train, "run_study", lambda given: pytest.fail("submitted"))
+    monkeypatch.setattr(execute, "execute", lambda run, console: Outcome(kind=OutcomeKind.NAN))
+    monkeypatch.setattr(execute, "prepare", lambda recipes, report: recipes)
+    monkeypatch.setattr(sweep, "run_study", lambda given: pytest.fail("submitted"))
     # A rank that somebody else started has been launched already.
     launch = ["launch=slurm", "cluster=cpu"] if environ else []
     assert train.main(["data=synthetic", *launch]) == OutcomeKind.NAN.exit_code

@@ -172,6 +172,6 @@ class Ranks(World):
 
 
 def test_one_rank_without_is_named_on_all():
-    world = Ranks(rank=0, size=3, local_rank=0, device=torch.device("cpu"))
+    world = Ranks(rank=0, world=3, local_rank=0, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"{NOTHING} on ranks 0, 1; try false"):
         async_tensor.FusionCheck().check_fused(world.gather)

@@ -18,8 +18,13 @@ def code(page, language="python"):
     return [block.text for block in blocks(page) if block.language == language]
 
 
-# A function of the workers and a test of it, `test_ranks_are_summed`: both have to stand at module level.
+# The workers import the function of the example from this module.
 exec(code("CONTRIBUTING.md")[0])
+example_of_ranks = globals().pop("test_ranks_are_summed")
+
+
+def test_ranks_are_summed_as_shown(pool):
+    example_of_ranks(pool)
 
 
 def test_frames_and_figures_are_made_as_shown(reader):

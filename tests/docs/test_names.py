@@ -32,6 +32,8 @@ NOT_OURS = {
     ("docs/configuration.md", "key=value"): "how an override is written",
     ("docs/configuration.md", "group=option"): "likewise",
     ("docs/data.md", "data=mine"): "an option of another package",
+    ("docs/extending.md", "schedule=shallow schedule.depth=4"): "an option of a package that the page builds",
+    ("docs/extending.md", "launch=nohup"): "likewise",
     ("docs/models-of-your-own.md", "-e ."): "a flag of pip",
     ("docs/models-of-your-own.md", "ac=first_blocks"): "an option of the package that the page builds",
     ("docs/models-of-your-own.md", "precision=fp64"): "likewise",

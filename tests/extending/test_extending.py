@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -72,18 +71,12 @@ def test_a_section_is_a_package_that_works(tmp_path: Path, title: str) -> None:
     site, folder = (tmp_path / "site").resolve(), tmp_path / "elsewhere"
     folder.mkdir()
     install(section.files, site)
-    environ = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": programs, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1"}
     assert any(command.shown for command in section.commands)
     for command in section.commands:
-        program, *words = shlex.split(command.text, comments=True)
-        assert program == "titanlab"
         done = subprocess.run(
-            [sys.executable, "-m", "titanlab", *words],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
+            ["bash", "-c", command.text], cwd=folder, env=environ, capture_output=True, text=True, check=False
         )
         said = done.stdout + done.stderr
         refused = command.shown is not None and command.shown.startswith("error: ")

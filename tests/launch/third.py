@@ -3,18 +3,12 @@
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 _FILE = re.compile(r"<!-- (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 
 
 def install_third(folder: Path) -> Path:
     """Write the package, as installed; returns the folder that PYTHONPATH has to have."""
-    # The section, wherever it stands.
-    (page,) = (
-        page
-        for page in [DOCS / "extending.md", *DOCS.glob("extending_parts/*.md")]
-        if page.is_file() and "<!-- nohup_jobs/launcher.py -->" in page.read_text()
-    )
     installed = folder / "third"
     info = installed / "nohup_jobs-1.dist-info"
     info.mkdir(parents=True)
@@ -22,7 +16,7 @@ def install_third(folder: Path) -> Path:
     (info / "entry_points.txt").write_text(
         "[titanlab.options]\nnohup = nohup_jobs.launch_schema\n[titanlab.conf]\nnohup_jobs = nohup_jobs.conf\n"
     )
-    for name, text in _FILE.findall(page.read_text()):
+    for name, text in _FILE.findall(PAGE.read_text()):
         if name.startswith("nohup_jobs/"):
             path = installed / name
             path.parent.mkdir(parents=True, exist_ok=True)

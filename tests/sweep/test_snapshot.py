@@ -85,14 +85,14 @@ def test_a_snapshot_of_an_installed_package_has_no_git(tmp_path):
 def test_what_is_edited_after_submission_reaches_no_job(slurm, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     package = copy_of_the_clone(clone)
-    (package / "sweep" / "job" / "task.py").write_text("import titanlab.distributed.stop\nprint(titanlab.__file__)\n")
+    (package / "launch" / "job" / "task.py").write_text("import titanlab.distributed.stop\nprint(titanlab.__file__)\n")
     taken = snapshot.take
     monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
     folder = submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet).folder
     (submission,) = folder.submissions()
     script = slurm.jobs()[101]["script"]
 
-    (package / "sweep" / "job" / "task.py").write_text("raise SystemExit('edited')\n")
+    (package / "launch" / "job" / "task.py").write_text("raise SystemExit('edited')\n")
     (package / "distributed" / "stop.py").write_text("raise SystemExit('edited')\n")
     # As Slurm runs it, in the clone itself, in which a plain `python -m` would find the edited code first. srun runs
     # what stands behind its own words.
@@ -109,7 +109,7 @@ def test_its_code_is_what_env_json_tells(tmp_path):
     taken = snapshot.take(tmp_path / "code", package=package)
     code = "import json; from titanlab.records.provenance import collect; "
     code += "print(json.dumps(dict(collect(devices={}, launcher='slurm').record['code'])))"
-    environment = {**os.environ, **snapshot.environment(taken)}
+    environment = {**os.environ, "PYTHONPATH": str(taken), "PYTHONSAFEPATH": "1"}
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert json.loads(told.stdout)["fingerprint"] == code_fingerprint(package)
     assert json.loads(told.stdout)["fingerprint"] == collect(devices={}, launcher="local").record["code"]["fingerprint"]

@@ -6,7 +6,7 @@ import pytest
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape
-from titanlab.launch.submission import Submission, drop_submission, write_submission
+from titanlab.launch.submission import Submission, claim_sweep, drop_submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import create_run
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, open_sweep
@@ -95,7 +95,7 @@ def test_manifest_and_points(folder):
 def test_one_process_at_a_time_submits(folder):
     with folder.claim():
         with pytest.raises(ConfigError, match=r"sweep=.*layouts: is in the hands of process \d+"):
-            with folder.claim(patience_seconds=0.1):
+            with claim_sweep(folder.path, patience_seconds=0.1):
                 pass
-    with folder.claim(patience_seconds=0.1):
+    with claim_sweep(folder.path, patience_seconds=0.1):
         pass
