@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _write_to_own_log()
     ranks = joined(os.environ) or ALONE
     run = open_run(Path(folder))
-    attempt = _given_attempt()
+    attempt = _begun_attempt()
     config_line = sys.stdin.readline() if rest == ["-"] else None
     # From here on, a stop request waits until the first step ends, or until a failure is recorded.
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(outcome.kind.exit_code)
 
 
-def _given_attempt() -> int | None:
+def _begun_attempt() -> int | None:
     """The attempt that the launcher has begun; None under torchrun, where a rank may start before the attempt."""
     attempt = os.environ.get("TITANLAB_ATTEMPT")
     return None if attempt is None else int(attempt)

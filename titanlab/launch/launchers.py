@@ -39,7 +39,7 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
     Raises:
         ConfigError: one of the launcher's variables is missing or is not a number.
     """
-    given = ranks.joined(environ)
-    for kind in discover().get("launch", {}) if given is None else ():
-        given = given or launcher_named(str(kind)).ranks_in(environ)
-    return given
+    own_ranks = ranks.joined(environ)
+    for kind in discover().get("launch", {}) if own_ranks is None else ():
+        own_ranks = own_ranks or launcher_named(str(kind)).ranks_in(environ)
+    return own_ranks

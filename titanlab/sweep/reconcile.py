@@ -115,9 +115,9 @@ def _with_memory_word(outcome: Outcome, memory: MemoryWord) -> Outcome:
     """The outcome of a job that the scheduler has killed because of its memory, with the scheduler's message."""
     if outcome.traceback is not None and outcome.kind is OutcomeKind.OOM:
         return outcome  # The process ran out of memory before the scheduler killed anything.
-    known = outcome.cause if outcome.kind is OutcomeKind.OOM else "killed for want of memory"
+    first = outcome.cause if outcome.kind is OutcomeKind.OOM else "killed for want of memory"
     rank = memory.rank if memory.rank is not None else outcome.rank if outcome.kind is OutcomeKind.OOM else None
-    cause = f"{known}; {memory.said}"
+    cause = f"{first}; {memory.said}"
     return replace(outcome, kind=OutcomeKind.OOM, cause=cause, rank=rank, traceback=None, echo=False)
 
 
@@ -137,9 +137,9 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher) -
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
         cause = f"{reason.cause}; it ended before it had saved"
         return _plain(JobEnd(kind=reason.kind, cause=cause), attempt, code)
-    if (asked := run.asked_to_cancel()) is not None:
+    if (cancelled_by := run.asked_to_cancel()) is not None:
         # Also if the signal killed it before it had a handler.
-        cause = f"{asked}; it ended before it had saved"
+        cause = f"{cancelled_by}; it ended before it had saved"
         return _plain(JobEnd(kind=OutcomeKind.CANCELLED, cause=cause), attempt, code)
     if noted is not None:
         return noted

@@ -146,11 +146,11 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
 def _decided(
     study: Study, folder: SweepFolder, shapes: Sequence[Shape], states: States, *, force: bool
 ) -> list[Decision]:
-    jobs, known = jobs_of(folder, folder.submissions()), _by_identity(folder)
+    jobs, run_of = jobs_of(folder, folder.submissions()), _by_identity(folder)
     decisions = []
     for planned, shape in zip(study.planned, shapes, strict=True):
         # By its identity: its label may have changed since.
-        run = known.get(planned.identity.sha256)
+        run = run_of.get(planned.identity.sha256)
         name = run.path.name if run else f"{planned.recipe.name}-{planned.identity.hash8}"
         action, outcome = ("submit", None) if run is None else standing(run, jobs.get(name), states)
         if force and action in ("done", "ended"):

@@ -17,9 +17,9 @@ def address_of(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> 
     Raises:
         ConfigError: no address can be resolved.
     """
-    given = environ.get("MASTER_ADDR")
-    if given:
-        return given
+    address = environ.get("MASTER_ADDR")
+    if address:
+        return address
     if len(place.nodes) <= 1:
         return _LOOPBACK
     for name in launcher.addresses(place, environ):
@@ -38,11 +38,11 @@ def free_port(environ: Mapping[str, str]) -> int:
     Raises:
         ConfigError: MASTER_PORT is not a port number.
     """
-    given = environ.get("MASTER_PORT")
-    if given:
-        if not given.isdecimal() or not 0 < int(given) < 65_536:
-            raise ConfigError("MASTER_PORT", given, "is no port", "try MASTER_PORT=29500, or unset it")
-        return int(given)
+    port = environ.get("MASTER_PORT")
+    if port:
+        if not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ConfigError("MASTER_PORT", port, "is no port", "try MASTER_PORT=29500, or unset it")
+        return int(port)
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -38,9 +38,9 @@ class Rendezvous:
     reason: str = ""
 
 
-def publish(run: RunFolder, there: Rendezvous) -> None:
+def publish(run: RunFolder, meeting: Rendezvous) -> None:
     """Write the file that the other ranks poll for."""
-    write_json(_file(run, there), {"schema": 1, **asdict(there)})
+    write_json(_file(run, meeting), {"schema": 1, **asdict(meeting)})
 
 
 def find(run: RunFolder, start: str) -> Rendezvous | None:
@@ -53,9 +53,9 @@ def find(run: RunFolder, start: str) -> Rendezvous | None:
         except (OSError, ValueError):
             continue
         value.pop("schema", None)
-        there = Rendezvous(**value)
-        if there.start == start:
-            return there
+        meeting = Rendezvous(**value)
+        if meeting.start == start:
+            return meeting
     return None
 
 
@@ -66,14 +66,14 @@ def wait(run: RunFolder, start: str, *, seconds: float = WAIT_SECONDS) -> Rendez
         TitanlabError: rank 0 does not publish it in time.
     """
     end = time.monotonic() + seconds
-    while (there := find(run, start)) is None:
+    while (meeting := find(run, start)) is None:
         if time.monotonic() > end:
             where = run.path / "attempts"
             raise TitanlabError(f"rank 0 of this job has begun no attempt in {where} within {seconds:g} s; see its log")
         time.sleep(POLL_SECONDS)
-    return there
+    return meeting
 
 
-def _file(run: RunFolder, there: Rendezvous) -> Path:
+def _file(run: RunFolder, meeting: Rendezvous) -> Path:
     # Without an attempt the file is in the run's folder: the next start replaces it.
-    return (run.attempt_folder(there.attempt) if there.attempt else run.path) / FILE
+    return (run.attempt_folder(meeting.attempt) if meeting.attempt else run.path) / FILE

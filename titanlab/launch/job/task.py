@@ -133,11 +133,11 @@ def _attempted(job: Job) -> Outcome:
         rendezvous.publish(run, Rendezvous(start=job.start, attempt=attempt))
         return outcome
     write_json(run.attempt_folder(attempt) / "job.json", job.facts())
-    there = Rendezvous(start=job.start, attempt=attempt, address=address, port=free_port(os.environ))
-    rendezvous.publish(run, there)
+    meeting = Rendezvous(start=job.start, attempt=attempt, address=address, port=free_port(os.environ))
+    rendezvous.publish(run, meeting)
     where = ", ".join(place.nodes)
     say(f"{run.path.name}, attempt {attempt}: {place.ranks.world} processes on {where}, job {place.job_id}")
-    code = _watched(job, recipe, there)
+    code = _watched(job, recipe, meeting)
     if run.result(attempt) is None:
         settle(run, attempt, place.ranks.world)
     return run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
@@ -147,20 +147,20 @@ def _follow(job: Job) -> int:
     """Run any other rank: join the attempt that rank 0 has begun."""
     if job.is_done():
         return 0
-    there = rendezvous.wait(job.run, job.start)
-    if there.reason:
-        say(f"{job.run.path.name} {there.reason}: nothing is done twice")
+    meeting = rendezvous.wait(job.run, job.start)
+    if meeting.reason:
+        say(f"{job.run.path.name} {meeting.reason}: nothing is done twice")
         return 0
-    code = _watched(job, from_mapping(job.run.config(there.attempt)), there) if there.port else 1
+    code = _watched(job, from_mapping(job.run.config(meeting.attempt)), meeting) if meeting.port else 1
     # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
-    outcome = await_result(job.run, there.attempt, job.place.ranks.world)
+    outcome = await_result(job.run, meeting.attempt, job.place.ranks.world)
     return code if outcome is None else _exit_code(outcome)
 
 
-def _watched(job: Job, recipe: Recipe, there: Rendezvous) -> int:
+def _watched(job: Job, recipe: Recipe, meeting: Rendezvous) -> int:
     """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
-    run, ranks = job.run, replace(job.place.ranks, address=there.address, port=there.port)
-    attempt = run.attempt_folder(there.attempt)
+    run, ranks = job.run, replace(job.place.ranks, address=meeting.address, port=meeting.port)
+    attempt = run.attempt_folder(meeting.attempt)
     launch: LaunchConfig = recipe.launch
     try:
         if job.code is not None:
@@ -173,20 +173,20 @@ def _watched(job: Job, recipe: Recipe, there: Rendezvous) -> int:
         child = Child(
             run.path,
             ranks,
-            attempt=there.attempt,
-            config=run.config(there.attempt),
+            attempt=meeting.attempt,
+            config=run.config(meeting.attempt),
             log=run.logs / f"rank-{ranks.rank}.log",
             environment=_environment(job, launch),
         )
     except Exception as error:
-        note = from_exception(error, rank=ranks.rank, attempt=there.attempt)
+        note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)
         run.write_failure(note)
         if note.traceback:
             traceback.print_exception(error)
         return note.exit_code or 1
     return RankWatch(
         run,
-        there.attempt,
+        meeting.attempt,
         child,
         rank=ranks.rank,
         world=ranks.world,

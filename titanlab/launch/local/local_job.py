@@ -62,8 +62,8 @@ def local_job(sweep: Path, token: str, index: int) -> LocalJob | None:
     value = read_mapping(_file(sweep, token, index))
     if value is None:
         return None
-    known = {kept.name: value[kept.name] for kept in fields(LocalJob) if kept.name in value}
-    return LocalJob(**{**known, "devices": tuple(known.get("devices", ()))})
+    values = {known.name: value[known.name] for known in fields(LocalJob) if known.name in value}
+    return LocalJob(**{**values, "devices": tuple(values.get("devices", ()))})
 
 
 def write_local_job(sweep: Path, token: str, index: int, job: LocalJob) -> None:

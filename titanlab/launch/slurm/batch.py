@@ -112,8 +112,8 @@ def _setup(config: Slurm, environment: Mapping[str, str]) -> list[str]:
     lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
     for name, value in environment.items():
         # The user's own modules stay on the path, after the snapshot of the code.
-        kept = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
-        lines.append(f"export {name}={shlex.quote(value)}{kept}")
+        inherited = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
+        lines.append(f"export {name}={shlex.quote(value)}{inherited}")
     return lines
 
 
@@ -152,9 +152,9 @@ def _unwanted(config: Slurm) -> list[str]:
     or a partition and a time limit that nobody has checked. They are also removed for keys that the file does not set:
     a recipe then requests the same from every shell, and the site decides what launch leaves open.
     """
-    given = {name for name, value in config.extra.items() if value is not None}
-    given |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
-    kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in given)}
+    set_by_launch = {name for name, value in config.extra.items() if value is not None}
+    set_by_launch |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
+    kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in set_by_launch)}
     return [name for name in os.environ if name not in kept and name.startswith(("SLURM_", "SBATCH_", *MEETING))]
 
 
@@ -173,8 +173,8 @@ def _has_locks(lock: Path) -> bool:
 
 
 def _refused(text: str) -> ConfigError:
-    said = [line for line in text.splitlines() if re.search(r"sbatch|slurm|rror", line) and "Traceback" not in line]
-    lines = [re.sub(r"^.*?sbatch: (error: )?", "", line).strip() for line in said if "sbatch:" in line] or said
+    messages = [line for line in text.splitlines() if re.search(r"sbatch|slurm|rror", line) and "Traceback" not in line]
+    lines = [re.sub(r"^.*?sbatch: (error: )?", "", line).strip() for line in messages if "sbatch:" in line] or messages
     # The last line gives the result; the lines before it give the reason.
     rule = "; ".join(line.rstrip(".") for line in lines[-3:]) or "sbatch gave up"
     return ConfigError("launch", "slurm", f"sbatch says: {rule}", "mend the keys of launch, and submit again")

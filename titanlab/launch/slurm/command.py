@@ -60,10 +60,10 @@ def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str
     if answer.code:
         # While it retries, it repeats itself; the last lines give the result.
         lines = [" ".join(line.split()) for line in (answer.errors or answer.output).splitlines() if line.strip()]
-        said = "; ".join(dict.fromkeys(lines[-2:])) or f"exit code {answer.code}"
+        message = "; ".join(dict.fromkeys(lines[-2:])) or f"exit code {answer.code}"
         waited = round(time.monotonic() - begin)
         after = f" after {waited} s" if waited else ""
-        return Reply(output=None, errors=answer.errors, problem=f"{words[0]} says{after}: {said[:300]}")
+        return Reply(output=None, errors=answer.errors, problem=f"{words[0]} says{after}: {message[:300]}")
     return Reply(output=answer.output, errors=answer.errors)
 
 

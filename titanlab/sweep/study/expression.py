@@ -100,8 +100,8 @@ def read_expression(text: Any) -> Expression:
         names = tuple(dict.fromkeys(_names(body, text)))
     # The last two: some thousand nested brackets are too deep for the parser.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        said = error.msg if isinstance(error, SyntaxError) else type(error).__name__
-        raise ConfigError(WHERE, text, f"cannot be read ({said})", _CURE) from error
+        message = error.msg if isinstance(error, SyntaxError) else type(error).__name__
+        raise ConfigError(WHERE, text, f"cannot be read ({message})", _CURE) from error
     return Expression(text, names, body)
 
 

@@ -127,7 +127,7 @@ def _items(word: str, inner: Sequence[Any], place: str) -> list[tuple[Any, str]]
         if not isinstance(item, Mapping):
             cure = "write {key: value}" if word == "list" else "write {key: [values]}"
             raise ConfigError(at, item, "is neither a space nor a mapping of keys", cure)
-        items.append((item if any(known in item for known in WORDS) else {word: item}, at))
+        items.append((item if any(name in item for name in WORDS) else {word: item}, at))
     return items
 
 

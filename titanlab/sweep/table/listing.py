@@ -141,13 +141,13 @@ def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: I
         right: headings of the columns that are aligned to the right.
     """
     lines = levelled(lines)
-    kept = [place for place in range(len(headings)) if any(line[place] for line in lines)]
-    widths = {place: max(len(line[place]) for line in [headings, *lines]) for place in kept}
+    shown = [place for place in range(len(headings)) if any(line[place] for line in lines)]
+    widths = {place: max(len(line[place]) for line in [headings, *lines]) for place in shown}
 
     def line_of(texts: Sequence[str]) -> str:
         parts = [
             texts[place].rjust(widths[place]) if headings[place] in right else texts[place].ljust(widths[place])
-            for place in kept
+            for place in shown
         ]
         return "  ".join(parts).rstrip()
 
