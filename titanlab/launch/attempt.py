@@ -157,12 +157,7 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]
     steps += [row["step"] for row in rows]
     last = {key: value for key, value in rows[-1].items() if key not in _ROW} if rows else outcome.metrics
-    return replace(
-        outcome,
-        step=max(steps),
-        steps=status.steps if status else None,
-        metrics=outcome.metrics or last,
-    )
+    return replace(outcome, step=max(steps), steps=status.steps if status else None, metrics=outcome.metrics or last)
 
 
 _ROW = ("kind", "step", "attempt", "time")

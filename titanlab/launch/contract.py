@@ -195,7 +195,7 @@ class Launcher(Protocol):
     can_requeue: bool = False
     repeats_signals: bool = False
 
-    # Submitting, in a process of the user
+    # Submission, in the user's process
 
     def is_here(self) -> bool:
         """Whether jobs can be submitted from this host."""

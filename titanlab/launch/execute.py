@@ -75,13 +75,7 @@ def execute(ready: Ready, console: Console) -> Outcome:
 
 
 def continue_run(
-    run: RunFolder,
-    recipe: Recipe,
-    host: Host,
-    ranks: Ranks | None,
-    console: Console,
-    *,
-    checkpoint: Path | None = None,
+    run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None, console: Console, *, checkpoint: Path | None = None
 ) -> Outcome:
     """Begin the next attempt at a run with the given recipe, from its latest checkpoint if there is one.
 
@@ -125,9 +119,8 @@ def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool)
     check_host(host, accelerator=recipe.cluster.accelerator, device=recipe.cluster.device, processes=processes)
     check_host_memory(recipe, host, processes=processes)
     check_runs(recipe.runs)
-    if started:
-        return recipe
-    check_beginning(recipe)
+    if not started:
+        check_beginning(recipe)
     return recipe
 
 

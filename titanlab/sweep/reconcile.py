@@ -85,12 +85,7 @@ def _word(state: JobState, launcher: Launcher) -> dict[str, Any] | None:
 
 
 def _record(
-    run: RunFolder,
-    submission: Submission,
-    index: int,
-    state: JobState,
-    launcher: Launcher,
-    memory: MemoryWord | None,
+    run: RunFolder, submission: Submission, index: int, state: JobState, launcher: Launcher, memory: MemoryWord | None
 ) -> None:
     attempt, result = max(run.attempts(), default=0), run.result()
     made_by = run.job(attempt) or {}

@@ -166,11 +166,7 @@ def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> Item:
         supersede(folder, run)
     name = run.name if run.hash8 else recipe.name
     create_run(
-        folder.path.parent,
-        sweep=folder.name,
-        name=name,
-        identity=decision.planned.identity,
-        config=to_mapping(recipe),
+        folder.path.parent, sweep=folder.name, name=name, identity=decision.planned.identity, config=to_mapping(recipe)
     )
     return Item(run=decision.run_name, shape=decision.shape, launch=recipe.launch)
 

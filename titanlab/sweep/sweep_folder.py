@@ -51,8 +51,6 @@ class SweepFolder:
         """The folder for old folders of runs that started again from the beginning."""
         return self.path / "superseded"
 
-    # Reading
-
     def manifest(self) -> dict[str, Any]:
         """The content of sweep.json; empty if runs were started one by one."""
         try:
@@ -101,8 +99,6 @@ class SweepFolder:
                 raise ConfigError("run", text, f"fits no run of sweep {self.name}", cure)
             chosen.update({run.path: run for run in matches})
         return list(chosen.values())
-
-    # Writing
 
     def write_manifest(self, manifest: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> None:
         """Replace sweep.json and points.jsonl."""

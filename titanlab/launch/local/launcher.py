@@ -69,13 +69,7 @@ def _ranks(environ: Mapping[str, str]) -> Ranks:
     world, rank = number(environ, "SUBMITIT_LOCAL_NTASKS", 1), number(environ, "SUBMITIT_LOCAL_GLOBALID", 0)
     local_rank = number(environ, "SUBMITIT_LOCAL_LOCALID", 0)
     return Ranks(
-        rank=rank,
-        world=world,
-        local_rank=local_rank,
-        local_world=world,
-        address="127.0.0.1",
-        port=0,
-        started_by=KIND,
+        rank=rank, world=world, local_rank=local_rank, local_world=world, address="127.0.0.1", port=0, started_by=KIND
     )
 
 

@@ -34,7 +34,6 @@ def end_in_queue(state: JobState) -> JobEnd | None:
     if state.raw == "DEADLINE":
         return JobEnd(kind=OutcomeKind.WALLTIME, cause="the job's deadline passed before it started")
     if state.raw == "FAILED":
-        # With REFUSED, no node of the cluster can ever run such a job.
         kind = OutcomeKind.INFEASIBLE if state.reason == REFUSED else OutcomeKind.CRASH
         cause = f"Slurm failed the job before it started: {state.reason or 'it gives no reason'}"
         return JobEnd(kind=kind, cause=cause)

@@ -58,12 +58,7 @@ class Request:
     def definition(self) -> Mapping[str, Any]:
         """The content of sweep.json that defines the sweep."""
         where = [expression.text for expression in self.where]
-        return {
-            "overrides": list(self.loader.overrides),
-            "space": self.space,
-            "where": where,
-            "repeats": self.repeats,
-        }
+        return {"overrides": list(self.loader.overrides), "space": self.space, "where": where, "repeats": self.repeats}
 
 
 def read_request(arguments: Sequence[str]) -> Request:

@@ -11,7 +11,6 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.sweep.table.columns import COLUMNS, NUMBER, SCHEMA, TEXT, TRUTH, WHOLE, point_keys
 
-# Keys in the metadata of the parquet file.
 SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
 
 

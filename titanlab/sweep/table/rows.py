@@ -24,7 +24,6 @@ from titanlab.training.tracker_gaps import tracker_gap
 
 # Points that were dropped on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")
-# States of jobs that wait.
 _WAITING = ("pending", "requeued")
 
 
