@@ -70,7 +70,7 @@ def shape_of(recipe: Placed) -> Shape:
         ConfigError: the cluster does not describe its nodes, or is too small.
     """
     world, cluster, launch = recipe.world, recipe.cluster, recipe.launch
-    assert world is not None, "a resolved recipe has a world"
+    assert world is not None, "a resolved recipe has its world"
     on_gpus = cluster.accelerator == "cuda"
     if launch.runs_here:
         return Shape(processes=world, tasks_per_node=world, gpus_per_node=world if on_gpus else 0)
