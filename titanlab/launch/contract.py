@@ -35,7 +35,7 @@ class JobState:
         raw: the scheduler's own name of the state, without details; UNANSWERED if the scheduler does not answer.
         exit_code: of the job, -N if signal N ended it or its step; None while it runs, or if it is not known.
         reason: why the job waits or failed, in the scheduler's words; or why the scheduler does not answer.
-        elapsed_seconds: since its latest start.
+        elapsed_seconds: run time of its latest start.
         nodes: names of its nodes.
         job_id: its number in the queue, with its index in the array.
     """

@@ -102,7 +102,7 @@ def decide(study: Study, *, force: bool = False, states: States | None = None, a
     """The action of a submission for every run of a study; changes nothing. The launcher need not be installed.
 
     Args:
-        force: start runs that have ended from the beginning, whatever their outcome; waiting and running ones stay.
+        force: submit ended runs again, from the beginning, whatever their outcome; waiting and running ones stay.
         states: of jobs; None: ask their launchers.
         answered: whether the launchers can be asked; if not, jobs in their queues are unknown.
 
@@ -123,7 +123,7 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
 
     Args:
         report: called with a line for each action.
-        force: start runs that have ended from the beginning; their old folders go to `superseded/`.
+        force: submit ended runs again, from the beginning; their old folders go to `superseded/`.
 
     Raises:
         ConfigError: as in `check_study`; or the launcher refuses the jobs.

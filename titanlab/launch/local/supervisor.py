@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError:
             return 0
         _say(f"supervisor {os.getpid()} of {sweep.name}")
-        # A shell starts background processes with SIGINT ignored; the children need the default handling.
+        # A shell starts background processes with SIGINT ignored. After this, children start with the default action.
         with handled((signal.SIGTERM, signal.SIGINT), supervisor.end):
             supervisor.run(lock)
     return 0

@@ -113,7 +113,7 @@ class Table:
         try:
             return {**self._facts(run, context), **_names(self.sweep.name, run), **_values(context.point or {})}
         except Exception as error:
-            # Whatever is wrong with one damaged folder, the others must be shown.
+            # Catch everything: one damaged folder must not hide the others.
             cause = " ".join(str(error).split()) or type(error).__name__
             if not isinstance(error, TitanlabError):
                 cause = f"its files cannot be understood ({type(error).__name__}: {cause})"
