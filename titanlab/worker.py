@@ -1,7 +1,7 @@
-"""What every rank runs: `python -m titanlab.worker FOLDER [-]`.
+"""The process of one rank: `python -m titanlab.worker FOLDER [-]`.
 
-It reads the frozen config.yaml of the run's latest attempt (with `-`, the same as a line of JSON from its input),
-sets the environment that torch reads when it is imported, then imports torch and trains. It knows no Hydra.
+It reads the config.yaml of the run's latest attempt (with `-`: the same config as one line of JSON from its input),
+sets the environment variables that torch reads at import, then imports torch and trains. It does not use Hydra.
 """
 
 from __future__ import annotations
@@ -41,24 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _write_to_own_log()
     ranks = joined(os.environ) or ALONE
     run = open_run(Path(folder))
-    attempt = _given_attempt()
-    given = sys.stdin.readline() if rest == ["-"] else None
-    # From now on a wish to stop waits: for the first step's end, or for the note of a failure.
+    attempt = _begun_attempt()
+    config_line = sys.stdin.readline() if rest == ["-"] else None
+    # From here on, a stop request waits until the first step ends, or until a failure is recorded.
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(told_request(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         try:
-            recipe = from_mapping(
-                json.loads(given) if given is not None else run.config(attempt or max(run.attempts()))
-            )
+            config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
+            recipe = from_mapping(config)
             watchdog = _watchdog(recipe, run, ranks, attempt)
             stack.callback(watchdog.close)
             os.environ.update(environment(recipe, ranks))
             _repair_compiled()
             if recipe.cluster.accelerator == "cpu":
                 _keep_freed_memory()
-            # At once where this host's cache has the data; several ranks of a host may call it together.
+            # Fast if the host's cache has the data. Several ranks of a host may call it at the same time.
             source.prepare(recipe.data, report=lambda line: None)
-            # Not at the top: importing torch reads the variables that were set just now.
+            # Imported here: torch reads the variables that were set above when it is imported.
             outcome = importlib.import_module("titanlab.training.train").train(
                 recipe, run, ranks, stop=stop, watchdog=watchdog, attempt=attempt
             )
@@ -67,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(outcome.kind.exit_code)
 
 
-def _given_attempt() -> int | None:
-    """The attempt that the launcher has begun; None for a rank of torchrun's, which may start before it begins."""
-    given = os.environ.get("TITANLAB_ATTEMPT")
-    return None if given is None else int(given)
+def _begun_attempt() -> int | None:
+    """The attempt that the launcher has begun; None under torchrun, where a rank may start before the attempt."""
+    attempt = os.environ.get("TITANLAB_ATTEMPT")
+    return None if attempt is None else int(attempt)
 
 
 def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None) -> Watchdog:
@@ -90,52 +89,52 @@ def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None)
 
 
 def _show_stacks() -> None:
-    """Write Python stacks to standard error when native code crashes, and when whoever watches this rank asks."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # No such file, as under a test's capture.
+    """Write Python stacks to standard error when native code crashes, and when SIGUSR1 asks for them."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr has no file descriptor, as in pytest.
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | None) -> int:
-    """Note the failure: whoever started the ranks tells from the notes whose made the others fail."""
+    """Record the failure: the launcher compares the records of all ranks to find the cause."""
     note = from_exception(error, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))
-    told = note.echo or disk_fault(error) is not None
+    is_reported = note.echo or disk_fault(error) is not None
     if note.attempt:
         try:
             run.write_failure(note)
         except OSError:
-            # Nothing can be written: the log and the exit code are all that is left to say it.
-            told = False
-    # A mistake, an echo or a full disk is told in one line, by whoever reads the notes.
-    if note.traceback and not told:
+            # The disk takes no record: only the log and the exit code can report the failure.
+            is_reported = False
+    # The launcher prints an error of the user, a secondary failure or a full disk in one line.
+    if note.traceback and not is_reported:
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
     return exit_code(error)
 
 
 def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
-    """Variables that must be set before torch is imported; a person's own settings win."""
+    """Variables that must be set before torch is imported; variables that the user has set win."""
     threads = recipe.launch.threads or max(1, cores() // ranks.local_world)
-    wanted = {
+    variables = {
         **ranks.environment(),
         "OMP_NUM_THREADS": str(threads),
-        # Fewer fragments at the memory's edge; the name changed in torch 2.10.
+        # Less fragmentation of GPU memory. torch 2.10 renamed the variable.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         # The Flight Recorder keeps the last collectives of every rank.
         "TORCH_FR_BUFFER_SIZE": "2000",
-        # Ranks fork data readers; the tokenizers library warns about that unless it is told.
+        # Ranks fork data readers; the tokenizers library warns about forks unless this is set.
         "TOKENIZERS_PARALLELISM": "false",
     }
     if compiled := compiler_cache.default_folder(data_cache.root):
-        wanted[compiler_cache.VARIABLE] = str(compiled)
+        variables[compiler_cache.VARIABLE] = str(compiled)
     if recipe.training.deterministic:
-        wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def _repair_compiled() -> None:
-    """Remove what a killed run has left in the compiler's cache, before torch reads it."""
+    """Remove damaged files of killed runs from the compiler's cache, before torch reads it."""
     folder = os.environ.get(compiler_cache.VARIABLE)
     if folder is None:
         return
@@ -149,10 +148,10 @@ def _repair_compiled() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep the memory that tensors free, for the tensors of the next step.
+    """Make glibc keep the memory that tensors free, so that the next step reuses it.
 
-    By default every large tensor is mapped anew and its pages are zeroed by the kernel at first touch, step
-    after step (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD). Elsewhere than on glibc nothing happens.
+    By default glibc maps memory for every large tensor again, and the kernel zeroes its pages at first touch, in every
+    step (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD). Other C libraries have no mallopt; then nothing changes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -163,7 +162,7 @@ def _keep_freed_memory() -> None:
 
 
 def _write_to_own_log() -> None:
-    """Send what this rank and its libraries print to the file that the launcher names, after what is there."""
+    """Append the output of this rank and its libraries to the log file that the launcher names."""
     log = os.environ.get("TITANLAB_LOG")
     if log is None:
         return
@@ -174,14 +173,14 @@ def _write_to_own_log() -> None:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to end this rank when the launcher that started it dies, so that none is left behind."""
+    """Ask Linux to end this rank when its launcher dies, so that no rank is left behind."""
     parent = os.environ.get("TITANLAB_PARENT")
     if parent is None or sys.platform != "linux":
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
     if os.getppid() != int(parent):
-        # It died before we asked.
+        # The launcher died before the call of prctl.
         sys.exit(1)
 
 
@@ -189,10 +188,10 @@ if __name__ == "__main__":
     _show_stacks()
     code = main()
     for stream in (sys.stdout, sys.stderr):
-        # A log on a full disk.
+        # The log may be on a full disk.
         with contextlib.suppress(OSError):
             stream.flush()
-    # Everything is on disk. What follows in an ordinary exit is the destruction of torch's own threads, which now
-    # and then aborts ("terminate called without an active exception", torch 2.13 on gloo) and would turn a run
-    # that is done into a failed process. May go when torch joins its threads.
+    # Everything is on disk. An ordinary exit would destroy torch's threads, which sometimes aborts ("terminate called
+    # without an active exception", torch 2.13 on gloo): a finished run would look like a failed process. This can go
+    # when torch joins its threads at exit.
     os._exit(code)

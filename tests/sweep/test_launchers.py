@@ -94,7 +94,7 @@ def test_what_runs_is_told_what_waits_does_not_start_and_both_can_be_done_again(
     until(lambda: ran(folder))
     assert [each.action for each in decide(wanted)] == ["running", "queued"]
     done = cancel(folder, quiet)
-    assert (done.told, done.waited) == ([first], [second])
+    assert (done.stopping, done.withdrawn) == ([first], [second])
     until(lambda: over(folder))
     assert [folder.run(name).result().kind for name in (first, second)] == [OutcomeKind.CANCELLED] * 2
     assert [row[0] for row in ran(folder)] == [first]

@@ -169,7 +169,7 @@ def test_mistakes(slurm, sweep, asked, told):
 
 def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
     done = cancel(sweep, quiet)
-    assert (done.told, done.waited) == ([names(sweep)[3]], [names(sweep)[4]])
+    assert (done.stopping, done.withdrawn) == ([names(sweep)[3]], [names(sweep)[4]])
     # Whoever runs is told, and has the time that it needs.
     assert slurm.jobs()[101]["states"] == ["COMPLETED", "FAILED", "FAILED", "RUNNING", "CANCELLED"]
     assert slurm.jobs()[101]["signals"] == [[3, "INT"]]
@@ -183,7 +183,7 @@ def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
 def test_whoever_cancels_twice_does_not_want_to_wait(slurm, sweep):
     cancel(sweep, quiet, names=[names(sweep)[3]])
     done = cancel(sweep, quiet, names=[names(sweep)[3]])
-    assert done.told == [names(sweep)[3]]
+    assert done.stopping == [names(sweep)[3]]
     assert (slurm.jobs()[101]["states"][3], len(slurm.jobs()[101]["signals"])) == ("CANCELLED", 1)
 
 

@@ -23,9 +23,9 @@ def main(arguments: Sequence[str]) -> int:
         parts = [
             f"{len(names)} {text}"
             for names, text in (
-                (done.told, "running, which save and end"),
-                (done.waited, "waiting, which will not start"),
-                (done.left, "ended before"),
+                (done.stopping, "running, which save and end"),
+                (done.withdrawn, "waiting, which will not start"),
+                (done.ended, "ended before"),
             )
             if names
         ]

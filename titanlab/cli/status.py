@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.sweep.table.look import look_at
-from titanlab.sweep.table.one_run import details, own_words
+from titanlab.sweep.table.one_run import details, failure_text
 from titanlab.sweep.table.overview import overview
 from titanlab.sweep.table.watch import Screen
 from titanlab.system.atomic_file import finite
@@ -59,13 +59,13 @@ def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as
             run.check_files()
     if as_json:
         chosen = [(run, by_folder[run.path.name]) for run in named]
-        _print_json([{**row, "traceback": (own_words(run, row) or ("", None))[1]} for run, row in chosen])
+        _print_json([{**row, "traceback": (failure_text(run, row) or ("", None))[1]} for run, row in chosen])
         return 0
     with Console() as console:
         for run in named:
             row = by_folder[run.path.name]
             console.start(run.path.name, details(row))
-            words = own_words(run, row)
+            words = failure_text(run, row)
             if words is not None:
                 source, said = words
                 console.note(f"{source}:\n{said}")

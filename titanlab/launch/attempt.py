@@ -1,4 +1,4 @@
-"""An attempt at a run, from outside its ranks: what is done before they start, and what their ends add up to."""
+"""An attempt at a run, seen from outside its ranks: the checks before the start, and the outcome after the end."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ def begin(run: RunFolder, recipe: Recipe, host: Host, *, started_by: str) -> int
 
 
 def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None) -> None:
-    """Hold the checkpoint that a run is to go on from against its recipe, and against what the run has saved.
+    """Check the checkpoint from which a run will resume against its recipe and against the steps that it has saved.
 
     Args:
-        checkpoint: None: there is none, and the run is to begin with its first step.
+        checkpoint: None: there is no checkpoint, and the run begins with its first step.
 
     Raises:
-        ConfigError: it is missing, damaged, of another model, or says what no checkpoint of this run can say.
+        ConfigError: the checkpoint is missing, damaged, of another model, or its position is impossible for this run.
     """
     if checkpoint is None:
-        saved = run.saved_step() or _gone_on_from(run)
+        saved = run.saved_step() or _resumed_step(run)
         if saved:
             rule = f"had saved step {saved}, and {run.checkpoints.name}/ has no checkpoint any more"
             cure = f"bring that folder back; or remove {run.path}, and train anew from step 1"
             raise ConfigError("run", run.path, rule, cure)
         return
     check_checkpoint(checkpoint, recipe.model.account().parameters, "run")
-    # A run that took up another run's checkpoint counts that run's steps, tokens and samples too.
-    first_hand = recipe.checkpoint.load_from is None
+    # A run that starts from another run's checkpoint counts that run's steps, tokens and samples too.
+    starts_from_scratch = recipe.checkpoint.load_from is None
     check_progress(
         read_checked(checkpoint, "run").position,
         steps=recipe.training.steps,
-        tokens_per_step=recipe.tokens_per_step if first_hand else 0,
-        global_batch=recipe.training.global_batch if first_hand else 0,
+        tokens_per_step=recipe.tokens_per_step if starts_from_scratch else 0,
+        global_batch=recipe.training.global_batch if starts_from_scratch else 0,
         checkpoint=checkpoint,
         key="run",
         cure=another(checkpoint),
@@ -71,13 +71,13 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None
 
 
 def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path) -> list[str]:
-    """Make a checkpoint of a claimed run its newest: those after it are put aside.
+    """Make a checkpoint of a claimed run its newest one: rename all later checkpoints.
 
     Returns:
-        what was done, in lines for a person.
+        lines for the user that say what was renamed.
 
     Raises:
-        ConfigError: the run cannot go on from that checkpoint; nothing was changed.
+        ConfigError: the run cannot resume from that checkpoint; nothing was changed.
     """
     check_own_checkpoint(run, recipe, checkpoint)
     step = step_of(checkpoint)
@@ -86,7 +86,7 @@ def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path) -> list[str]:
 
 
 def missed_checkpoint(run: RunFolder) -> str | None:
-    """A line on steps that the run has saved, and whose checkpoint is not there any more; None: there are none."""
+    """A line for the user if a checkpoint that the run had saved is missing; None if none is missing."""
     newest, saved = latest(run.checkpoints), run.saved_step()
     if newest is None or step_of(newest) >= saved:
         return None
@@ -94,16 +94,16 @@ def missed_checkpoint(run: RunFolder) -> str | None:
     return f"goes on from step {step_of(newest)}: {rule}"
 
 
-def _gone_on_from(run: RunFolder) -> int:
-    """The last step that an attempt of this run has gone on from, by its rows of metrics; 0: none has."""
-    # A run that took up another run's checkpoint has such rows without having saved anything.
+def _resumed_step(run: RunFolder) -> int:
+    """The last step from which an attempt of this run has resumed, by its rows of metrics; 0: none has resumed."""
+    # A run that started from another run's checkpoint has such rows before it has saved anything.
     if (run.config().get("checkpoint") or {}).get("load_from") is not None:
         return 0
     return max((row["step"] for row in run.metrics("attempt")), default=0)
 
 
 def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
-    """Copy the tokenizer into the run, so that its checkpoints mean something wherever the folder goes."""
+    """Copy the tokenizer into the run's folder, so that its checkpoints are usable when the folder is moved."""
     tokenizer = source.tokenizer(recipe.data)
     if tokenizer is None:
         return
@@ -112,26 +112,26 @@ def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
 
 
 def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: str | None = None) -> Outcome:
-    """The outcome of an attempt whose ranks have ended without recording one: recorded now.
+    """Record and return the outcome of an attempt whose ranks ended without recording one.
 
     Args:
-        exits: exit codes of the ranks that ended badly, by rank; what they noted themselves comes first.
-        memory: what shows that the kernel has killed ranks for want of memory; None: nothing does.
+        exits: exit codes of the ranks that failed, by rank; a rank's own record of its failure has priority.
+        memory: the evidence that the kernel has killed ranks because memory ran out; None: there is no evidence.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the outcome cannot be written.
     """
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
         notes.setdefault(rank, from_exit(code, rank=rank, attempt=attempt, memory=memory))
-    found = judged(list(notes.values()), world_of(run, attempt)) if notes else from_exit(0, attempt=attempt)
-    outcome = with_progress(run, found)
+    outcome = judged(list(notes.values()), world_of(run, attempt)) if notes else from_exit(0, attempt=attempt)
+    outcome = with_progress(run, outcome)
     try:
         run.write_result(outcome)
     except OSError as error:
         if disk_fault(error) is None:
             raise
-        # No rank lives any more that writes into them.
+        # All ranks have ended: nothing writes to unfinished checkpoints any more, and their space is needed.
         remove_unfinished(run.checkpoints)
         run.write_result(outcome)
     return outcome
@@ -147,22 +147,17 @@ def world_of(run: RunFolder, attempt: int) -> int:
 
 
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
-    """The outcome with the last step of its attempt that anybody knows of."""
-    # A status may be a second old, and there may be more steps than rows.
+    """The outcome, with the last step of its attempt that any record shows."""
+    # The status may be a second old, and not every step has a row of metrics.
     status = run.known_status()
-    mine = status if status is not None and status.attempt == outcome.attempt else None
+    status = status if status is not None and status.attempt == outcome.attempt else None
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
-    opened = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
+    first_steps = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
     saved = latest(run.checkpoints)
-    known = [outcome.step, mine.step if mine else 0, step_of(saved) if saved else 0, *opened]
-    known += [row["step"] for row in rows]
+    steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]
+    steps += [row["step"] for row in rows]
     last = {key: value for key, value in rows[-1].items() if key not in _ROW} if rows else outcome.metrics
-    return replace(
-        outcome,
-        step=max(known),
-        steps=mine.steps if mine else None,
-        metrics=outcome.metrics or last,
-    )
+    return replace(outcome, step=max(steps), steps=status.steps if status else None, metrics=outcome.metrics or last)
 
 
 _ROW = ("kind", "step", "attempt", "time")

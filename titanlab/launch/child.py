@@ -1,7 +1,7 @@
-"""The worker of one rank, as a child that hears no signals: it is told what to do by lines on its standard input.
+"""The worker of one rank, as a child process that ignores stop signals and reads stop requests from standard input.
 
-Slurm sends a signal to all processes of a job at once, readers of data and trackers among them. Here they all ignore
-those that ask for an end, from their first instruction on; the parent alone hears them, and decides what is meant.
+Slurm sends a signal to all processes of a job at once, also to data readers and trackers. They all ignore stop signals
+from their start; only the parent handles them and decides what they mean.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Child:
     """A running worker.
 
     Args:
-        folder: the run's.
-        attempt: that has begun.
+        folder: of the run.
+        attempt: the number of the attempt that has begun.
         config: the recipe as plain values.
-        log: file to which the worker writes what it and its libraries print, after what is there.
-        environment: variables for it, beside this process's.
+        log: file to which the output of the worker and its libraries is appended.
+        environment: variables for the worker, in addition to this process's.
     """
 
     def __init__(
@@ -61,30 +61,30 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process number of the worker."""
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, -N where signal N ended it; None while it runs."""
+        """The exit code of the worker, -N if signal N ended it; None while it runs."""
         return self._process.poll()
 
     def ask_to_stop(self, kind: OutcomeKind, cause: str) -> None:
-        """Have it agree with the other ranks on a step, save and end."""
+        """Ask the worker to agree with the other ranks on a step, to save, and to end."""
         self._write(stop_line(kind, cause))
 
     def show_stacks(self) -> None:
-        """Have it write the Python stacks of all its threads into its log."""
+        """Make the worker write the Python stacks of all its threads to its log."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it now, with the processes that it has started for itself, and wait until it is gone."""
+        """Kill the worker and the processes that it has started, and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def said(self, limit: int = 50_000) -> str:
-        """The end of what it has written into its log."""
+    def output(self, limit: int = 50_000) -> str:
+        """The end of the worker's log, at most `limit` bytes."""
         try:
             with self._log.open("rb") as file:
                 file.seek(max(self._log_begin, file.seek(0, os.SEEK_END) - limit))
@@ -94,7 +94,7 @@ class Child:
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        # Dead already: its exit code will say so.
+        # The worker has ended already: its exit code will show that.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()

@@ -1,6 +1,6 @@
-"""What a launcher is: the contract of its config, of the launcher itself, and the values that they exchange.
+"""The contract of a launcher: its config, its methods, and the values that they exchange.
 
-A launcher is a folder, here or in another package (docs/extending.md). Runs, sweeps and verbs ask these methods only.
+A launcher is a folder, here or in another package (docs/extending.md). Runs, sweeps and verbs call only these methods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # `JobState.raw` of a job whose scheduler does not answer.
 UNANSWERED = "UNKNOWN"
-# Jobs by the token of their submission and their index in it.
+# A job: the token of its submission, and its index there.
 JobKey = tuple[str, int]
 
 
@@ -30,12 +30,12 @@ class JobState:
     """The state of one job.
 
     Attributes:
-        state: `pending`, `running`, `requeued` (it waits to go on), `ended`, `gone` (the scheduler does not know it, or
-            no longer), or `unknown` (the scheduler does not answer).
-        raw: the scheduler's own word, without what follows it; UNANSWERED where it does not answer.
-        exit_code: of the job, -N where signal N ended it or its step; None while it lives, or where it is not known.
-        reason: why it waits, or failed, in the scheduler's word; or why the scheduler does not answer.
-        elapsed_seconds: of its latest start.
+        state: `pending`, `running`, `requeued` (it waits to continue), `ended`, `gone` (the scheduler does not know it,
+            or no longer), or `unknown` (the scheduler does not answer).
+        raw: the scheduler's own name of the state, without details; UNANSWERED if the scheduler does not answer.
+        exit_code: of the job, -N if signal N ended it or its step; None while it runs, or if it is not known.
+        reason: why the job waits or failed, in the scheduler's words; or why the scheduler does not answer.
+        elapsed_seconds: run time of its latest start.
         nodes: names of its nodes.
         job_id: its number in the queue, with its index in the array.
     """
@@ -50,7 +50,7 @@ class JobState:
 
     @property
     def never_started(self) -> bool:
-        """Whether it has ended, or waits, and had no time on any node."""
+        """Whether the job waits or has ended, and has never run on a node."""
         return self.state in ("pending", "ended") and not self.elapsed_seconds and not self.nodes
 
 
@@ -59,7 +59,7 @@ States = Mapping[JobKey, JobState]
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """Why a job ended, as its scheduler says it."""
+    """Why a job ended, according to its scheduler."""
 
     kind: OutcomeKind
     cause: str
@@ -67,11 +67,11 @@ class JobEnd:
 
 @dataclass(frozen=True)
 class MemoryWord:
-    """What a scheduler says of a job that it has killed for its memory.
+    """The scheduler's message about a job that it has killed because of its memory.
 
     Attributes:
-        said: its sentence; the most informative one if there are several.
-        rank: whose process that was; None where it names several, or none.
+        said: the message; if there are several, the most informative one.
+        rank: the rank whose process was killed; None if the message names several ranks, or none.
     """
 
     said: str
@@ -80,11 +80,11 @@ class MemoryWord:
 
 @dataclass(frozen=True, kw_only=True)
 class StopReason:
-    """Why a job is to end.
+    """Why a job must end.
 
     Attributes:
         kind: `cancelled`, `preempted` or `walltime`.
-        cause: in a line.
+        cause: one line for the user.
     """
 
     kind: OutcomeKind
@@ -93,14 +93,14 @@ class StopReason:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A process's place in its job.
+    """The place of a process in its job.
 
     Attributes:
-        launcher: its kind.
+        launcher: kind of the launcher.
         job_id: as the queue shows it, with the index in the array: `12_3`.
-        raw_job_id: the number of this job alone in the accounting; the last job of an array has the array's number.
+        raw_job_id: number of this job alone in the accounting; the last job of an array has the array's number.
         restart: how often the job was put back into the queue.
-        index: its index in the array; None: it is in none.
+        index: its index in the array; None: it is not in an array.
         ranks: of this process; without an address.
         nodes: names of the job's nodes.
     """
@@ -115,17 +115,17 @@ class Place:
 
     @property
     def start(self) -> str:
-        """Shared by the processes of one start of the job, and by no others."""
+        """An identifier that only the processes of one start of the job share."""
         return f"{self.launcher}:{self.raw_job_id}.{self.restart}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank that ended badly.
+    """A rank that failed.
 
     Attributes:
         rank: its number.
-        exit_code: of its process; -N where signal N ended it.
+        exit_code: of its process; -N if signal N ended it.
     """
 
     rank: int
@@ -133,17 +133,17 @@ class Failure:
 
 
 class LaunchConfig(Protocol):
-    """Config of a launcher: a dataclass that derives from this class; what it leaves out has these values.
+    """Config of a launcher: a dataclass that derives from this class; fields that it does not define have these values.
 
     Attributes:
         kind: its name.
-        threads: of one process (OMP_NUM_THREADS); None: the cores that the process has, or its share of the host's.
+        threads: of one process (OMP_NUM_THREADS); None: the cores of the process, or its share of the host's cores.
         cpus_per_task: cores of one process; None: the launcher's choice.
         memory_gib: host memory of one node; None: the launcher's choice.
         minutes: time limit of a job; None: the launcher's choice, or none.
-        signal_seconds: how long before its time limit a job is told to save and end.
-        requeue: whether a job that was preempted, or whose time is over, goes back into the queue by itself.
-        max_requeues: how often at most.
+        signal_seconds: how long before its time limit a job gets a signal to save and end.
+        requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
+        max_requeues: how often it may do that.
     """
 
     kind: str
@@ -157,16 +157,16 @@ class LaunchConfig(Protocol):
 
     @property
     def runs_here(self) -> bool:
-        """Whether jobs run on this host, whose devices and memory then are those of the cluster."""
+        """Whether jobs run on this host, so that its devices and memory are those of the cluster."""
         return False
 
     @property
     def starts_directly(self) -> bool:
-        """Whether `titanlab train` starts ranks itself and waits for them (`Launcher.start`), without a queue."""
+        """Whether `titanlab train` starts the ranks itself and waits for them (`Launcher.start`), without a queue."""
         return False
 
     def check(self, setting: Setting) -> None:
-        """Check the rest of the recipe against what this launcher needs.
+        """Check that the rest of the recipe fits this launcher.
 
         Raises:
             ConfigError: it does not fit.
@@ -179,37 +179,37 @@ class LaunchConfig(Protocol):
 
 
 class Launcher(Protocol):
-    """A way to start ranks: hands jobs over, and says what becomes of them.
+    """A way to start ranks: submits jobs and reports their states.
 
-    It keeps no state in memory: any process may ask about any job, at any time.
+    It keeps no state in memory: any process may ask about any job at any time.
 
     Attributes:
-        has_scheduler: whether a scheduler decides when jobs start and knows how they ended. Then it is asked every few
-            seconds only, and its words are kept beside results.
-        can_requeue: whether a job can be put back into the queue by itself (`requeue`).
-        repeats_signals: whether a job gets several signals for one reason. Where it does not, a second one is a
-            person's, who does not want to wait.
+        has_scheduler: whether a scheduler decides when jobs start and records how they ended. Then it is asked only
+            every few seconds, and its answers are stored beside results.
+        can_requeue: whether a job can put itself back into the queue (`requeue`).
+        repeats_signals: whether a job gets several signals for one reason. If not, a second signal comes from a user
+            who does not want to wait.
     """
 
     has_scheduler: bool = False
     can_requeue: bool = False
     repeats_signals: bool = False
 
-    # Submitting, in a process of the person's
+    # Submission, in the user's process
 
     def is_here(self) -> bool:
         """Whether jobs can be submitted from this host."""
         return True
 
     def silence(self) -> str | None:
-        """Why the scheduler does not answer, in a line; None where it does."""
+        """Why the scheduler does not answer, in one line; None if it answers."""
         return None
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
-        """Check that jobs can be submitted, as far as the scheduler tells.
+        """Check that jobs can be submitted, as far as the scheduler can say before.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: they cannot be submitted.
         """
         return  # the default; mypy takes an empty body for an abstract method
 
@@ -217,14 +217,14 @@ class Launcher(Protocol):
         """How many jobs one submission takes; None: any number.
 
         Args:
-            is_answered: the scheduler can be asked.
+            is_answered: whether the scheduler answers at present.
         """
         return None
 
     def submit(self, sweep: Path, submission: Submission) -> str:
-        """Ask for the jobs of a submission. Returns the scheduler's number of them.
+        """Submit jobs. Returns the scheduler's number of them.
 
-        A process that is killed here is repeated by nobody: `find` says whether the jobs are there.
+        If this process is killed here, no other process submits the jobs again before `find` has looked for them.
 
         Raises:
             ConfigError: the scheduler refuses, or does not answer in time.
@@ -235,7 +235,7 @@ class Launcher(Protocol):
         """The scheduler's number of a submission's jobs, whether they wait, run or have ended; None if it has none.
 
         Raises:
-            ConfigError: the scheduler does not answer, so that nothing is known.
+            ConfigError: the scheduler does not answer: the jobs may exist or not.
         """
         raise NotImplementedError
 
@@ -246,11 +246,11 @@ class Launcher(Protocol):
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        """End jobs; those that have ended are passed over.
+        """End jobs; jobs that have already ended are skipped.
 
         Args:
-            report: called with each line for a person.
-            is_gentle: they run, and are given the time that they need to save.
+            report: called with each line for the user.
+            is_gentle: the jobs run, and get the time that they need to save.
 
         Raises:
             ConfigError: the scheduler does not answer.
@@ -258,31 +258,31 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def wake(self, sweep: Path) -> bool:
-        """Start what has to run on this host as long as the sweep has jobs. Returns whether it was started."""
+        """Start the process that runs the sweep's jobs on this host. Returns whether it was started."""
         return False
 
     def job_number(self, submission: Submission, index: int) -> str | None:
-        """The number of one job as a person sees it; None while it has none."""
+        """The number of one job as the user sees it; None while it has none."""
         return submission.job_id
 
     # After a job
 
     def end_of(self, state: JobState) -> JobEnd | None:
-        """Why a job ended, where the scheduler's word says so by itself."""
+        """Why a job ended, if the scheduler's state alone explains it."""
         return None
 
     def end_in_queue(self, state: JobState) -> JobEnd | None:
-        """Why a job that never started ended, where the scheduler's word says so by itself."""
+        """Why a job ended that never started, if the scheduler's state alone explains it."""
         return None
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
-        """What the scheduler says of a job that it has killed for its memory; None where it says nothing."""
+        """The scheduler's message about a job that it killed because of its memory; None if there is none."""
         return None
 
     # In a process of a job
 
     def place_in(self, environ: Mapping[str, str]) -> Place:
-        """The place that this launcher gave a process of a job.
+        """The place that this launcher gave to a process of a job.
 
         Raises:
             ConfigError: a variable is missing or is no number.
@@ -290,49 +290,49 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def addresses(self, place: Place, environ: Mapping[str, str]) -> Iterator[str]:
-        """Names under which the first node of several may be reached, best first."""
+        """Names under which the first of several nodes may be reachable, best first."""
         yield from place.nodes[:1]
 
     def cores(self, environ: Mapping[str, str]) -> int | None:
-        """Cores that were given to this process; None: it shares the host's."""
+        """Cores that were given to this process; None: it shares the host's cores."""
         return None
 
     def name_job(self, place: Place, name: str) -> None:
-        """Show a job of an array under a name of its own, where the scheduler lets its owner do that."""
+        """Give one job of an array its own name, if the scheduler allows that to the job's owner."""
         return  # the default; mypy takes an empty body for an abstract method
 
     def stop_reason(self, signal_name: str, place: Place, *, signal_seconds: float) -> StopReason:
-        """What a signal to a job means, where titanlab itself has not sent it.
+        """The meaning of a signal to a job that titanlab itself has not sent.
 
         Args:
-            signal_seconds: how long before its time limit the job asked to be warned.
+            signal_seconds: how long before its time limit the job asked for a warning.
         """
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"asked to end by {signal_name}; the run can be resumed")
 
     def requeue(self, place: Place) -> str | None:
-        """Put this process's job back into the queue. Returns what speaks against it."""
+        """Put the job of this process back into the queue. Returns why that failed; None if it worked."""
         return "this launcher has no queue"
 
     # Without a queue
 
     def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
-        """Run `titanlab.worker FOLDER` as `world` ranks and wait for their end (`LaunchConfig.starts_directly`).
+        """Run `titanlab.worker FOLDER` as `world` ranks and wait until they end (`LaunchConfig.starts_directly`).
 
         Args:
             folder: of the run.
-            attempt: that has begun.
-            logs: for what ranks other than 0 print.
+            attempt: the number of the attempt that has begun.
+            logs: folder for the output of all ranks but rank 0.
 
         Returns:
-            the ranks that ended badly, by rank.
+            the ranks that failed, by rank.
         """
         rule = "submits jobs, and starts no ranks itself"
         raise ConfigError("launch", type(self).__name__, rule, "submit the run with titanlab sweep")
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
-        """The rank of a process that the scheduler, and not a launcher, has started as one of several; None: it is not.
+        """The rank of a process that the scheduler itself, not a launcher, started as one of several; None: it did not.
 
         Raises:
-            ConfigError: a variable that belongs to the set is missing or is no number.
+            ConfigError: one of the scheduler's variables is missing or is not a number.
         """
         return None

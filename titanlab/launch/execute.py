@@ -1,6 +1,6 @@
-"""From a composed recipe to a finished run: everything is checked, then the ranks are started.
+"""From a composed recipe to a finished run: check everything, then start the ranks.
 
-Knows no torch: what is wrong with a recipe is said within a second.
+This module does not import torch: an error in a recipe is reported within a second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from titanlab.weights.starting_weights import check_beginning, start_fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A recipe that has passed every check, with its data prepared and its name given."""
+    """A recipe that has passed every check, with prepared data and a name."""
 
     recipe: Recipe
     identity: Identity
@@ -43,18 +43,18 @@ class Ready:
 
 
 def prepare(recipes: Sequence[Recipe], report: Callable[[str], None], *, started: bool = False) -> list[Ready]:
-    """Resolve and check recipes, and prepare their data; no run's folder is made and nothing starts.
+    """Resolve and check recipes, and prepare their data; no run folder is created and nothing starts.
 
     Args:
-        report: told, line by line, what takes long.
-        started: the runs go on from checkpoints of their own; what they were to begin with may be gone.
+        report: called with a line before each slow action.
+        started: the runs resume from their own checkpoints; the weights from which they first started may be gone.
 
     Raises:
         ConfigError: a rule is broken.
     """
     host = this_host()
     ranks = joined(os.environ)
-    # What is told at once comes before any data is prepared.
+    # All quick checks of all recipes come before the data of any recipe is prepared.
     resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
     if ranks is None or ranks.rank == 0:
         for notice in dict.fromkeys(filter(None, map(shortened_warmup, recipes))):
@@ -63,9 +63,9 @@ def prepare(recipes: Sequence[Recipe], report: Callable[[str], None], *, started
 
 
 def execute(ready: Ready, console: Console) -> Outcome:
-    """Make the run's folder, or find it; start the ranks, wait, and see to it that the end is recorded.
+    """Create or open the run's folder, start the ranks, wait for them, and make sure that the outcome is recorded.
 
-    A run that is done is left as it is; one that was stopped goes on from its latest checkpoint.
+    A finished run is not changed; a stopped run resumes from its latest checkpoint.
     """
     recipe = ready.recipe
     run = create_run(
@@ -75,25 +75,19 @@ def execute(ready: Ready, console: Console) -> Outcome:
 
 
 def continue_run(
-    run: RunFolder,
-    recipe: Recipe,
-    host: Host,
-    ranks: Ranks | None,
-    console: Console,
-    *,
-    checkpoint: Path | None = None,
+    run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None, console: Console, *, checkpoint: Path | None = None
 ) -> Outcome:
-    """Begin the next attempt at a run, from its latest checkpoint if it has one, under the given recipe.
+    """Begin the next attempt at a run with the given recipe, from its latest checkpoint if there is one.
 
     Args:
-        checkpoint: an older one of the run's to go on from instead; those after it are put aside.
+        checkpoint: an older checkpoint of the run to resume from instead; later ones are renamed.
     """
     done = run.result()
     if done is not None and done.kind is OutcomeKind.DONE:
         console.note(f"{run.path} is done: {done.steps} steps. For another like it: repeat={recipe.repeat + 1}")
         return done
     if ranks is not None and ranks.rank > 0:
-        # Rank 0 keeps the record; the others only train.
+        # Only rank 0 writes records.
         failures = rank_processes.start_one(run.path, ranks, config=to_mapping(recipe))
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
@@ -118,16 +112,15 @@ def continue_run(
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
-    """The recipe with nothing left open, after every check that needs no data."""
+    """The recipe with all values set, after every check that needs no data."""
     recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
     check(recipe)
     processes = ranks.local_world if ranks else recipe.layout.world
     check_host(host, accelerator=recipe.cluster.accelerator, device=recipe.cluster.device, processes=processes)
     check_host_memory(recipe, host, processes=processes)
     check_runs(recipe.runs)
-    if started:
-        return recipe
-    check_beginning(recipe)
+    if not started:
+        check_beginning(recipe)
     return recipe
 
 
@@ -135,14 +128,14 @@ def _with_data(
     recipe: Recipe, host: Host, ranks: Ranks | None, report: Callable[[str], None], *, started: bool
 ) -> Ready:
     source.prepare(recipe.data, report=report)
-    # Some rules need the corpus itself: its length, its tokenizer's vocabulary.
+    # Some rules need the corpus itself: its length, or the vocabulary of its tokenizer.
     check(recipe)
     identity = identify(
         recipe,
         data=source.fingerprint(recipe.data),
         hardware=str(recipe.cluster.device),
         repeat=recipe.repeat,
-        # A run that has begun has its name.
+        # A run that has begun has a name already.
         weights=None if started else start_fingerprint(recipe),
     )
     return Ready(recipe=recipe, identity=identity, host=host, ranks=ranks)
@@ -157,11 +150,11 @@ def _recorded(
     terminal: Collection[int],
     memory: str | None,
 ) -> Outcome:
-    """The attempt's outcome; written here if no rank lived to write it.
+    """The outcome of the attempt; written here if no rank lived long enough to write it.
 
     Args:
-        terminal: ranks whose own words are on the terminal already.
-        memory: what shows that the kernel has killed a process for want of memory meanwhile.
+        terminal: ranks whose output is on the terminal already.
+        memory: the evidence that the kernel has killed a process of this attempt because memory ran out.
     """
     recorded = run.result(attempt)
     if recorded is not None:

@@ -14,10 +14,10 @@ from titanlab.options import discover, schema_of
 
 @functools.cache
 def launcher_named(kind: str) -> Launcher:
-    """The launcher of a kind, under the defaults of its config.
+    """The launcher of a kind, with the defaults of its config.
 
     Raises:
-        ConfigError: no installed package has it.
+        ConfigError: no installed package has this kind.
     """
     return default_config(kind).implementation()
 
@@ -29,17 +29,17 @@ def default_config(kind: str) -> LaunchConfig:
 
 
 def directly(config: LaunchConfig) -> LaunchConfig:
-    """The config by which a run is started here and now, whatever it was submitted with."""
+    """The config with which `titanlab train` starts a run on this host, whatever launcher submitted the run before."""
     return config if config.starts_directly else Local(threads=config.threads)
 
 
 def joined(environ: Mapping[str, str]) -> Ranks | None:
-    """The rank that torchrun or a scheduler has started this process as; None for a process on its own.
+    """The rank as which torchrun or a scheduler has started this process; None for a single process.
 
     Raises:
-        ConfigError: a variable that belongs to the set is missing or is no number.
+        ConfigError: one of the launcher's variables is missing or is not a number.
     """
-    started = ranks.joined(environ)
-    for kind in discover().get("launch", {}) if started is None else ():
-        started = started or launcher_named(str(kind)).ranks_in(environ)
-    return started
+    own_ranks = ranks.joined(environ)
+    for kind in discover().get("launch", {}) if own_ranks is None else ():
+        own_ranks = own_ranks or launcher_named(str(kind)).ranks_in(environ)
+    return own_ranks

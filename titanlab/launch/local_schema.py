@@ -15,9 +15,9 @@ class Local(LaunchConfig):
     """Processes on this host.
 
     Attributes:
-        threads: threads of one process (OMP_NUM_THREADS); null: the host's cores shared evenly.
-        at_once: processes that a sweep runs at once, all its runs together; null: as many as the host has cores. A
-            run that is larger than that runs alone.
+        threads: threads of one process (OMP_NUM_THREADS); null: an equal share of the host's cores.
+        at_once: processes of all runs of a sweep together that run at once; null: as many as the host has cores. A
+            larger run runs alone.
     """
 
     kind: str = "local"
@@ -32,16 +32,16 @@ class Local(LaunchConfig):
 
     @property
     def runs_here(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     @property
     def starts_directly(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     def implementation(self) -> Launcher:
-        """Processes of this host."""
+        """The launcher of processes on this host."""
         from titanlab.launch.local.launcher import LocalLauncher
 
         return LocalLauncher()

@@ -1,8 +1,8 @@
-"""Whether the kernel has killed a process for want of memory: its own counters, before and after.
+"""Whether the kernel has killed a process because memory ran out: its counters, before and after.
 
-SIGKILL alone does not say who sent it. The kernel counts the processes of every control group that its out-of-memory
-killer has ended (`oom_kill` in memory.events of cgroup v2, in memory.oom_control of v1), and those of the whole
-machine (/proc/vmstat). See Documentation/admin-guide/cgroup-v2.rst of Linux.
+SIGKILL alone does not say who sent it. The kernel counts the processes that its out-of-memory killer has ended, for
+every control group (`oom_kill` in memory.events of cgroup v2, in memory.oom_control of v1) and for the whole machine
+(/proc/vmstat). See Documentation/admin-guide/cgroup-v2.rst of Linux.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """How many processes the kernel has killed for want of memory so far.
+    """How many processes the kernel has killed because memory ran out.
 
     Attributes:
-        place: where they ran: `its control group` or `this machine`; empty where the kernel does not tell.
-        count: how many.
+        place: what was counted: `its control group` or `this machine`; empty if the kernel has no counter.
+        count: number of processes.
     """
 
     place: str
     count: int
 
     def rose(self, root: Path = _ROOT) -> str | None:
-        """What the kernel has done since, in words that end "killed by SIGKILL: …"; None where it did nothing."""
+        """The kernel's kills since then, as an end for "killed by SIGKILL: …"; None if there were none."""
         now = memory_kills(root)
         if not self.place or now.place != self.place or now.count <= self.count:
             return None
@@ -36,10 +36,10 @@ class MemoryKills:
 
 
 def memory_kills(root: Path = _ROOT) -> MemoryKills:
-    """The counter of this process's control group, or else of the machine.
+    """The counter of this process's control group; without one, that of the machine.
 
     Args:
-        root: of the file system; another one in tests.
+        root: of the file system; tests give another one.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -53,7 +53,7 @@ def memory_kills(root: Path = _ROOT) -> MemoryKills:
             mount, file = root / "sys/fs/cgroup/memory", "memory.oom_control"
         else:
             continue
-        # In a container the mount may begin at the group itself.
+        # In a container, the mount may begin at the control group itself.
         for folder in (mount / path.lstrip("/"), mount):
             count = _count(folder / file)
             if count is not None:

@@ -1,4 +1,4 @@
-"""The resources of a job, as its layout asks for them: nodes, processes and devices."""
+"""The resources of a job, derived from its layout: nodes, processes and devices."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from titanlab.launch.contract import LaunchConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a job takes; jobs of one shape are submitted together.
+    """The resources of a job; jobs of one shape are submitted together.
 
     Attributes:
-        processes: of the run, its world.
+        processes: of the run, its world size.
         nodes, tasks_per_node: their product is `processes`.
-        cpus_per_task: cores of one process; None: what the site gives.
+        cpus_per_task: cores of one process; None: the site's default.
         gpus_per_node: devices of one node; 0 on CPU.
-        memory_gib: host memory of one node; None: what the site gives.
-        minutes: until the job is ended; None: what the site gives, or no limit.
+        memory_gib: host memory of one node; None: the site's default.
+        minutes: time limit of the job; None: the site's default, or no limit.
     """
 
     processes: int
@@ -37,16 +37,16 @@ class Shape:
 
     @property
     def gpu_hours(self) -> float | None:
-        """Devices times the hours that are asked for; None where no time is."""
+        """Devices times the hours of the time limit; None without a time limit."""
         return None if self.minutes is None else self.gpus_per_node * self.nodes * self.minutes / 60
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values, by the names of the fields."""
+        """Plain values by the names of the fields."""
         return asdict(self)
 
 
 class Placed(Protocol):
-    """What a shape is derived from: a resolved recipe."""
+    """The part of a resolved recipe from which a shape is derived."""
 
     world: int | None
     cluster: Cluster
@@ -54,7 +54,7 @@ class Placed(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """The degrees."""
+        """The parallel degrees."""
 
 
 def shape_from(mapping: Mapping[str, Any]) -> Shape:
@@ -67,7 +67,7 @@ def shape_of(recipe: Placed) -> Shape:
     """The shape of a resolved recipe's job.
 
     Raises:
-        ConfigError: the cluster is not named, or too small.
+        ConfigError: the cluster does not describe its nodes, or is too small.
     """
     world, cluster, launch = recipe.world, recipe.cluster, recipe.launch
     assert world is not None, "a resolved recipe has its world"
@@ -90,12 +90,12 @@ def shape_of(recipe: Placed) -> Shape:
 
 
 def check_cluster(cluster: Cluster, launch: LaunchConfig) -> None:
-    """Check that a cluster says what its nodes are: jobs run there, and this host says nothing about them.
+    """Check that a cluster describes its nodes: jobs run there, and this host's devices say nothing about them.
 
-    To be asked before a recipe is resolved, which would fill `auto` in.
+    Call it before a recipe is resolved: that replaces `auto` by values of this host.
 
     Raises:
-        ConfigError: it leaves the accelerator or the size of a node to what is found.
+        ConfigError: the accelerator or the size of a node is left to be detected.
     """
     if launch.runs_here:
         return
@@ -114,12 +114,12 @@ def check_cluster(cluster: Cluster, launch: LaunchConfig) -> None:
 
 
 def local_processes(at_once: int | None) -> int:
-    """Processes that a sweep may run on this host at once: the given number, or one a core."""
+    """Processes that a sweep may run on this host at once: `at_once`, or one per core."""
     return at_once if at_once is not None else cores()
 
 
 def _nodes(world: int, per_node: int, nodes: int | None, *, together: int) -> int:
-    """The fewest nodes that the processes fill evenly, with groups of `together` on one node if that can be."""
+    """The smallest number of equally filled nodes; if possible, groups of `together` ranks stay on one node."""
     least = math.ceil(world / per_node)
     if nodes is not None and least > nodes:
         rule = f"is more than the cluster's {nodes} nodes of {per_node}"

@@ -1,4 +1,4 @@
-"""Config of launch=slurm: how a site's Slurm is asked for jobs. Sizes come from the layout and the cluster."""
+"""Config of launch=slurm: the settings of a site's Slurm. Sizes come from the layout and the cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlab.options import option
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[a-z][a-z0-9_-]*")
-# What is derived from the layout, or carries the sweep's own bookkeeping.
+# Flags that titanlab derives from the layout, or uses itself.
 _OURS = frozenset(
     [
         *["array", "chdir", "error", "input", "output", "job-name", "requeue", "no-requeue", "signal"],
@@ -23,26 +23,26 @@ _OURS = frozenset(
 @option("launch", "slurm")
 @dataclass(kw_only=True)
 class Slurm(LaunchConfig):
-    """Jobs of a Slurm cluster. What is null is left to the site.
+    """Jobs of a Slurm cluster. For keys that are null, the site's default applies.
 
     Attributes:
-        partition, account, qos, constraint, nodelist, exclude: as sbatch takes them.
+        partition, account, qos, constraint, nodelist, exclude: flags of sbatch.
         cpus_per_task: cores of one process.
         memory_gib: host memory of one node; 0: all of it.
         minutes: time limit of a job.
-        gpu_type: of `--gpus-per-node=TYPE:N`; null: any.
-        ask_for_gpus: false on sites whose jobs get whole nodes, and whose Slurm knows no GPUs.
+        gpu_type: TYPE in `--gpus-per-node=TYPE:N`; null: any.
+        ask_for_gpus: false on sites whose jobs get whole nodes and whose Slurm does not manage GPUs.
         array_parallelism: jobs of one array that run at once; null: no limit.
-        signal_seconds: how long before its time limit a job is told to save and end.
-        requeue: whether a run that was preempted, or whose time is over, goes back into the queue by itself.
-        max_requeues: how often at most.
-        threads: of one process (OMP_NUM_THREADS); null: cpus_per_task, or the node's cores shared evenly.
-        python: interpreter on the nodes; null: the one that submits.
-        preamble: lines of shell before the processes are started, such as `module load cuda`.
-        environment: variables of the processes.
-        container: words in front of the command, such as [apptainer, exec, --nv, image.sif].
-        srun_arguments: more words for srun.
-        extra: more flags of sbatch: {reservation: mine, exclusive: true}.
+        signal_seconds: how long before its time limit a job gets a signal to save and end.
+        requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
+        max_requeues: how often it may do that.
+        threads: of one process (OMP_NUM_THREADS); null: cpus_per_task, or an equal share of the node's cores.
+        python: interpreter on the nodes; null: the interpreter that submits.
+        preamble: shell lines before the processes start, such as `module load cuda`.
+        environment: environment variables of the processes.
+        container: words before the command, such as [apptainer, exec, --nv, image.sif].
+        srun_arguments: further arguments of srun.
+        extra: further flags of sbatch: {reservation: mine, exclusive: true}.
     """
 
     kind: str = "slurm"
@@ -108,7 +108,7 @@ class Slurm(LaunchConfig):
                 raise ConfigError(f"launch.extra.{name}", self.extra[name], rule, "leave it out")
 
     def implementation(self) -> Launcher:
-        """Arrays of jobs."""
+        """The launcher of jobs in Slurm."""
         from titanlab.launch.slurm.launcher import SlurmLauncher
 
         return SlurmLauncher(self)

@@ -1,1 +1,1 @@
-"""Sweeps: a space of recipes, its folder, and what is submitted of it."""
+"""Sweeps: a space of recipes, its folder, and its submissions."""

@@ -1,4 +1,4 @@
-"""The end of a sweep's jobs, asked for by a person: what runs saves and ends, what waits does not start."""
+"""Cancels the jobs of a sweep: running jobs save and end, waiting jobs do not start."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ _CAUSE = "cancelled before it started"
 
 @dataclass
 class Cancelled:
-    """What came of it, by names of runs.
+    """The cancelled runs of a sweep, by name.
 
     Attributes:
-        told: they run, and were told to save and end.
-        waited: they were in a queue, and are out of it.
-        left: they had ended.
+        stopping: they run, and were asked to save and end.
+        withdrawn: they waited, and were removed from the queue.
+        ended: they had ended before.
     """
 
-    told: list[str] = field(default_factory=list)
-    waited: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    stopping: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
 
 
 def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequence[str] = ()) -> Cancelled:
     """Cancel runs of a sweep, or all of it.
 
     Args:
-        report: told, line by line, what is not as it should be.
+        report: called with a line for each problem.
         names: of runs; none: all.
 
     Raises:
-        ConfigError: there are no such runs, or their launcher does not answer.
+        ConfigError: such a run does not exist, or the launcher does not answer.
     """
-    done = Cancelled()
+    cancelled = Cancelled()
     with folder.claim():
         settle(folder, report)
         jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
         if (problem := silence(states)) is not None:
             report(problem)
-        # By launcher, and whether they have time to save.
+        # Jobs by launcher, and by whether they get time to save.
         jobs_to_end: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
         for run in readable(folder.find(names), report, named=bool(names)):
             name, job = run.path.name, jobs.get(run.path.name)
             word, _ = standing(run, job, states)
             if word in ("done", "ended"):
-                done.left.append(name)
+                cancelled.ended.append(name)
                 continue
-            (done.told if word == "running" else done.waited).append(name)
-            # A person who asks a second time does not want to wait.
+            (cancelled.stopping if word == "running" else cancelled.withdrawn).append(name)
+            # A user who asks a second time does not want to wait.
             is_gentle = word == "running" and run.asked_to_cancel() is None
-            # First the request, then the signal: the process that gets the signal reads the request.
+            # Write the request before the signal: the process that gets the signal reads the request.
             run.ask_to_cancel()
             if job is not None:
                 jobs_to_end.setdefault((job[0].launcher, is_gentle), []).append(job)
         for (kind, is_gentle), to_end in jobs_to_end.items():
             launcher_named(kind).cancel(folder.path, to_end, report, is_gentle=is_gentle)
-        for name in list(done.waited):
-            if not _note_end(folder.run(name)):
-                # It has started just now, and writes its own end.
-                done.waited.remove(name)
-                done.told.append(name)
-    return done
+        for name in list(cancelled.withdrawn):
+            if not _record_end(folder.run(name)):
+                # It has just started, and records its own end.
+                cancelled.withdrawn.remove(name)
+                cancelled.stopping.append(name)
+    return cancelled
 
 
-def _note_end(run: RunFolder) -> bool:
-    """Write the result of a run that waited. Returns whether it still did."""
+def _record_end(run: RunFolder) -> bool:
+    """Write the result of a waiting run. Returns False if it has started meanwhile."""
     try:
         with run.claim():
             status = run.known_status()

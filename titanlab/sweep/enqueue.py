@@ -1,4 +1,4 @@
-"""Runs into queues: one array for each shape, under a token by which its jobs are found again."""
+"""Puts runs into queues: one array for each shape, with a token that identifies its jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Item:
 
     Attributes:
         run: the name of its folder.
-        shape: what its job takes.
+        shape: the resources of its job.
         launch: the launcher's config.
     """
 
@@ -37,14 +37,14 @@ class Item:
 
 
 def check_jobs(jobs: Sequence[tuple[LaunchConfig, Shape]], *, submits: bool = True) -> None:
-    """Ask each launcher whether it can take its jobs, all at once.
+    """Check that each launcher can take its jobs.
 
     Args:
-        jobs: the launcher's config and the shape of each.
-        submits: the launcher has to be here; else it is asked only if it is.
+        jobs: the launcher's config and the shape of each job.
+        submits: whether the jobs will be submitted from this host; else launchers that are not installed are skipped.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: a launcher cannot take its jobs.
     """
     by_launcher: dict[str, list[tuple[LaunchConfig, Shape]]] = {}
     for launch, shape in jobs:
@@ -56,7 +56,7 @@ def check_jobs(jobs: Sequence[tuple[LaunchConfig, Shape]], *, submits: bool = Tr
 
 
 def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
-    """Why a launcher that is installed here does not answer, in a line; None if all do.
+    """Why a launcher that is installed here does not answer, in one line; None if all answer.
 
     Args:
         launches: configs of launchers.
@@ -69,23 +69,23 @@ def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
 
 
 def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], None]) -> list[Submission]:
-    """Submit runs whose folders are there. The caller holds the sweep.
+    """Submit runs that have folders. The caller has claimed the sweep.
 
     Raises:
-        ConfigError: a launcher refuses; what was submitted before that is in its queue, the rest is as it was.
+        ConfigError: a launcher refuses; earlier submissions stay in their queues, later runs are unchanged.
     """
     if not items:
         return []
     folder.jobs.mkdir(exist_ok=True)
     code = snapshot.take(folder.code).relative_to(folder.path)
-    made = []
+    submitted = []
     for group in arrays(items):
         first, runs = group[0], [folder.run(item.run) for item in group]
         for run in runs:
             run.withdraw_cancel()
         submission = Submission(
             launcher=first.launch.kind,
-            # Later than its runs' folders, whose maker's clock may be ahead of this one.
+            # Not before its runs' folders, which a host whose clock is ahead may have created.
             created=max([time.time(), *(run.created() or 0.0 for run in runs)]),
             code=code.as_posix(),
             shape=first.shape,
@@ -95,15 +95,15 @@ def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], 
         write_submission(folder.path, submission)
         submission = _submitted(folder, submission, first.launch)
         report(f"job {submission.job_id}: {_described(submission)}")
-        made.append(submission)
-    return made
+        submitted.append(submission)
+    return submitted
 
 
 def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
-    """Finish what a process that was killed has begun: intents whose jobs are in the queue, and those without any.
+    """Complete or remove the intents of a process that was killed, by asking the launchers for their jobs.
 
     Raises:
-        ConfigError: a launcher does not tell.
+        ConfigError: a launcher does not answer.
     """
     for submission in folder.submissions():
         if submission.state == "intent":
@@ -113,7 +113,7 @@ def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
 
 
 def wake(folder: SweepFolder) -> None:
-    """Have launchers start what has to run on this host as long as the sweep has jobs."""
+    """Make launchers start the processes that run the sweep's jobs on this host."""
     for kind in dict.fromkeys(submission.launcher for submission in folder.submissions()):
         launcher_named(kind).wake(folder.path)
 
@@ -122,7 +122,7 @@ def _submitted(folder: SweepFolder, submission: Submission, launch: LaunchConfig
     try:
         job_id = launch.implementation().submit(folder.path, submission)
     except ConfigError:
-        # It may have been taken all the same: an answer that comes too late is an error as well.
+        # The jobs may be in the queue in spite of the error: a late answer is an error too.
         settled = _settled(folder, submission)
         if settled is None:
             raise
@@ -133,8 +133,8 @@ def _submitted(folder: SweepFolder, submission: Submission, launch: LaunchConfig
 
 
 def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
-    """The submission with the number of its jobs; None, and it is forgotten, if there are none."""
-    # A call that the killed process has left behind ends first, or finds its intent gone.
+    """The submission with the number of its jobs; None, and its file is removed, if it has none."""
+    # Wait for an sbatch that the killed process has left behind; a later one finds that its intent is gone.
     with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=HANDING_OVER):
         job_id = launcher_named(submission.launcher).find(folder.path, submission)
         if job_id is None:
@@ -146,21 +146,21 @@ def _settled(folder: SweepFolder, submission: Submission) -> Submission | None:
 
 
 def arrays(items: Sequence[Item], *, answered: bool = True) -> Iterator[list[Item]]:
-    """Runs whose jobs are asked for in the same words, as many as an array takes, in the order of each first.
+    """Group runs whose jobs have the same shape and config into arrays of the allowed size, in order of first use.
 
     Args:
-        answered: the launchers can be asked how many an array takes; else it is what none of them exceeds.
+        answered: whether the launchers can be asked for the size of an array; if not, a size that all accept is used.
     """
     groups: dict[str, list[Item]] = {}
     for item in items:
         key = json.dumps([asdict(item.shape), _plain(item.launch)], sort_keys=True, default=str)
         groups.setdefault(key, []).append(item)
-    most_of: dict[str, int | None] = {}
+    max_arrays: dict[str, int | None] = {}
     for group in groups.values():
         kind = group[0].launch.kind
-        if kind not in most_of:
-            most_of[kind] = launcher_named(kind).max_array(is_answered=answered)
-        most = most_of[kind] or len(group)
+        if kind not in max_arrays:
+            max_arrays[kind] = launcher_named(kind).max_array(is_answered=answered)
+        most = max_arrays[kind] or len(group)
         yield from (group[first : first + most] for first in range(0, len(group), most))
 
 

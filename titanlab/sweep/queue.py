@@ -1,4 +1,4 @@
-"""The states of a sweep's jobs, by what their launchers say."""
+"""The states of a sweep's jobs, according to their launchers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlab.launch.submission import Submission
 
 
 def silence(states: States) -> str | None:
-    """Why the scheduler of some jobs does not answer; None where it does."""
+    """Why the scheduler of some jobs does not answer; None if all answer."""
     return next((state.reason for state in states.values() if state.raw == UNANSWERED), None)
 
 
@@ -19,7 +19,7 @@ def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
     """The state of every job, by token and index; each launcher is asked once.
 
     Args:
-        sweep: the folder that the submissions are in.
+        sweep: the folder of the submissions.
     """
     by_launcher: dict[str, list[Submission]] = {}
     for submission in submitted:

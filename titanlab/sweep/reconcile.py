@@ -1,8 +1,8 @@
-"""Every job that has ended has a result: runs that recorded none get one from what is left of them.
+"""Writes a result for every run whose job has ended without one.
 
-A rank that could still say why it ended is believed first, then a word of the scheduler's that says why, then the
-reason to stop that the job had got, or was to get, then an exit code. What the scheduler says is kept beside every
-result of its jobs, also where it disagrees.
+The sources, best first: a rank's own record of why it ended; a scheduler's state that explains the end; the stop
+request that the job had received, or would have received; an exit code. The scheduler's state is stored beside every
+result of its jobs, also if it disagrees.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.terminal.numerals import counted
 
 _OVER = ("ended", "gone")
-# Ends that a scheduler knows better than a process that has seen no more than an exit code.
+# Ends that a scheduler knows better than a process that has only an exit code.
 _KNOWN = (OutcomeKind.OOM, OutcomeKind.WALLTIME, OutcomeKind.NODE_FAIL)
-# Ends of runs that were told to stop.
+# Ends of runs that were asked to stop.
 _ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
 
 
 def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: None) -> States:
-    """Give a result to every run whose job has ended without one.
+    """Write a result for every run whose job has ended without one.
 
-    Safe to call at any time, by several processes at once: a run that somebody works on is left alone.
+    Several processes may call it at any time: a run that another process has claimed is skipped.
 
     Args:
-        report: told of runs whose results cannot be written, as when they are another person's.
+        report: called if results cannot be written, as for another user's runs.
 
     Returns:
-        where all jobs stand, by token and index.
+        the states of all jobs, by token and index.
     """
     submitted = sweep.submissions()
     if not submitted:
@@ -59,8 +59,7 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
         except (CannotWriteError, OSError) as error:
             unwritten[name] = error.rule if isinstance(error, CannotWriteError) else str(error)
         except ConfigError:
-            # In the hands of somebody: it is being recorded, or has begun again. Or its files are damaged: the table
-            # says so.
+            # Another process has claimed the run, or its files are damaged, which the table reports.
             continue
     if unwritten:
         name, reason = next(iter(unwritten.items()))
@@ -77,7 +76,7 @@ def _settled(run: RunFolder, state: JobState, launcher: Launcher) -> bool:
 
 
 def _word(state: JobState, launcher: Launcher) -> dict[str, Any] | None:
-    """What result.json keeps of the scheduler; None where there is none."""
+    """The scheduler's entry in result.json; None if there is none."""
     if state.state == "gone":
         return {"job_id": state.job_id, "state": "GONE", "exit_code": None}
     if state.raw is None or not launcher.has_scheduler:
@@ -86,26 +85,21 @@ def _word(state: JobState, launcher: Launcher) -> dict[str, Any] | None:
 
 
 def _record(
-    run: RunFolder,
-    submission: Submission,
-    index: int,
-    state: JobState,
-    launcher: Launcher,
-    memory: MemoryWord | None,
+    run: RunFolder, submission: Submission, index: int, state: JobState, launcher: Launcher, memory: MemoryWord | None
 ) -> None:
     attempt, result = max(run.attempts(), default=0), run.result()
     made_by = run.job(attempt) or {}
     if (made_by.get("token"), made_by.get("index")) != (submission.token, index):
         if result is not None and result.ended < submission.created:
-            return  # The job never began: what an earlier one came to stands.
+            return  # The job never began: the result of an earlier job stays.
         attempt = 0
     outcome = result or with_progress(run, _judged(run, attempt, state, launcher))
     end = launcher.end_of(state)
     if end is not None and end.kind is OutcomeKind.NODE_FAIL and outcome.kind in _ASKED:
-        # Its ranks on other nodes were told to stop, and could not know more.
+        # Ranks on other nodes were asked to stop and could not know the reason.
         outcome = replace(outcome, kind=OutcomeKind.NODE_FAIL)
     if end is not None and end.kind in _KNOWN and outcome.kind is OutcomeKind.CRASH and not _says_why(outcome):
-        # It was written before the scheduler knew.
+        # The outcome was written before the scheduler knew the reason.
         outcome = replace(outcome, kind=end.kind, cause=end.cause, echo=False)
     if memory is not None and attempt and (outcome.kind is OutcomeKind.OOM or not _says_why(outcome)):
         outcome = _with_memory_word(outcome, memory)
@@ -113,12 +107,12 @@ def _record(
 
 
 def _with_memory_word(outcome: Outcome, memory: MemoryWord) -> Outcome:
-    """The outcome of a job that the scheduler has killed for its memory, with its own sentence."""
+    """The outcome of a job that the scheduler has killed because of its memory, with the scheduler's message."""
     if outcome.traceback is not None and outcome.kind is OutcomeKind.OOM:
-        return outcome  # It failed for want of memory before the scheduler had to act.
-    known = outcome.cause if outcome.kind is OutcomeKind.OOM else "killed for want of memory"
+        return outcome  # The process ran out of memory before the scheduler killed anything.
+    first = outcome.cause if outcome.kind is OutcomeKind.OOM else "killed for want of memory"
     rank = memory.rank if memory.rank is not None else outcome.rank if outcome.kind is OutcomeKind.OOM else None
-    cause = f"{known}; {memory.said}"
+    cause = f"{first}; {memory.said}"
     return replace(outcome, kind=OutcomeKind.OOM, cause=cause, rank=rank, traceback=None, echo=False)
 
 
@@ -138,9 +132,9 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher) -
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
         cause = f"{reason.cause}; it ended before it had saved"
         return _plain(JobEnd(kind=reason.kind, cause=cause), attempt, code)
-    if (asked := run.asked_to_cancel()) is not None:
-        # Also one that died of the signal before it could hear it.
-        cause = f"{asked}; it ended before it had saved"
+    if (cancelled_by := run.asked_to_cancel()) is not None:
+        # Also if the signal killed it before it had a handler.
+        cause = f"{cancelled_by}; it ended before it had saved"
         return _plain(JobEnd(kind=OutcomeKind.CANCELLED, cause=cause), attempt, code)
     if noted is not None:
         return noted
@@ -156,15 +150,15 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher) -
 
 
 def _with_person(run: RunFolder, end: JobEnd) -> JobEnd:
-    """The end of a job that never started, with the name of the person who cancelled it."""
-    asked = run.asked_to_cancel()
-    if end.kind is not OutcomeKind.CANCELLED or asked is None:
+    """The end of a job that never started, with the name of the user who cancelled it."""
+    cancelled_by = run.asked_to_cancel()
+    if end.kind is not OutcomeKind.CANCELLED or cancelled_by is None:
         return end
-    return JobEnd(kind=end.kind, cause=f"{asked} before it started")
+    return JobEnd(kind=end.kind, cause=f"{cancelled_by} before it started")
 
 
 def _says_why(outcome: Outcome) -> bool:
-    """Whether it is more than an exit code, or an echo of another rank's end."""
+    """Whether an outcome is more than an exit code, and not a secondary failure."""
     return not outcome.echo and (outcome.traceback is not None or outcome.kind is not OutcomeKind.CRASH)
 
 

@@ -1,4 +1,4 @@
-"""Ended runs back into the queue: on from their checkpoints, or anew where other code has made them."""
+"""Submits ended runs again: they resume from their checkpoints, or start again if other code had run them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing, supersede
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 
-# How a job is asked for; what a run computes stays.
+# Overrides may change how a job is submitted, not what a run computes.
 CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes")
 FAILED = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.DONE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A run that is to be done again.
+    """A run that is submitted again.
 
     Attributes:
         run: its folder.
-        outcome: how it has ended; None for one that never had a job.
-        anew: from the beginning, its folder put aside.
-        shape: what its job takes.
+        outcome: the kind of its outcome; None if it never had a job.
+        anew: it starts from the beginning; its old folder is renamed.
+        shape: the resources of its job.
         launch: the launcher's config.
     """
 
@@ -46,11 +46,11 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class Retried:
-    """What came of a retry.
+    """The result of a retry.
 
     Attributes:
         chosen: the runs, in the order of their names.
-        jobs: the submissions; none of a dry run.
+        jobs: the submissions; empty after a dry run.
     """
 
     chosen: tuple[Chosen, ...]
@@ -70,30 +70,30 @@ def retry(
     """Submit ended runs again, and return at once.
 
     Args:
-        report: told, line by line, what is done.
-        outcomes: those that have ended so; none: however, if runs are named.
-        stale: those that other code has made than this one's, done ones too; they start anew.
+        report: called with a line for each action.
+        outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
+        stale: choose runs that other code than the present has run, also finished ones; they start from the beginning.
         names: of runs; none: all of the sweep.
         overrides: of `launch` and of the cluster's sizes, for the new jobs.
         dry_run: submit nothing.
 
     Raises:
-        ConfigError: it says nothing of which runs, names some that are not there, or the launcher refuses.
+        ConfigError: no choice of runs is given, a named run does not exist, or the launcher refuses.
     """
-    _hold(outcomes, overrides, asked=bool(outcomes or stale or names))
+    _check(outcomes, overrides, chooses=bool(outcomes or stale or names))
     with folder.claim():
         settle(folder, report)
         chosen = _chosen(folder, report, outcomes, names, overrides, stale=stale)
         if dry_run or not chosen:
             return Retried(chosen=tuple(chosen), jobs=())
-        check_jobs([(each.launch, each.shape) for each in chosen])
-        for each in chosen:
-            if each.anew:
-                _begin_anew(folder, each.run)
-        items = [Item(run=each.run.path.name, shape=each.shape, launch=each.launch) for each in chosen]
-        made = enqueue(folder, items, report)
+        check_jobs([(choice.launch, choice.shape) for choice in chosen])
+        for choice in chosen:
+            if choice.anew:
+                _begin_anew(folder, choice.run)
+        items = [Item(run=choice.run.path.name, shape=choice.shape, launch=choice.launch) for choice in chosen]
+        submitted = enqueue(folder, items, report)
     wake(folder)
-    return Retried(chosen=tuple(chosen), jobs=tuple(made))
+    return Retried(chosen=tuple(chosen), jobs=tuple(submitted))
 
 
 def _chosen(
@@ -113,15 +113,15 @@ def _chosen(
     for run in readable(folder.find(names), report, named=bool(names)):
         word, outcome = standing(run, jobs.get(run.path.name), states)
         if stale and word in ("done", "ended") and (not outcomes or outcome in outcomes):
-            wanted = _made_by(run) not in (None, code)
+            is_chosen = _made_by(run) not in (None, code)
         elif stale:
-            wanted = False
+            is_chosen = False
         elif names and not outcomes:
-            wanted = word in ("ended", "submit")
+            is_chosen = word in ("ended", "submit")
         else:
-            wanted = word == "ended" and outcome in outcomes
-        if wanted:
-            shape, launch = _as_asked(run, overrides)
+            is_chosen = word == "ended" and outcome in outcomes
+        if is_chosen:
+            shape, launch = _next_job(run, overrides)
             chosen.append(Chosen(run=run, outcome=outcome, anew=stale, shape=shape, launch=launch))
         elif names:
             report(f"{run.path.name} is left alone: {outcome or word}")
@@ -129,7 +129,7 @@ def _chosen(
 
 
 def _made_by(run: RunFolder) -> str | None:
-    """Fingerprint of the code that made a run; None where none has begun."""
+    """The fingerprint of the code that has run a run; None if no attempt has begun."""
     code: Mapping[str, Any] = (run.env() or {}).get("code", {})
     return code.get("fingerprint")
 
@@ -142,14 +142,14 @@ def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
     create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config)
 
 
-def _as_asked(run: RunFolder, overrides: Sequence[str]) -> tuple[Shape, LaunchConfig]:
-    """Shape and launcher of a run's next job."""
+def _next_job(run: RunFolder, overrides: Sequence[str]) -> tuple[Shape, LaunchConfig]:
+    """The shape and the launcher of a run's next job."""
     recipe = frozen_recipe(run, overrides)
     return shape_of(recipe), recipe.launch
 
 
-def _hold(outcomes: Collection[str], overrides: Sequence[str], *, asked: bool) -> None:
-    if not asked:
+def _check(outcomes: Collection[str], overrides: Sequence[str], *, chooses: bool) -> None:
+    if not chooses:
         cure = "try --outcome hang,node_fail, --all-failed or --stale, or name runs"
         raise ConfigError("arguments", "", "say nothing of which runs", cure)
     for outcome in outcomes:

@@ -1,7 +1,7 @@
-"""The code that a sweep's jobs run: a copy made at submission, so that an edit reaches no job that is in the queue.
+"""A snapshot of the code for a sweep's jobs, made at submission: later edits do not reach jobs in the queue.
 
-The copy holds the package and the YAMLs beside it. What other packages add through entry points is not in it: that is
-run as it is installed.
+It contains the package and the YAML files beside it. Packages that add options through entry points are not copied;
+jobs import them as they are installed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from titanlab.system.atomic_file import write_json
 SCHEMA = 1
 _FOLDERS = ("conf", "launch", "sweeps")
 _TEXTS = (".yaml", ".yml", ".csv")
-# Caches, and what editors leave beside a file for a moment.
+# Caches, and temporary files of editors.
 _NO_CODE = ("__pycache__", "*.pyc", ".*", "*~")
 
 
 def take(code: Path, *, package: Path | None = None) -> Path:
-    """Copy the running installation into a folder named by its content, below `code`; at once if it is there.
+    """Copy the running installation into a folder below `code` that is named by its content, unless it exists.
 
     Args:
         code: the sweep's folder of snapshots.
-        package: the folder of the package; None: the one that runs.
+        package: the folder of the package; None: the package that runs.
     """
     package = Path(titanlab.__file__).parent if package is None else package
     part = code / f".{os.getpid()}-{secrets.token_hex(4)}.part"
     try:
         _copy(package, part)
-        # Of the copy, which nobody edits meanwhile.
+        # The digest of the copy: the original may be edited meanwhile.
         final = code / _digest(part)[:12]
         if not (final / RECORD).is_file():
             write_json(part / RECORD, _record(part, package))
@@ -52,20 +52,20 @@ def take(code: Path, *, package: Path | None = None) -> Path:
 
 
 def fingerprint() -> str:
-    """Of the code that runs now, as runs have it in their env.json."""
+    """The fingerprint of the code that runs now, as in the env.json of runs."""
     return code_fingerprint(Path(titanlab.__file__).parent)
 
 
 def _copy(package: Path, into: Path) -> None:
     shutil.copytree(package, into / "titanlab", ignore=shutil.ignore_patterns(*_NO_CODE))
     for name in _FOLDERS:
-        # In a wheel they are inside the package.
+        # In a wheel, these folders are inside the package.
         if (package.parent / name).is_dir() and not (package / "conf").is_dir():
             shutil.copytree(package.parent / name, into / name, ignore=_not_texts)
 
 
 def _not_texts(folder: str, names: list[str]) -> set[str]:
-    # launch/ may hold what a Slurm for tests has left: sockets, logs.
+    # launch/ may contain sockets and logs of a development Slurm.
     return {
         name
         for name in names
@@ -75,7 +75,7 @@ def _not_texts(folder: str, names: list[str]) -> set[str]:
 
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Where a run of a sweep stands, by its folder and by the word of its job's launcher."""
+"""The standing of a run in its sweep, from its folder and the state of its job."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import SweepFolder
 
-# Ends after which a job may have gone back into the queue by itself.
+# Ends after which a job may have put itself back into the queue.
 _PUT_BACK = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME)
 
 
 def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States) -> tuple[str, str | None]:
-    """Where a run stands, and how it ended.
+    """What a run is doing, and how it ended.
 
     Args:
         job: its latest submission, and its index there.
         states: of jobs, by token and index.
 
     Returns:
-        `done`, `queued`, `running`, `ended` otherwise, or `submit` if it never had a job; the word for the end.
+        `done`, `queued`, `running`, `ended` (with another outcome), or `submit` (it never had a job); and the outcome.
     """
     result = run.result()
     outcome = result.kind.value if result else None
@@ -28,12 +28,12 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
         return "done", outcome
     if job is not None:
         submission, index = job
-        found = states.get((submission.token, index))
-        word = found.state if found else "unknown"
-        # A job that was cancelled in the queue may be known to nobody for a while; its end is written down.
-        told = result is not None and result.ended >= submission.created and result.kind not in _PUT_BACK
-        if word in ("pending", "requeued") or (word == "unknown" and not told):
-            # Of what nobody knows, nothing is done twice.
+        job_state = states.get((submission.token, index))
+        word = job_state.state if job_state else "unknown"
+        # For a while the scheduler may not know a job that was cancelled in the queue; then its result counts.
+        has_result = result is not None and result.ended >= submission.created and result.kind not in _PUT_BACK
+        if word in ("pending", "requeued") or (word == "unknown" and not has_result):
+            # The scheduler may still have an unknown job; do not submit it again.
             return "queued", None
         if word == "running":
             return "running", None
@@ -45,10 +45,10 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
 
 
 def supersede(folder: SweepFolder, run: RunFolder) -> None:
-    """Put a run's folder aside, so that it can be done anew.
+    """Move a run's folder aside, so that the run can start from the beginning.
 
     Raises:
-        ConfigError: somebody works on it.
+        ConfigError: another process has claimed the run.
     """
     folder.superseded.mkdir(exist_ok=True)
     with run.claim():

@@ -1,7 +1,7 @@
-"""From a study to jobs: what of it is missing is submitted, and nothing twice, whenever this process is killed.
+"""Submits the missing runs of a study, and none twice, even if this process is killed at any moment.
 
-Run folders are made first, then the snapshot of the code, then an intent for each array, then the array itself.
-Whatever is there at the next submission is taken as it is.
+The order is: run folders, the snapshot of the code, an intent for each array, the array itself. The next submission
+uses what it finds of these.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of one run of a study.
+    """The action for one run of a study.
 
     Attributes:
-        planned: the run as the study has it.
+        planned: the run in the study.
         run_name: of its folder.
-        action: `submit`, `queued`, `running`, `done`, or `ended` otherwise: only a retry submits that again.
-        outcome: the word for the end, of one that has ended.
-        shape: what its job takes.
+        action: `submit`, `queued`, `running`, `done`, or `ended` (with another outcome: only a retry submits it again).
+        outcome: of a run that has ended.
+        shape: the resources of its job.
     """
 
     planned: Planned
@@ -47,12 +47,12 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """What came of a submission.
+    """The result of a submission.
 
     Attributes:
-        folder: the sweep's.
+        folder: of the sweep.
         decisions: one for each run of the study.
-        jobs: number, shape and runs of each array that was submitted now.
+        jobs: number, shape and runs of each new array.
     """
 
     folder: SweepFolder
@@ -61,10 +61,10 @@ class Submitted:
 
 
 def folder_of(study: Study) -> SweepFolder:
-    """The folder of a study's sweep, whether or not it is there.
+    """The folder of a study's sweep, which need not exist.
 
     Raises:
-        ConfigError: its runs are to lie in several, or where nothing can be written.
+        ConfigError: its runs would be in several folders, or the folder cannot be written.
     """
     roots = {planned.recipe.runs for planned in study.planned}
     if len(roots) > 1:
@@ -76,22 +76,22 @@ def folder_of(study: Study) -> SweepFolder:
 
 
 def silence_of(study: Study) -> str | None:
-    """Why a launcher of the study does not answer, in a line; None where all do, or are not here."""
+    """Why a launcher of the study does not answer, in one line; None if all answer or are not installed."""
     return silent_launcher(planned.recipe.launch for planned in study.planned)
 
 
 def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> list[Shape]:
-    """The shape of every run's job; everything that can be known before anything is made.
+    """Check everything that can be checked before anything is written. Returns the shape of every run's job.
 
     Args:
-        submits: the launcher has to be here; else it is asked only if it is.
-        answered: it can be asked; else jobs are held against nothing that only the launcher knows.
+        submits: whether the jobs will be submitted from this host; if not, launchers need not be installed.
+        answered: whether the launchers can be asked; if not, checks that need them are skipped.
 
     Raises:
         ConfigError: a job is larger than its cluster, the launcher cannot take it, or the folder is another sweep's.
     """
     shapes = [shape_of(planned.recipe) for planned in study.planned]
-    _hold_name(folder_of(study), study)
+    _check_name(folder_of(study), study)
     launches = [planned.recipe.launch for planned in study.planned]
     if answered:
         check_jobs(list(zip(launches, shapes, strict=True)), submits=submits)
@@ -99,12 +99,12 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
 
 
 def decide(study: Study, *, force: bool = False, states: States | None = None, answered: bool = True) -> list[Decision]:
-    """What a submission would do about every run of a study; changes nothing. The launcher need not be here.
+    """The action of a submission for every run of a study; changes nothing. The launcher need not be installed.
 
     Args:
-        force: do those anew that have ended, however; what waits or runs is left alone.
-        states: where jobs stand; None: their launchers are asked.
-        answered: the launchers can be asked; else nothing is known of jobs that are in their queues.
+        force: submit ended runs again, from the beginning, whatever their outcome; waiting and running ones stay.
+        states: of jobs; None: ask their launchers.
+        answered: whether the launchers can be asked; if not, jobs in their queues are unknown.
 
     Raises:
         ConfigError: as in `check_study`.
@@ -119,11 +119,11 @@ def decide(study: Study, *, force: bool = False, states: States | None = None, a
 
 
 def submit(study: Study, report: Callable[[str], None], *, force: bool = False) -> Submitted:
-    """Submit what is missing of a study, and return at once.
+    """Submit the missing runs of a study, and return at once.
 
     Args:
-        report: told, line by line, what is done.
-        force: do those anew that have ended; their folders go to `superseded/`.
+        report: called with a line for each action.
+        force: submit ended runs again, from the beginning; their old folders go to `superseded/`.
 
     Raises:
         ConfigError: as in `check_study`; or the launcher refuses the jobs.
@@ -131,26 +131,26 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
     folder, shapes = folder_of(study), check_study(study)
     folder.path.mkdir(parents=True, exist_ok=True)
     with folder.claim():
-        # Now that nobody else can take it.
-        _hold_name(folder, study)
+        # Again under the claim: another sweep may have taken the folder meanwhile.
+        _check_name(folder, study)
         settle(folder, report)
         decisions = _decided(study, folder, shapes, reconcile(folder), force=force)
-        wanted = [each for each in decisions if each.action == "submit"]
-        items = [_prepared(folder, each, force=force) for each in wanted]
+        missing = [decision for decision in decisions if decision.action == "submit"]
+        items = [_prepared(folder, decision, force=force) for decision in missing]
         _write(folder, study, decisions)
-        made = enqueue(folder, items, report)
+        submitted = enqueue(folder, items, report)
     wake(folder)
-    return Submitted(folder=folder, decisions=tuple(decisions), jobs=tuple(_jobs(made)))
+    return Submitted(folder=folder, decisions=tuple(decisions), jobs=tuple(_jobs(submitted)))
 
 
 def _decided(
     study: Study, folder: SweepFolder, shapes: Sequence[Shape], states: States, *, force: bool
 ) -> list[Decision]:
-    jobs, known = jobs_of(folder, folder.submissions()), _by_identity(folder)
+    jobs, run_of = jobs_of(folder, folder.submissions()), _by_identity(folder)
     decisions = []
     for planned, shape in zip(study.planned, shapes, strict=True):
-        # By what it is and not by its label, which may have changed.
-        run = known.get(planned.identity.sha256)
+        # By its identity: its label may have changed since.
+        run = run_of.get(planned.identity.sha256)
         name = run.path.name if run else f"{planned.recipe.name}-{planned.identity.hash8}"
         action, outcome = ("submit", None) if run is None else standing(run, jobs.get(name), states)
         if force and action in ("done", "ended"):
@@ -160,36 +160,32 @@ def _decided(
 
 
 def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> Item:
-    """A run's folder, made if it is not there, and its place in the queue to come."""
+    """Create the run's folder if it does not exist. Returns the item for the queue."""
     run, recipe = folder.run(decision.run_name), decision.planned.recipe
     if force and decision.outcome is not None and run.path.exists():
         supersede(folder, run)
     name = run.name if run.hash8 else recipe.name
     create_run(
-        folder.path.parent,
-        sweep=folder.name,
-        name=name,
-        identity=decision.planned.identity,
-        config=to_mapping(recipe),
+        folder.path.parent, sweep=folder.name, name=name, identity=decision.planned.identity, config=to_mapping(recipe)
     )
     return Item(run=decision.run_name, shape=decision.shape, launch=recipe.launch)
 
 
 def _by_identity(folder: SweepFolder) -> dict[str, RunFolder]:
-    found = ((run, run.identity()) for run in folder.runs())
-    return {identity.sha256: run for run, identity in found if identity is not None}
+    identities = ((run, run.identity()) for run in folder.runs())
+    return {identity.sha256: run for run, identity in identities if identity is not None}
 
 
-def _hold_name(folder: SweepFolder, study: Study) -> None:
-    """The rule that a folder belongs to one sweep: to a file, or to the keys that a command line sweeps."""
-    there = folder.manifest()
-    if not there:
+def _check_name(folder: SweepFolder, study: Study) -> None:
+    """Check that the folder belongs to this sweep: to its file, or to the keys that its command line sweeps."""
+    manifest = folder.manifest()
+    if not manifest:
         return
     cure = f"give this one another name: sweep={folder.name}-2"
-    if there.get("origin") != study.origin:
-        rule = f"{folder.path} belongs to another sweep ({there.get('origin')})"
+    if manifest.get("origin") != study.origin:
+        rule = f"{folder.path} belongs to another sweep ({manifest.get('origin')})"
         raise ConfigError("sweep", study.name, rule, cure)
-    # Runs that belong to no sweep are submitted one by one into this folder.
+    # Single runs are submitted one by one to the same folder.
     if folder.name == SINGLE or study.origin.startswith("sweeps/"):
         return
     swept = {key for point in folder.points() for key in point["point"]}
@@ -200,9 +196,9 @@ def _hold_name(folder: SweepFolder, study: Study) -> None:
 
 
 def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> None:
-    """sweep.json and points.jsonl; of an earlier plan those points stay that have runs."""
-    points = [_point(each.planned, run=each.run_name) for each in decisions]
-    points += [_point(each, dropped={"stage": each.stage, "reason": each.reason}) for each in study.dropped]
+    """Write sweep.json and points.jsonl; points of an earlier plan stay if they have runs."""
+    points = [_point(decision.planned, run=decision.run_name) for decision in decisions]
+    points += [_point(drop, dropped={"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     now = {point["run"] for point in points}
     earlier = [row for row in folder.points() if row.get("run") and row["run"] not in now]
     points += [row for row in earlier if folder.run(row["run"]).path.is_dir()]
@@ -219,10 +215,10 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
 
 
 def _point(
-    each: Planned | Dropped, *, run: str | None = None, dropped: Mapping[str, str] | None = None
+    planned: Planned | Dropped, *, run: str | None = None, dropped: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    return {"point": dict(each.point.values), "repeat": each.point.repeat, "run": run, "dropped": dropped}
+    return {"point": dict(planned.point.values), "repeat": planned.point.repeat, "run": run, "dropped": dropped}
 
 
-def _jobs(made: Sequence[Submission]) -> list[tuple[str, Shape, tuple[str, ...]]]:
-    return [(each.job_id or each.token, each.shape, each.runs) for each in made]
+def _jobs(submitted: Sequence[Submission]) -> list[tuple[str, Shape, tuple[str, ...]]]:
+    return [(submission.job_id or submission.token, submission.shape, submission.runs) for submission in submitted]

@@ -1,4 +1,4 @@
-"""The folder of a sweep, `runs/<sweep>/`: its runs, what was submitted of it, and the code that they run.
+"""The folder of a sweep, `runs/<sweep>/`: its runs, its submissions, and the code that they run.
 
 docs/run-folder.md has the schema of every file.
 """
@@ -27,7 +27,7 @@ _HASH = re.compile(r"[0-9a-f]{4,8}")
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """One sweep on disk; cheap to make, reads files when asked."""
+    """One sweep on disk; the constructor reads nothing."""
 
     path: Path
 
@@ -38,23 +38,21 @@ class SweepFolder:
 
     @property
     def jobs(self) -> Path:
-        """Batch files, and what the tasks of jobs print."""
+        """The folder of batch files and of the output of tasks."""
         return submission.jobs_folder(self.path)
 
     @property
     def code(self) -> Path:
-        """Snapshots of the code, one folder each."""
+        """The folder of the snapshots of the code."""
         return self.path / "code"
 
     @property
     def superseded(self) -> Path:
-        """Folders of runs that were done anew."""
+        """The folder for old folders of runs that started again from the beginning."""
         return self.path / "superseded"
 
-    # Reading
-
     def manifest(self) -> dict[str, Any]:
-        """What sweep.json says; empty where runs were started one by one."""
+        """The content of sweep.json; empty if runs were started one by one."""
         try:
             value = json.loads((self.path / "sweep.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -62,47 +60,45 @@ class SweepFolder:
         return value if isinstance(value, dict) else {}
 
     def points(self) -> list[dict[str, Any]]:
-        """The rows of points.jsonl: every point of the space, dropped ones too."""
+        """The rows of points.jsonl: every point of the space, also dropped ones."""
         return read_points(self.path)
 
     def submissions(self) -> list[Submission]:
-        """What was submitted, oldest first."""
+        """All submissions, oldest first."""
         return submission.submissions(self.path)
 
     def runs(self) -> list[RunFolder]:
         """All runs, by name."""
-        # A name with a leading dot is a folder in the making.
-        found = (path.parent for path in self.path.glob("*/config.yaml"))
-        return [RunFolder(path) for path in sorted(found) if not path.name.startswith(".")]
+        # A leading dot marks a folder that is not complete.
+        folders = (path.parent for path in self.path.glob("*/config.yaml"))
+        return [RunFolder(path) for path in sorted(folders) if not path.name.startswith(".")]
 
     def run(self, name: str) -> RunFolder:
-        """The run in the folder of this name, whether or not it is there."""
+        """The run in the folder of this name, which need not exist."""
         return RunFolder(self.path / name)
 
     def find(self, texts: Sequence[str]) -> list[RunFolder]:
-        """The runs that a person names by folder, label, or first digits of the hash; all for no text.
+        """The runs that a user names by folder, label, or first digits of the hash; all runs if no text is given.
 
         Raises:
-            ConfigError: a text fits none, or several by their hash.
+            ConfigError: a text matches no run, or the hashes of several.
         """
         known = self.runs()
-        found: dict[Path, RunFolder] = {} if texts else {run.path: run for run in known}
+        chosen: dict[Path, RunFolder] = {} if texts else {run.path: run for run in known}
         for text in texts:
-            wanted = Path(text).name
-            fitting = [run for run in known if run.path.name == wanted] or [run for run in known if run.name == wanted]
-            if not fitting and _HASH.fullmatch(wanted):
-                fitting = [run for run in known if run.hash8.startswith(wanted)]
-                if len(fitting) > 1:
-                    rule = f"is the beginning of {len(fitting)} runs' hashes"
-                    raise ConfigError("run", text, rule, f"try {fitting[0].path.name}")
-            if not fitting:
-                near = difflib.get_close_matches(wanted, [run.path.name for run in known], n=1, cutoff=0.0)
+            name = Path(text).name
+            matches = [run for run in known if run.path.name == name] or [run for run in known if run.name == name]
+            if not matches and _HASH.fullmatch(name):
+                matches = [run for run in known if run.hash8.startswith(name)]
+                if len(matches) > 1:
+                    rule = f"is the beginning of {len(matches)} runs' hashes"
+                    raise ConfigError("run", text, rule, f"try {matches[0].path.name}")
+            if not matches:
+                near = difflib.get_close_matches(name, [run.path.name for run in known], n=1, cutoff=0.0)
                 cure = f"try {near[0]}" if near else "train one first"
                 raise ConfigError("run", text, f"fits no run of sweep {self.name}", cure)
-            found.update({run.path: run for run in fitting})
-        return list(found.values())
-
-    # Writing
+            chosen.update({run.path: run for run in matches})
+        return list(chosen.values())
 
     def write_manifest(self, manifest: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> None:
         """Replace sweep.json and points.jsonl."""
@@ -111,10 +107,10 @@ class SweepFolder:
         write_json(self.path / "sweep.json", {"schema": SCHEMA, **manifest})
 
     def claim(self) -> AbstractContextManager[None]:
-        """Hold the sweep for this process, which submits, retries or cancels; waits for another one that does.
+        """Claim the sweep to submit, retry or cancel; waits while another process has the claim.
 
         Raises:
-            ConfigError: it holds on for longer than that.
+            ConfigError: the other process keeps the claim for too long.
         """
         return submission.claim_sweep(self.path)
 
@@ -122,24 +118,24 @@ class SweepFolder:
 def jobs_of(sweep: SweepFolder, submitted: Sequence[Submission]) -> dict[str, tuple[Submission, int]]:
     """The latest submission of every run, and the run's index there.
 
-    One that is older than the run's folder was of the folder before, which was put aside: the run is done anew.
+    A submission that is older than the run's folder belongs to an earlier folder, which was moved aside: it is omitted.
     """
-    latest = {run: (each, index) for each in submitted for index, run in enumerate(each.runs)}
-    made = {run: _created(sweep.run(run)) for run in latest}
-    return {run: job for run, job in latest.items() if job[0].created >= made[run]}
+    latest = {run: (submission, index) for submission in submitted for index, run in enumerate(submission.runs)}
+    created = {run: _created(sweep.run(run)) for run in latest}
+    return {run: job for run, job in latest.items() if job[0].created >= created[run]}
 
 
 def readable(runs: Sequence[RunFolder], report: Callable[[str], None], *, named: bool) -> list[RunFolder]:
-    """The runs whose files can be read; one that is damaged does not keep the others from what is done.
+    """The runs whose files can be read, so that one damaged run does not prevent an action on the others.
 
     Args:
-        report: told of each that is left alone.
-        named: a person has named them, and is refused where one cannot be read.
+        report: called for each run that is skipped.
+        named: whether the user has named the runs; then a damaged run is an error.
 
     Raises:
-        ConfigError: one that was named cannot be read.
+        ConfigError: a named run cannot be read.
     """
-    found = []
+    intact = []
     for run in runs:
         try:
             run.check_files()
@@ -148,12 +144,12 @@ def readable(runs: Sequence[RunFolder], report: Callable[[str], None], *, named:
                 raise
             report(f"{run.path.name} is left alone: {error}")
         else:
-            found.append(run)
-    return found
+            intact.append(run)
+    return intact
 
 
 def _created(run: RunFolder) -> float:
-    """When the folder was made; 0 where that cannot be read."""
+    """The creation time of a run's folder; 0 if it cannot be read."""
     try:
         return run.created() or 0.0
     except ConfigError:
@@ -161,10 +157,10 @@ def _created(run: RunFolder) -> float:
 
 
 def open_sweep(text: str, runs: Path | str = "runs") -> SweepFolder:
-    """The sweep that a person names, by path or by name.
+    """The sweep that a user names, by path or by name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not exist.
     """
     root = Path(runs).expanduser()
     for path in (root / text, Path(text).expanduser()):

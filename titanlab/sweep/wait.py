@@ -1,4 +1,4 @@
-"""Following a sweep until all of its runs have ended."""
+"""Follows a sweep until all of its runs have ended."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from titanlab.sweep.table.watch import Screen
 
 
 def follow(folder: SweepFolder) -> list[dict[str, Any]]:
-    """Show a sweep until nothing of it runs or waits; Ctrl-C leaves it to itself. Returns the rows of its table.
+    """Show a sweep until no run is active or waits, or until Ctrl-C, which does not stop runs. Returns its rows.
 
-    A supervisor that was killed meanwhile is replaced.
+    If the sweep's supervisor is killed meanwhile, it is started again.
     """
     look = look_at(folder)
 
@@ -27,7 +27,7 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
 
 
 def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Of the first run that did not end well, or 0; of one that has not ended, that of a person's interruption."""
+    """The exit code for the first run that is not done, 0 if all are; for a run that has not ended, that of Ctrl-C."""
     for row in rows:
         if row["state"] == "dropped" or row["outcome"] == OutcomeKind.DONE.value:
             continue

@@ -43,7 +43,7 @@ class Worker:
     def kill(self):
         self.killed = True
 
-    def said(self):
+    def output(self):
         return self.text
 
 
@@ -62,7 +62,7 @@ def _quick(monkeypatch):
 
 
 def watched(run, worker, **given):
-    RankWatch(run, 1, worker, rank=0, world=given.pop("world", 1), hear=lambda: None, **given).to_end()
+    RankWatch(run, 1, worker, rank=0, world=given.pop("world", 1), check_signals=lambda: None, **given).to_end()
     return next((note for note in run.failures(1) if note.rank == 0), None)
 
 
@@ -163,7 +163,7 @@ def test_nobody_waits_for_ranks_that_have_all_spoken(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "launch", "restart", "came_on", "asked"),
+    ("kind", "launch", "restart", "has_saved", "asked"),
     [
         (OutcomeKind.PREEMPTED, {}, 0, False, True),
         (OutcomeKind.WALLTIME, {}, 0, True, True),
@@ -175,7 +175,7 @@ def test_nobody_waits_for_ranks_that_have_all_spoken(run, monkeypatch):
         (OutcomeKind.HANG, {}, 0, True, False),
     ],
 )
-def test_what_is_put_back_into_the_queue(run, monkeypatch, kind, launch, restart, came_on, asked):
+def test_what_is_put_back_into_the_queue(run, monkeypatch, kind, launch, restart, has_saved, asked):
     place = Place(
         launcher="slurm", job_id="12_0", raw_job_id="12", restart=restart, index=0, ranks=ALONE, nodes=("n1",)
     )
@@ -183,14 +183,14 @@ def test_what_is_put_back_into_the_queue(run, monkeypatch, kind, launch, restart
     monkeypatch.setattr(SlurmLauncher, "requeue", lambda self, place: called.append(place.raw_job_id))
     launch = {"requeue": True, "max_requeues": 20, **launch}
     job = Job(run=run, place=place, token="aa", index=0, launch=launch)
-    requeue_after(job, Outcome(kind=kind), came_on=came_on)
+    requeue_after(job, Outcome(kind=kind), has_saved=has_saved)
     assert called == (["12"] if asked else [])
 
 
 def test_only_a_person_is_in_a_hurry(run):
     local = Place(launcher="local", job_id="1", raw_job_id="1", restart=0, index=None, ranks=ALONE, nodes=("n1",))
     twice = [(int(signal.SIGTERM), 10.0), (int(signal.SIGTERM), 15.0)]
-    assert Job(run=run, place=local, token="aa", index=0, heard=twice).is_hurried
-    assert not Job(run=run, place=local, token="aa", index=0, heard=twice[:1]).is_hurried
+    assert Job(run=run, place=local, token="aa", index=0, signals=twice).is_hurried
+    assert not Job(run=run, place=local, token="aa", index=0, signals=twice[:1]).is_hurried
     at_once = [(int(signal.SIGTERM), 10.0), (int(signal.SIGINT), 10.1)]
-    assert not Job(run=run, place=local, token="aa", index=0, heard=at_once).is_hurried
+    assert not Job(run=run, place=local, token="aa", index=0, signals=at_once).is_hurried

@@ -194,7 +194,7 @@ def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_agai
         assert rendezvous.find(run, job.start).reason
         # Not without end, and not against a wish.
         assert task._lead(replace(job, launch={**launch, "max_requeues": 1})) == code
-        assert task._lead(replace(job, heard=[(2, 0.0)])) == code
+        assert task._lead(replace(job, signals=[(2, 0.0)])) == code
     assert put_back == ([1] if asked else [])
 
 

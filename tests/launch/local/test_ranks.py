@@ -276,10 +276,10 @@ def _interruptible():
 @pytest.mark.usefixtures("_interruptible")
 def test_a_signal_that_comes_before_the_ranks_are_there_waits():
     got = []
-    with local._signals_handed_on() as signals:
+    with local._forwarded_signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         assert got == []
-        signals.go_to(got.append)
+        signals.forward_to(got.append)
         assert got == [signal.SIGINT]
         os.kill(os.getpid(), signal.SIGTERM)
     assert got == [signal.SIGINT, signal.SIGTERM]

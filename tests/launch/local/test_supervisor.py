@@ -112,10 +112,10 @@ def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
     until(lambda: ran(folder))
     first, second, third = (each.run_name for each in submitted.decisions)
     done = cancel(folder, quiet, names=[third])
-    assert (done.told, done.waited) == ([], [third])
+    assert (done.stopping, done.withdrawn) == ([], [third])
     assert folder.run(third).result().kind is OutcomeKind.CANCELLED
     done = cancel(folder, quiet)
-    assert (done.told, done.waited, done.left) == ([first], [second], [third])
+    assert (done.stopping, done.withdrawn, done.ended) == ([first], [second], [third])
     until(lambda: over(folder))
     assert {row[0] for row in ran(folder)} == {first}
     assert [folder.run(name).result().kind for name in (first, second)] == ["cancelled", "cancelled"]
@@ -239,7 +239,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_a_job_of_another_host_that_nobody_hears_of_has_ended(elsewhere):
     folder, run, token = elsewhere(1.0)
-    assert cancel(folder, quiet).left == [run.path.name]
+    assert cancel(folder, quiet).ended == [run.path.name]
     assert run.result().kind is OutcomeKind.CRASH
     supervisor = Supervisor(folder.path, devices=[])
     supervisor._read_submissions()
@@ -251,7 +251,7 @@ def test_a_job_of_another_host_that_nobody_hears_of_has_ended(elsewhere):
 def test_a_job_that_lives_on_another_host_is_cancelled_there(elsewhere):
     folder, run, token = elsewhere(time.time())
     lines = []
-    assert cancel(folder, lines.append).told == [run.path.name]
+    assert cancel(folder, lines.append).stopping == [run.path.name]
     assert lines == [f"{run.path.name} runs on other: cancel it there"]
     supervisor = Supervisor(folder.path, devices=[])
     supervisor._read_submissions()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
-from titanlab.sweep.study.space import LIMIT, expand, keys_of, same
+from titanlab.sweep.study.space import LIMIT, canonical_text, expand, keys_of
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_a_product_is_every_value_with_every_other(first, second):
 
 def test_only_one_value_is_the_same():
     values: list[Any] = [1, True, 1.0, "1", None, "null", [1], {"a": 1}]
-    assert len({same(value) for value in values}) == len(values)
-    assert same({"a": 1, "b": 2}) == same({"b": 2, "a": 1})
+    assert len({canonical_text(value) for value in values}) == len(values)
+    assert canonical_text({"a": 1, "b": 2}) == canonical_text({"b": 2, "a": 1})

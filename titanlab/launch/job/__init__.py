@@ -1,1 +1,1 @@
-"""What every task of a job runs: the processes of one rank."""
+"""The program of each task of a job: it starts and watches one rank."""

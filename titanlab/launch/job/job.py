@@ -1,4 +1,4 @@
-"""One process of one start of a job: what it works on, and the signals that it has received."""
+"""One process of one start of a job: its run, its place, and the signals that it has received."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Job:
     """One process of one start of a job.
 
     Attributes:
-        run: what it works on.
+        run: the run that the job trains.
         place: of the process.
-        token, index: of the submission, and the run's index there.
-        launch: the launcher's config that it was submitted with; the run may have been made with another one.
-        code: folder of the code that it was submitted with; None: any.
-        heard: signals that have come and when, oldest first.
+        token, index: of the submission, and of the run in it.
+        launch: config of the launcher with which the job was submitted; the run may have been created with another one.
+        code: folder of the code that was submitted; None: no particular code is required.
+        signals: number and time of each signal received, oldest first.
     """
 
     run: RunFolder
@@ -39,24 +39,24 @@ class Job:
     index: int
     launch: Mapping[str, Any] = field(default_factory=dict)
     code: Path | None = None
-    heard: list[tuple[int, float]] = field(default_factory=list)
+    signals: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def start(self) -> str:
-        """Shared by the processes of this start, and by no others."""
+        """An identifier that only the processes of this start share."""
         return f"{self.token}/{self.index} {self.place.start}"
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which keeps the record."""
+        """Whether this is rank 0, which writes the records."""
         return self.place.ranks.rank == 0
 
     @property
     def is_hurried(self) -> bool:
-        """Whether a person has signalled twice, and does not want to wait. Some schedulers send several signals."""
-        numbers = [when for _, when in self.heard]
-        is_several = bool(numbers) and numbers[-1] - numbers[0] > ONE_WISH_SECONDS
-        return is_several and not self.launcher.repeats_signals
+        """Whether the user has signalled twice and does not want to wait. Some schedulers repeat their signals."""
+        times = [when for _, when in self.signals]
+        is_repeated = bool(times) and times[-1] - times[0] > ONE_WISH_SECONDS
+        return is_repeated and not self.launcher.repeats_signals
 
     @property
     def launcher(self) -> Launcher:
@@ -65,12 +65,12 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run's newest attempt is of an earlier start of this job."""
+        """Whether the newest attempt at the run belongs to an earlier start of this job."""
         made_by = self.run.job() or {}
         return self.place.restart > 0 and (made_by.get("token"), made_by.get("index")) == (self.token, self.index)
 
     def is_done(self) -> bool:
-        """Whether the run is done already; then that is printed."""
+        """Whether the run is done already; if so, this is printed."""
         done = self.run.result()
         if done is None or done.kind is not OutcomeKind.DONE:
             return False
@@ -78,7 +78,7 @@ class Job:
         return True
 
     def facts(self) -> dict[str, Any]:
-        """What an attempt's job.json says."""
+        """The content of an attempt's job.json."""
         place = self.place
         return {
             "schema": 1,
@@ -97,29 +97,29 @@ def submitted(sweep: Path, token: str) -> Submission:
     """The submission of a job.
 
     Raises:
-        ConfigError: there is none any more.
+        ConfigError: it does not exist any more.
     """
     for submission in submissions(sweep):
         if submission.token == token:
             return submission
-    # An intent that was dropped: another job has its runs.
+    # The file of the submission was removed: another job has its runs.
     raise ConfigError("submission", token, f"is not in {sweep}", "submit the sweep again")
 
 
 @contextlib.contextmanager
-def hearing() -> Iterator[list[tuple[int, float]]]:
-    """Collect signals that ask for an end, instead of dying of them."""
-    heard: list[tuple[int, float]] = []
+def received_signals() -> Iterator[list[tuple[int, float]]]:
+    """Collect stop signals in a list instead of dying of them."""
+    signals: list[tuple[int, float]] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
-        heard.append((number, time.monotonic()))
+        signals.append((number, time.monotonic()))
 
     with handled(STOP_SIGNALS, handler):
-        yield heard
+        yield signals
 
 
 def say(text: str) -> None:
-    """Print a line into the log of this task."""
+    """Print a line to the log of this task."""
     with contextlib.suppress(OSError):
         sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {text}\n")
         sys.stdout.flush()

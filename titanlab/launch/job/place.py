@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: an address and a port of rank 0."""
+"""The rendezvous of a job's ranks: the address and port of rank 0."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LOOPBACK = "127.0.0.1"
 
 
 def address_of(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> str:
-    """Where rank 0, this process, can be reached by all ranks: a given address, or one that the launcher knows.
+    """The address under which all ranks reach rank 0, which is this process: MASTER_ADDR, or the launcher's.
 
     Raises:
-        ConfigError: nothing of that leads anywhere.
+        ConfigError: no address can be resolved.
     """
-    given = environ.get("MASTER_ADDR")
-    if given:
-        return given
+    address = environ.get("MASTER_ADDR")
+    if address:
+        return address
     if len(place.nodes) <= 1:
         return _LOOPBACK
     for name in launcher.addresses(place, environ):
@@ -33,16 +33,16 @@ def address_of(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> 
 
 
 def free_port(environ: Mapping[str, str]) -> int:
-    """A port of this host that nobody has: the given one, or one that could be bound a moment ago.
+    """A free port of this host: MASTER_PORT, or a port that could be bound a moment ago.
 
     Raises:
-        ConfigError: the given one is no number.
+        ConfigError: MASTER_PORT is not a port number.
     """
-    given = environ.get("MASTER_PORT")
-    if given:
-        if not given.isdecimal() or not 0 < int(given) < 65_536:
-            raise ConfigError("MASTER_PORT", given, "is no port", "try MASTER_PORT=29500, or unset it")
-        return int(given)
+    port = environ.get("MASTER_PORT")
+    if port:
+        if not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ConfigError("MASTER_PORT", port, "is no port", "try MASTER_PORT=29500, or unset it")
+        return int(port)
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What is checked before a job trains: it runs the code that it was submitted with, and has its run for itself."""
+"""Checks before a job trains: it runs the code that was submitted, and no other process works on its run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LOOK_SECONDS = 1.0
 
 
 def check_code(code: Path) -> None:
-    """Check that this process runs the code in a folder, and not what has been edited since it was put there.
+    """Check that this process runs the code in a folder, and not sources that were edited after the submission.
 
     Raises:
         ConfigError: it runs other code.
     """
     here = Path(titanlab.__file__).parent
-    # Not by their names: one folder may have several.
+    # Compare the folders themselves: one folder may have several paths.
     with contextlib.suppress(OSError):
         if here.samefile(code / "titanlab"):
             return
@@ -33,14 +33,14 @@ def check_code(code: Path) -> None:
 def claim_run(
     run: RunFolder, stack: contextlib.ExitStack, *, seconds: float, is_ending: Callable[[], bool]
 ) -> str | None:
-    """Claim the run until the stack ends.
+    """Claim the run until the stack closes.
 
     Args:
-        seconds: how long to wait for another holder.
-        is_ending: whether this process is to end, and waits no longer.
+        seconds: how long to wait for another process that has claimed the run.
+        is_ending: whether this process must end and so waits no longer.
 
     Returns:
-        who else has it; None: it is this process's.
+        a message that names the other process; None if this process has the claim.
     """
     end = time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""Watches one rank of a job: asks its worker to stop, ends it when others have failed, and notes why it ended."""
+"""Watches one rank of a job: asks its worker to stop, ends it after failures of other ranks, records why it ended."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from titanlab.records.failure_signs import says_oom
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 
-# For a worker whose peers have failed to say so itself; those that hang show where they stand first.
+# When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.
 GRACE_SECONDS = 5.0
 HANG_GRACE_SECONDS = ANSWER_SECONDS
-# Between a result on disk and the end of a worker that has nothing left to do.
+# From the result on disk to the end of the worker.
 TEARDOWN_SECONDS = 30.0
-# What other nodes write may be seen that much later.
+# On a shared file system, files of other nodes may appear this much later.
 SETTLE_SECONDS = 10.0
 RESULT_SECONDS = 120.0
 VISIBLE_SECONDS = 2.0
@@ -35,9 +35,9 @@ class RankWatch:
 
     Args:
         child: the worker.
-        rank, world: its place.
-        hear: called at every look; may write the reason to stop.
-        is_hurried: whether the worker is not to save.
+        rank, world: of the worker.
+        check_signals: called at every poll; it may write the reason to stop.
+        is_hurried: whether the worker must end without saving.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class RankWatch:
         *,
         rank: int,
         world: int,
-        hear: Callable[[], None],
+        check_signals: Callable[[], None],
         is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         self._run, self._attempt, self._child = run, attempt, child
-        self._rank, self._world, self._hear, self._is_hurried = rank, world, hear, is_hurried
+        self._rank, self._world, self._check_signals, self._is_hurried = rank, world, check_signals, is_hurried
         self._folder = run.attempt_folder(attempt)
         self._reason: StopReason | None = None
         self._poll_seconds = _poll_seconds(world)
@@ -61,10 +61,10 @@ class RankWatch:
         self._begin = time.time()
 
     def to_end(self) -> int:
-        """Wait for the worker's end, and see to it that it has said why. Returns its exit code."""
+        """Wait until the worker ends, and make sure that its reason is recorded. Returns its exit code."""
         end: float | None = None
         while (code := self._child.poll()) is None:
-            self._hear()
+            self._check_signals()
             self._pass_on()
             if end is None:
                 end = self._time_to_end()
@@ -74,7 +74,7 @@ class RankWatch:
                 self._child.kill()
                 continue
             time.sleep(self._poll_seconds)
-        self._hear()
+        self._check_signals()
         self._pass_on()
         self._note(code)
         return code
@@ -85,7 +85,7 @@ class RankWatch:
             self._child.ask_to_stop(reason.kind, reason.cause)
 
     def _time_to_end(self) -> float | None:
-        """Until when the worker may end by itself; None as long as nothing is wrong."""
+        """The time until which the worker may end by itself; None while nothing is wrong."""
         if self._run.result(self._attempt) is not None:
             return time.monotonic() + TEARDOWN_SECONDS
         if self._is_hurried() or self._nothing_to_save():
@@ -99,25 +99,25 @@ class RankWatch:
         return time.monotonic() + GRACE_SECONDS
 
     def _nothing_to_save(self) -> bool:
-        """Whether the job is to stop and this attempt has not taken a step: what it would do is lost anyway."""
+        """Whether the job must stop and this attempt has not taken a step, so that there is nothing to save."""
         if self._reason is None:
             return False
         status = self._run.known_status()
         return status is not None and status.attempt == self._attempt and status.state == "starting"
 
     def _note_silence(self) -> None:
-        """Of a worker that does not say where it stands, while others hang, say what is known."""
+        """While other ranks hang: record that this worker does not answer, with what is known about it."""
         if self._run.result(self._attempt) is None:
             note_silence(self._run, self._rank, self._child.pid, since=self._begin)
 
     def _note(self, code: int) -> None:
-        """Say why the worker ended, if it could not do that itself."""
+        """Record why the worker ended, if it has not recorded that itself."""
         if self._ended_here and not self._reason:
             return
         if code == 0 and await_result(self._run, self._attempt, self._world, seconds=VISIBLE_SECONDS) is not None:
             return
-        known = any(note.rank == self._rank for note in self._run.failures(self._attempt))
-        if known or self._run.result(self._attempt) is not None:
+        is_recorded = any(note.rank == self._rank for note in self._run.failures(self._attempt))
+        if is_recorded or self._run.result(self._attempt) is not None:
             return
         self._run.write_failure(self._judged(code))
 
@@ -130,27 +130,27 @@ class RankWatch:
                 cause=f"{self._reason.cause}; it ended before it could save",
                 echo=False,
             )
-        said = self._child.said()
-        if NATIVE_SIGN in said and code == 1:
+        output = self._child.output()
+        if NATIVE_SIGN in output and code == 1:
             cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
             return replace(
                 outcome,
                 kind=OutcomeKind.HANG,
                 cause=cause,
-                traceback=said[said.rindex(NATIVE_SIGN) :],
+                traceback=output[output.rindex(NATIVE_SIGN) :],
                 exit_code=OutcomeKind.HANG.exit_code,
             )
-        # Whoever is killed says nothing of it: the end of its log would be taken for the reason.
+        # A killed worker cannot log a reason: do not take the end of its log for one.
         if outcome.kind is OutcomeKind.CRASH and code not in (0, -signal.SIGKILL):
-            line = next((line.strip() for line in reversed(said.splitlines()) if says_oom(line)), None)
+            line = next((line.strip() for line in reversed(output.splitlines()) if says_oom(line)), None)
             if line is not None:
                 outcome = replace(outcome, kind=OutcomeKind.OOM, cause=f"{line[:300]} ({outcome.cause})")
-            return replace(outcome, traceback=_last(said) or None)
+            return replace(outcome, traceback=_last(output) or None)
         return outcome
 
 
 def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS) -> Outcome | None:
-    """The attempt's result, which another process writes; None if it does not within a time."""
+    """The attempt's result, which another process writes; None if it does not appear in time."""
     end = time.monotonic() + seconds
     while (result := run.result(attempt)) is None and time.monotonic() < end:
         time.sleep(_poll_seconds(world))
@@ -158,24 +158,24 @@ def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = R
 
 
 def settle(run: RunFolder, attempt: int, world: int) -> None:
-    """Wait until the other ranks have said why they ended, or have had the time to."""
+    """Wait until the other ranks have recorded why they ended, at most SETTLE_SECONDS."""
     end = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end:
         notes = run.failures(attempt)
-        own = [note.ended for note in notes if not note.echo]
+        primary = [note.ended for note in notes if not note.echo]
         if any(note.kind is OutcomeKind.HANG for note in notes):
-            # Who keeps the others waiting is known when all have spoken, or have not.
-            own = []
-        if len(notes) == world or (own and time.time() > max(own) + 1.0):
+            # To find the rank that blocks the others, wait for the records of all ranks.
+            primary = []
+        if len(notes) == world or (primary and time.time() > max(primary) + 1.0):
             return
         time.sleep(_poll_seconds(world))
 
 
 def _poll_seconds(world: int) -> float:
-    """Between two looks at the run's folder, which all ranks of a large job share."""
+    """The time between two polls of the run's folder; longer for large jobs, whose ranks all poll it."""
     return _POLL_SECONDS + _POLL_SECONDS_A_RANK * (world - 1)
 
 
 def _last(text: str, lines: int = 40) -> str:
-    """The end of a log: of a process that could not say more, it is what there is."""
+    """The end of a log, for a process that recorded nothing else."""
     return "\n".join(text.rstrip().splitlines()[-lines:])

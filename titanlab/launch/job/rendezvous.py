@@ -1,6 +1,6 @@
-"""How the ranks of a job find their attempt: rank 0 begins it and says where it listens, the others look for that.
+"""How the ranks of a job find their attempt: rank 0 begins it and publishes its address; the other ranks poll for it.
 
-All goes through files, which every node sees sooner or later: nobody has an address before.
+It uses files, which every node sees after some delay: before this, no rank knows an address.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_json
 
 FILE = "rendezvous.json"
-# From the first task's start to rank 0's word: nodes of one job start together, give or take a slow prologue.
+# From the first task's start to rank 0's file: the nodes of a job start together, except after a slow prologue.
 WAIT_SECONDS = 600.0
 POLL_SECONDS = 0.2
 
@@ -25,9 +25,9 @@ class Rendezvous:
     """Where the ranks of one start of a job meet.
 
     Attributes:
-        start: of the job, see `Place.start`; with its token.
-        attempt: that rank 0 has begun; 0 where it has not, for a reason.
-        address, port: where rank 0 listens; no port where the attempt has ended already.
+        start: of the job, with its token; see `Place.start`.
+        attempt: the number of the attempt that rank 0 has begun; 0: it has begun none, see `reason`.
+        address, port: where rank 0 listens; port 0: the attempt has ended already.
         reason: why there is nothing to do.
     """
 
@@ -38,13 +38,13 @@ class Rendezvous:
     reason: str = ""
 
 
-def publish(run: RunFolder, word: Rendezvous) -> None:
-    """Tell the other ranks."""
-    write_json(_file(run, word), {"schema": 1, **asdict(word)})
+def publish(run: RunFolder, meeting: Rendezvous) -> None:
+    """Write the file that the other ranks poll for."""
+    write_json(_file(run, meeting), {"schema": 1, **asdict(meeting)})
 
 
 def find(run: RunFolder, start: str) -> Rendezvous | None:
-    """Rank 0's word for one start of a job; None while there is none."""
+    """The rendezvous of one start of a job; None while rank 0 has not published it."""
     attempts = run.attempts()
     paths = [run.attempt_folder(attempt) / FILE for attempt in attempts[-2:]]
     for path in (*paths, run.path / FILE):
@@ -53,27 +53,27 @@ def find(run: RunFolder, start: str) -> Rendezvous | None:
         except (OSError, ValueError):
             continue
         value.pop("schema", None)
-        found = Rendezvous(**value)
-        if found.start == start:
-            return found
+        meeting = Rendezvous(**value)
+        if meeting.start == start:
+            return meeting
     return None
 
 
 def wait(run: RunFolder, start: str, *, seconds: float = WAIT_SECONDS) -> Rendezvous:
-    """Rank 0's word, when it is there.
+    """Wait for the rendezvous of one start of a job.
 
     Raises:
-        TitanlabError: it does not come.
+        TitanlabError: rank 0 does not publish it in time.
     """
     end = time.monotonic() + seconds
-    while (found := find(run, start)) is None:
+    while (meeting := find(run, start)) is None:
         if time.monotonic() > end:
             where = run.path / "attempts"
             raise TitanlabError(f"rank 0 of this job has begun no attempt in {where} within {seconds:g} s; see its log")
         time.sleep(POLL_SECONDS)
-    return found
+    return meeting
 
 
-def _file(run: RunFolder, word: Rendezvous) -> Path:
-    # Without an attempt it lies beside them: the next start replaces it.
-    return (run.attempt_folder(word.attempt) if word.attempt else run.path) / FILE
+def _file(run: RunFolder, meeting: Rendezvous) -> Path:
+    # Without an attempt the file is in the run's folder: the next start replaces it.
+    return (run.attempt_folder(meeting.attempt) if meeting.attempt else run.path) / FILE

@@ -1,4 +1,4 @@
-"""A job goes back into its queue by itself where its end was not the run's fault."""
+"""A job puts itself back into the queue if the run did not cause its end."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from titanlab.launch.job.job import Job, say
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 
-def requeue_after(job: Job, outcome: Outcome, *, came_on: bool) -> None:
-    """Put a job that was not at fault back into the queue; its next start goes on from the checkpoint."""
+def requeue_after(job: Job, outcome: Outcome, *, has_saved: bool) -> None:
+    """Put a job that was preempted or reached its time limit back into the queue, to resume from the checkpoint."""
     if not job.launcher.can_requeue or outcome.kind not in (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME):
         return
-    if outcome.kind is OutcomeKind.WALLTIME and not came_on:
+    if outcome.kind is OutcomeKind.WALLTIME and not has_saved:
         say("not put back into the queue: this attempt has saved nothing, and the next one would not either")
     else:
         requeue(job)
 
 
 def requeue(job: Job) -> None:
-    """Put a job back, if its config allows it."""
+    """Put a job back into the queue, if its config allows it."""
     launch = job.launch
     if not launch.get("requeue", False):
         say("not put back into the queue: launch.requeue=false")

@@ -1,6 +1,6 @@
-"""Why a job is to end: one process of it finds out, and writes it down for the others (`attempts/N/stop.json`).
+"""Why a job must end: one process determines the reason and writes it for the others (`attempts/N/stop.json`).
 
-A scheduler signals all processes at once. The first reason that is written stands, so that all ranks act alike.
+A scheduler signals all processes at once. The first reason that is written counts, so that all ranks act alike.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FILE = "stop.json"
 def meaning(
     number: int, launcher: Launcher, place: Place, *, signal_seconds: float, cancelled_by: str | None
 ) -> StopReason:
-    """What a signal to a job means: preemption, the end of its time, or a person who cancels it.
+    """The meaning of a signal to a job: preemption, the end of its time, or a user who cancels it.
 
     Args:
-        signal_seconds: how long before its time limit the job asked to be warned.
+        signal_seconds: how long before its time limit the job asked for a warning.
         cancelled_by: who has asked titanlab itself to cancel the run.
     """
     name = signal.Signals(number).name
@@ -37,16 +37,16 @@ def meaning(
 
 
 def write_stop(attempt: Path, reason: StopReason) -> StopReason:
-    """Write a reason into an attempt's folder, unless there is one. Returns the one that stands."""
+    """Write a reason to an attempt's folder, unless it has one. Returns the reason that counts."""
     text = json.dumps({"schema": 1, "kind": reason.kind.value, "cause": reason.cause, "time": time.time()})
-    # A reader who sees half of it sees nothing, and looks again.
+    # A reader that sees an incomplete file ignores it and reads it again later.
     with contextlib.suppress(FileExistsError), (attempt / FILE).open("x", encoding="utf-8") as file:
         file.write(text)
     return read_stop(attempt) or reason
 
 
 def read_stop(attempt: Path) -> StopReason | None:
-    """The reason in an attempt's folder."""
+    """The reason in an attempt's folder; None if there is none."""
     try:
         value = json.loads((attempt / FILE).read_text(encoding="utf-8"))
         return StopReason(kind=OutcomeKind(value["kind"]), cause=str(value["cause"]))

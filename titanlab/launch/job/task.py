@@ -1,8 +1,8 @@
-"""What every task of a job runs: `python -m titanlab.launch.job.task SWEEP TOKEN [INDEX]`, once a rank.
+"""The program of each task of a job: `python -m titanlab.launch.job.task SWEEP TOKEN [INDEX]`, one task per rank.
 
-It starts the rank's worker as a child and imports no torch itself. Rank 0 claims the run, begins the attempt, tells the
-others where to meet, and sees to it that there is a result; each sees to its own worker. Without an index the job's
-place in its array is taken.
+It starts the rank's worker as a child process and imports no torch itself. Every task watches its own worker. Rank 0
+also claims the run, begins the attempt, publishes its address, and makes sure that there is a result. Without INDEX,
+the index of the job in its array is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_chec
 from titanlab.launch.child import Child
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.job import rendezvous
-from titanlab.launch.job.job import Job, hearing, say, submitted
+from titanlab.launch.job.job import Job, received_signals, say, submitted
 from titanlab.launch.job.place import address_of, free_port
 from titanlab.launch.job.precheck import check_code, claim_run
 from titanlab.launch.job.rank_watch import RankWatch, await_result, settle
@@ -41,28 +41,28 @@ from titanlab.system.atomic_file import write_json
 from titanlab.system.disk import disk_fault
 
 CLAIM_SECONDS = 3.0
-# Of one that was put back into the queue: the processes of its last start may take a moment to go.
+# After a requeue: the processes of the last start may need a moment to end.
 CLAIM_AGAIN_SECONDS = 30.0
-# ... and if their node is dead, a file server keeps its locks for a lease, 90 s for NFS, and some time of grace.
+# If their node is dead, a file server keeps its locks for a lease (90 s on NFS) and a grace period.
 CLAIM_DEAD_SECONDS = 150.0
-# For rank 0 to find out what a signal means, before another one does.
+# Rank 0 has this time to write the meaning of a signal, before another rank does.
 MEANING_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank. Returns the exit code: the outcome's, so that the scheduler knows a failure for one."""
+    """Run one rank. Returns the exit code of the outcome, so that the scheduler recognises a failure."""
     folder, token, *rest = sys.argv[1:] if arguments is None else arguments
-    with hearing() as heard:
+    with received_signals() as signals:
         try:
             submission = submitted(Path(folder), token)
             place = launcher_named(submission.launcher).place_in(os.environ)
             index = int(rest[0]) if rest else place.index or 0
             run = open_run(Path(folder) / submission.runs[index])
             code, launch = Path(folder) / submission.code, submission.launch
-            job = Job(run=run, place=place, token=token, index=index, launch=launch, code=code, heard=heard)
+            job = Job(run=run, place=place, token=token, index=index, launch=launch, code=code, signals=signals)
             if job.leads and place.index is not None and not place.restart and len(submission.runs) > 1:
                 name = submission.job_name(Path(folder).name, index)
-                # Beside everything else: a controller that is busy answers late.
+                # In a thread of its own: a busy controller answers late.
                 threading.Thread(target=job.launcher.name_job, args=(place, name), name="job-name", daemon=True).start()
             return _lead(job) if job.leads else _follow(job)
         except TitanlabError as error:
@@ -77,21 +77,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lead(job: Job) -> int:
-    """Rank 0: keep the record."""
+    """Run rank 0, which writes the records."""
     if job.is_done():
         return _nothing_to_do(job, "is done")
     goes_on = job.goes_on
     with contextlib.ExitStack() as stack:
         seconds = CLAIM_DEAD_SECONDS if goes_on else CLAIM_AGAIN_SECONDS if job.place.restart else CLAIM_SECONDS
-        refused = claim_run(job.run, stack, seconds=seconds, is_ending=lambda: bool(job.heard))
+        refused = claim_run(job.run, stack, seconds=seconds, is_ending=lambda: bool(job.signals))
         if refused is not None and not goes_on:
-            # Another job has it: whatever there is to do, it does.
+            # Another job works on this run: do not repeat its work.
             say(f"{job.run.path.name} {refused}: nothing is done twice")
             return _nothing_to_do(job, refused)
         if refused is not None:
-            # Its own earlier start has, which is dead: nobody else goes on with it.
+            # The claim belongs to an earlier start of this job, which is dead: no other job will continue the run.
             say(f"{job.run.path.name} {refused}, from an earlier start of this job")
-            if not job.heard:
+            if not job.signals:
                 requeue(job)
             return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code)
         if job.is_done():
@@ -99,7 +99,7 @@ def _lead(job: Job) -> int:
         before = latest(job.run.checkpoints)
         outcome = _attempted(job)
         say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
-        requeue_after(job, outcome, came_on=latest(job.run.checkpoints) != before)
+        requeue_after(job, outcome, has_saved=latest(job.run.checkpoints) != before)
     return _exit_code(outcome)
 
 
@@ -110,7 +110,7 @@ def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
 
 
 def _attempted(job: Job) -> Outcome:
-    """One attempt at a claimed run, from its beginning to its result."""
+    """Make one attempt at a claimed run, until it has a result."""
     run, place = job.run, job.place
     config = run.config()
     if job.launch:
@@ -125,7 +125,7 @@ def _attempted(job: Job) -> Outcome:
             say(missed)
         attempt = begin(run, recipe, this_host(), started_by=place.launcher)
     except Exception as error:
-        # It is the run's end all the same, and the other ranks wait to be told.
+        # The attempt needs a result in this case too, and the other ranks wait for the rendezvous.
         attempt = run.begin_attempt(config, None)
         write_json(run.attempt_folder(attempt) / "job.json", job.facts())
         outcome = from_exception(error, rank=0, attempt=attempt)
@@ -133,34 +133,34 @@ def _attempted(job: Job) -> Outcome:
         rendezvous.publish(run, Rendezvous(start=job.start, attempt=attempt))
         return outcome
     write_json(run.attempt_folder(attempt) / "job.json", job.facts())
-    there = Rendezvous(start=job.start, attempt=attempt, address=address, port=free_port(os.environ))
-    rendezvous.publish(run, there)
+    meeting = Rendezvous(start=job.start, attempt=attempt, address=address, port=free_port(os.environ))
+    rendezvous.publish(run, meeting)
     where = ", ".join(place.nodes)
     say(f"{run.path.name}, attempt {attempt}: {place.ranks.world} processes on {where}, job {place.job_id}")
-    code = _watched(job, recipe, there)
+    code = _watched(job, recipe, meeting)
     if run.result(attempt) is None:
         settle(run, attempt, place.ranks.world)
     return run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
 
 
 def _follow(job: Job) -> int:
-    """Every other rank: join the attempt that rank 0 has begun."""
+    """Run any other rank: join the attempt that rank 0 has begun."""
     if job.is_done():
         return 0
-    there = rendezvous.wait(job.run, job.start)
-    if there.reason:
-        say(f"{job.run.path.name} {there.reason}: nothing is done twice")
+    meeting = rendezvous.wait(job.run, job.start)
+    if meeting.reason:
+        say(f"{job.run.path.name} {meeting.reason}: nothing is done twice")
         return 0
-    code = _watched(job, from_mapping(job.run.config(there.attempt)), there) if there.port else 1
-    # Whoever leaves before the end is recorded may have the scheduler end rank 0, which records it.
-    outcome = await_result(job.run, there.attempt, job.place.ranks.world)
+    code = _watched(job, from_mapping(job.run.config(meeting.attempt)), meeting) if meeting.port else 1
+    # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
+    outcome = await_result(job.run, meeting.attempt, job.place.ranks.world)
     return code if outcome is None else _exit_code(outcome)
 
 
-def _watched(job: Job, recipe: Recipe, there: Rendezvous) -> int:
-    """Run this rank's worker to its end. Returns its exit code; if that is bad, there is a note of why."""
-    run, ranks = job.run, replace(job.place.ranks, address=there.address, port=there.port)
-    attempt = run.attempt_folder(there.attempt)
+def _watched(job: Job, recipe: Recipe, meeting: Rendezvous) -> int:
+    """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
+    run, ranks = job.run, replace(job.place.ranks, address=meeting.address, port=meeting.port)
+    attempt = run.attempt_folder(meeting.attempt)
     launch: LaunchConfig = recipe.launch
     try:
         if job.code is not None:
@@ -173,43 +173,43 @@ def _watched(job: Job, recipe: Recipe, there: Rendezvous) -> int:
         child = Child(
             run.path,
             ranks,
-            attempt=there.attempt,
-            config=run.config(there.attempt),
+            attempt=meeting.attempt,
+            config=run.config(meeting.attempt),
             log=run.logs / f"rank-{ranks.rank}.log",
             environment=_environment(job, launch),
         )
     except Exception as error:
-        note = from_exception(error, rank=ranks.rank, attempt=there.attempt)
+        note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)
         run.write_failure(note)
         if note.traceback:
             traceback.print_exception(error)
         return note.exit_code or 1
     return RankWatch(
         run,
-        there.attempt,
+        meeting.attempt,
         child,
         rank=ranks.rank,
         world=ranks.world,
-        hear=lambda: _hear(job, attempt, launch.signal_seconds),
+        check_signals=lambda: _check_signals(job, attempt, launch.signal_seconds),
         is_hurried=lambda: job.is_hurried,
     ).to_end()
 
 
-def _hear(job: Job, attempt: Path, signal_seconds: float) -> None:
-    """Find out what the signals of this process mean, if nobody has, and write it down for all ranks."""
-    asked = job.run.asked_to_cancel() if job.leads or job.heard else None
-    if not job.heard and asked is None:
+def _check_signals(job: Job, attempt: Path, signal_seconds: float) -> None:
+    """Determine the meaning of the signals to this process, unless another rank has, and write it for all ranks."""
+    cancelled_by = job.run.asked_to_cancel() if job.leads or job.signals else None
+    if not job.signals and cancelled_by is None:
         return
-    number, when = job.heard[0] if job.heard else (int(signal.SIGTERM), time.monotonic())
+    number, when = job.signals[0] if job.signals else (int(signal.SIGTERM), time.monotonic())
     late = time.monotonic() - when > MEANING_SECONDS
     if read_stop(attempt) is None and (job.leads or late):
-        reason = meaning(number, job.launcher, job.place, signal_seconds=signal_seconds, cancelled_by=asked)
-        stands = write_stop(attempt, reason)
-        say(f"{stands.kind.value}: {stands.cause}; the ranks are told to save and end")
+        reason = meaning(number, job.launcher, job.place, signal_seconds=signal_seconds, cancelled_by=cancelled_by)
+        stop = write_stop(attempt, reason)
+        say(f"{stop.kind.value}: {stop.cause}; the ranks are told to save and end")
 
 
 def _environment(job: Job, launch: LaunchConfig) -> dict[str, str]:
-    """Variables for the worker: the cores that this task was given, where nobody else says how many."""
+    """Variables for the worker: the cores of this task, unless the user has set a number of threads."""
     cores = job.launcher.cores(os.environ)
     if cores is None or "OMP_NUM_THREADS" in os.environ or launch.threads is not None:
         return {}

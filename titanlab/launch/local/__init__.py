@@ -1,1 +1,1 @@
-"""launch=local: jobs of this host."""
+"""launch=local: jobs on this host."""

@@ -1,4 +1,4 @@
-"""One job of a sweep on this host: submitit's controller starts and watches the ranks' processes."""
+"""One job of a sweep on this host: submitit's controller starts the processes of the ranks and watches them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from titanlab.distributed.ranks import MEETING
 from titanlab.launch.local.wake import python_environment
 from titanlab.launch.submission import Submission, jobs_folder
 
-# The controller counts down to a time at which it would leave its tasks; ranks have watchdogs of their own.
+# submitit's controller needs a time limit; this one is never reached. Ranks have their own watchdogs.
 _MINUTES = 10 * 365 * 24 * 60
 
 
 def start(
     sweep: Path, submission: Submission, index: int, devices: Sequence[str], *, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a run's processes. Returns the controller, which ends when they all have.
+    """Start the processes of a run. Returns the controller, which ends when they all have ended.
 
     Args:
-        devices: accelerators that the job has for itself.
-        variables: more of the job's environment.
+        devices: accelerators for this job alone.
+        variables: further environment variables of the job.
     """
     from submitit.local.local import start_controller
 
@@ -31,11 +31,11 @@ def start(
     words = [word for name in MEETING for word in ("-u", name)]
     words += [f"{name}={value}" for name, value in environment.items()]
     command = [sys.executable, *submission.command(sweep, index)]
-    # Relative paths of a recipe start where it was submitted.
+    # Relative paths in a recipe are relative to the folder in which it was submitted.
     shell = ["sh", "-c", 'cd "$0" 2> /dev/null; exec env "$@"', submission.folder, *words, *command]
     folder = _folder(sweep, submission.token, index)
     folder.mkdir(parents=True, exist_ok=True)
-    # The executor around it (LocalExecutor) pickles a function, and gives its process to nobody.
+    # submitit's LocalExecutor would pickle a function, and does not give its process to the caller.
     return start_controller(
         folder,
         shlex.join(shell),
@@ -46,7 +46,7 @@ def start(
 
 
 def controller_of(sweep: Path, token: str, index: int) -> int | None:
-    """Process number of a job's controller, by the logs that it has opened; None if there are none."""
+    """The process number of a job's controller, from the names of its logs; None if there are no logs."""
     logs = list(_folder(sweep, token, index).glob("*_0_log.out"))
     newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else int(newest.name.partition("_")[0])

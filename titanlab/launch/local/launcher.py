@@ -1,4 +1,4 @@
-"""launch=local: runs of a sweep wait for a supervisor on this host; a single run is started at once."""
+"""launch=local: a supervisor on this host starts the runs of a sweep; a single run starts at once."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class LocalLauncher(Launcher):
     """Processes on this host."""
 
     def submit(self, sweep: Path, submission: Submission) -> str:
-        """The submission's file is the queue, which the supervisor reads."""
+        """Nothing to do: the submission's file is the queue, which the supervisor reads."""
         return submission.token
 
     def find(self, sweep: Path, submission: Submission) -> str | None:
-        """The token: what has a file is in the queue."""
+        """The token: a submission that has a file is in the queue."""
         return submission.token
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
-        """By the supervisor's notes and the locks of live processes."""
+        """The state of every job, from the supervisor's records and the locks of live processes."""
         return {
             (submission.token, index): _state(sweep, submission, index)
             for submission in submitted
@@ -43,7 +43,7 @@ class LocalLauncher(Launcher):
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        """Signal jobs that run, and note those that wait as cancelled."""
+        """Signal jobs that run, and record jobs that wait as cancelled."""
         for submission, index in jobs:
             _cancel(sweep, submission, index, report)
 
@@ -52,12 +52,12 @@ class LocalLauncher(Launcher):
         return wake(sweep)
 
     def place_in(self, environ: Mapping[str, str]) -> Place:
-        """The place that submitit's controller gave; without one, the process is a job of its own."""
+        """The place from submitit's controller; without a controller, the process is a job of its own."""
         if environ.get("SUBMITIT_EXECUTOR") == "local" and "SUBMITIT_LOCAL_JOB_ID" in environ:
-            job, given = environ["SUBMITIT_LOCAL_JOB_ID"], _ranks(environ)
+            job, own_ranks = environ["SUBMITIT_LOCAL_JOB_ID"], _ranks(environ)
         else:
-            job, given = str(os.getpid()), _ranks({})
-        return Place(launcher=KIND, job_id=job, raw_job_id=job, ranks=given, nodes=(socket.gethostname(),))
+            job, own_ranks = str(os.getpid()), _ranks({})
+        return Place(launcher=KIND, job_id=job, raw_job_id=job, ranks=own_ranks, nodes=(socket.gethostname(),))
 
     def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
         """Start the ranks of one run, and wait for them."""
@@ -65,30 +65,24 @@ class LocalLauncher(Launcher):
 
 
 def _ranks(environ: Mapping[str, str]) -> Ranks:
-    """The rank of a task of submitit's controller, which knows one host only."""
+    """The rank of a task of submitit's controller, which runs all ranks on one host."""
     world, rank = number(environ, "SUBMITIT_LOCAL_NTASKS", 1), number(environ, "SUBMITIT_LOCAL_GLOBALID", 0)
     local_rank = number(environ, "SUBMITIT_LOCAL_LOCALID", 0)
     return Ranks(
-        rank=rank,
-        world=world,
-        local_rank=local_rank,
-        local_world=world,
-        address="127.0.0.1",
-        port=0,
-        started_by=KIND,
+        rank=rank, world=world, local_rank=local_rank, local_world=world, address="127.0.0.1", port=0, started_by=KIND
     )
 
 
 def _state(sweep: Path, submission: Submission, index: int) -> JobState:
     job, run = local_job(sweep, submission.token, index), RunFolder(sweep / submission.runs[index])
-    is_working = run.is_claimed()
+    is_claimed_run = run.is_claimed()
     if job is None:
-        return JobState(state="running" if is_working else "pending", job_id=submission.token)
+        return JobState(state="running" if is_claimed_run else "pending", job_id=submission.token)
     elapsed = None if job.started is None else (job.ended or time.time()) - job.started
-    if is_working or job.is_alive(run):
+    if is_claimed_run or job.is_alive(run):
         state = "running"
     elif job.state == "starting":
-        # If its supervisor died before there was a process, the next one starts it.
+        # If the supervisor died before the process existed, the next supervisor starts the job.
         state = "running" if is_claimed(sweep, file=LOCK) else "pending"
     else:
         state = "ended"
@@ -107,7 +101,7 @@ def _cancel(sweep: Path, submission: Submission, index: int, report: Callable[[s
     if job is None or (job.state == "starting" and job.pid is None):
         write_local_job(sweep, submission.token, index, LocalJob(state="cancelled", ended=time.time()))
     elif not job.is_here and not job.is_alive(run):
-        # Nobody else will note that it has ended.
+        # No supervisor will record that this job has ended.
         write_local_job(sweep, submission.token, index, replace(job, state="ended", ended=time.time()))
     elif not job.is_here:
         report(f"{name} runs on {job.host}: cancel it there")

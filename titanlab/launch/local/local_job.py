@@ -1,4 +1,4 @@
-"""What the supervisor notes about a job on this host: one file for each, in `submissions/TOKEN/`."""
+"""The supervisor's record of a job on this host: one file per job, in `submissions/TOKEN/`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from titanlab.launch.submission import SCHEMA, read_mapping
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_json
 
-# A job of another host counts as alive for as long after the last sign of it.
-_HEARD_SECONDS = 60.0
+# A job of another host counts as alive for this time after its last sign of life.
+_SIGN_OF_LIFE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,11 @@ class LocalJob:
 
     Attributes:
         state: `starting`, `running`, `ended`, or `cancelled` before it started.
-        pid: of submitit's controller; None before it is started.
-        born: when that process started, as the kernel counts; tells it from a later one of the same number.
-        host: where.
+        pid: of submitit's controller; None before the controller is started.
+        born: start time of that process in kernel ticks; distinguishes it from a later process with the same number.
+        host: name of the host that runs the job.
         started, ended: seconds since the epoch.
-        devices: accelerators that it has for itself.
+        devices: accelerators for this job alone.
     """
 
     state: str
@@ -40,41 +40,41 @@ class LocalJob:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a job of this host."""
+        """Whether this host runs the job."""
         return self.host == socket.gethostname()
 
     def is_alive(self, run: RunFolder) -> bool:
-        """Whether the controller runs; of another host's, whether somebody has the run, or it was heard of lately.
+        """Whether the controller runs; for another host: whether the run is claimed, or was updated recently.
 
-        A container or a laptop that has another name now leaves jobs of a host that nobody ever hears of again.
+        After a host was renamed (a container, a laptop), the jobs under its old name are never updated again.
         """
         if self.state != "running":
             return False
         if self.is_here:
             return self.pid is not None and born_at(self.pid) is not None and born_at(self.pid) == self.born
         status = run.known_status()
-        heard = status.updated if status is not None and status.state not in ("prepared", "ended") else 0.0
-        return run.is_claimed() or time.time() - max(self.started or 0.0, heard) < _HEARD_SECONDS
+        updated = status.updated if status is not None and status.state not in ("prepared", "ended") else 0.0
+        return run.is_claimed() or time.time() - max(self.started or 0.0, updated) < _SIGN_OF_LIFE_SECONDS
 
 
 def local_job(sweep: Path, token: str, index: int) -> LocalJob | None:
-    """What is noted about a job; None before its turn comes."""
+    """The record of a job; None before the supervisor has handled the job."""
     value = read_mapping(_file(sweep, token, index))
     if value is None:
         return None
-    known = {kept.name: value[kept.name] for kept in fields(LocalJob) if kept.name in value}
-    return LocalJob(**{**known, "devices": tuple(known.get("devices", ()))})
+    values = {known.name: value[known.name] for known in fields(LocalJob) if known.name in value}
+    return LocalJob(**{**values, "devices": tuple(values.get("devices", ()))})
 
 
 def write_local_job(sweep: Path, token: str, index: int, job: LocalJob) -> None:
-    """Note the state of a job."""
+    """Write the record of a job."""
     path = _file(sweep, token, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"schema": SCHEMA, **asdict(job)})
 
 
 def born_at(pid: int) -> int | None:
-    """When a process of this host started, in the kernel's ticks; 0 where that is not told; None for a dead one."""
+    """Start time of a process of this host in kernel ticks; 0 if the system has no /proc; None if it is dead."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def born_at(pid: int) -> int | None:
         return None
     except OSError:
         return None
-    # The name, in brackets, may hold anything.
+    # The name is in brackets and may contain any character, also brackets and spaces.
     state, *rest = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(rest[18])
 

@@ -1,7 +1,7 @@
 """Ranks as processes of this host.
 
 Several ranks are started and watched by the process layer of torch's elastic agent. A single rank is a
-plain child process: it spares the parent the import of torch, which is half of a short run's start.
+plain child process: then the parent need not import torch, which takes half of a short run's start time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from titanlab.launch.contract import Failure
 from titanlab.records.run_folder import RunFolder
 
 POLL_SECONDS = 0.1
-# For the other ranks, once one has failed.
+# The other ranks have this time to end after one has failed.
 GRACE_SECONDS = 5
 
 
 def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
-    """Run `titanlab.worker FOLDER` as `world` ranks and wait for their end.
+    """Run `titanlab.worker FOLDER` as `world` ranks and wait until they end.
 
-    Rank 0 has this terminal; the others write to `logs/rank-N.log`. SIGINT, SIGTERM and a scheduler's warnings are
-    handed on: the ranks agree on a step, save, and end.
+    Rank 0 writes to this terminal; the others write to `logs/rank-N.log`. SIGINT, SIGTERM and a scheduler's warnings
+    are forwarded: the ranks agree on a step, save, and end.
 
     Returns:
-        the ranks that ended badly, by rank. What each of them had to say is in the run's folder.
+        the ranks that failed, by rank. Their own records of the failure are in the run's folder.
     """
     port = _free_port()
     places = [
@@ -59,51 +59,51 @@ def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure
 def start_one(
     folder: Path, ranks: Ranks, *, attempt: int | None = None, config: Mapping[str, Any] | None = None
 ) -> list[Failure]:
-    """Run the worker as one given rank, whose peers somebody else starts or which has none.
+    """Run the worker as one given rank; its peers, if it has any, are started elsewhere.
 
     Args:
-        attempt: that has begun, if every rank is told; None: the ranks agree on it.
-        config: the recipe as plain values, for a rank that may start before rank 0 has begun the attempt whose
-            config.yaml it would read.
+        attempt: the number of the attempt, if every rank gets it; None: the ranks agree on it.
+        config: the recipe as plain values, for a rank that may start before rank 0 has written the attempt's
+            config.yaml.
     """
     begin = time.time()
-    with _signals_handed_on() as signals:
+    with _forwarded_signals() as signals:
         child = subprocess.Popen(
             [*worker_command(folder), *(["-"] if config else [])],
             env={**os.environ, **worker_environment(ranks, attempt)},
             stdin=subprocess.PIPE if config else None,
             start_new_session=True,
         )
-        signals.go_to(child.send_signal)
+        signals.forward_to(child.send_signal)
         if config:
-            _give(child, f"{json.dumps(config)}\n")
+            _write_line(child, f"{json.dumps(config)}\n")
         if ranks.world > 1:
             end_if_silent(RunFolder(folder), ranks.rank, child, since=begin)
         child.wait()
     return [Failure(rank=ranks.rank, exit_code=child.returncode)] if child.returncode else []
 
 
-def _give(child: subprocess.Popen[bytes], line: str) -> None:
-    """Write a line into a child's input, and close it."""
+def _write_line(child: subprocess.Popen[bytes], line: str) -> None:
+    """Write a line to a child's standard input, and close it."""
     assert child.stdin is not None
-    # Dead already: its exit code will say so.
+    # The child has ended already: its exit code will show that.
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(line.encode())
         child.stdin.close()
 
 
 def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> list[Failure]:
-    # Here, and not at the top: it imports torch.
+    # Imported here: it imports torch, which a single rank does not need in this process.
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, start_processes
 
-    # Our own lines say what happened; the agent's would say it again for every rank.
+    # titanlab reports the failure in its own lines; the agent would repeat it for every rank.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     ranks = range(len(places))
     executable, *arguments = worker_command(folder)
     begin = time.time()
 
     class OwnStreams(LogsSpecs):
-        """No redirection: the agent would open a log anew for each attempt, and twice, for output and errors."""
+        """No redirection: the agent would open new logs for each attempt, and separate ones for output and errors."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             nothing = dict.fromkeys(ranks, "")
@@ -115,7 +115,7 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
             return str(logs)
 
     own_log = {rank: {"TITANLAB_LOG": str(logs / f"rank-{rank}.log")} if rank else {} for rank in ranks}
-    with _signals_handed_on() as signals:
+    with _forwarded_signals() as signals:
         context = start_processes(
             name="rank",
             entrypoint=executable,
@@ -124,9 +124,9 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
             logs_specs=OwnStreams(),
         )
         pids = context.pids()
-        # The agent has set handlers of its own meanwhile, which raise.
-        signals.go_to(lambda number: _send(pids.values(), number))
-        # The agent alone would give the others 30 s after the first failure, and count them as failed too.
+        # Only now: `start_processes` has installed its own handlers, which raise.
+        signals.forward_to(lambda number: _send(pids.values(), number))
+        # After the first failure, the agent alone would give the other ranks 30 s, and count them as failed too.
         failed = _wait_for_failure(pids)
         if failed:
             others = {rank: pid for rank, pid in pids.items() if rank not in failed}
@@ -142,15 +142,15 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
 
 
 def worker_command(folder: Path) -> list[str]:
-    """What starts one rank."""
+    """The command that starts one rank."""
     return [sys.executable, "-m", "titanlab.worker", str(folder)]
 
 
 def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
-    """What a rank that this process starts finds in its environment.
+    """Environment variables of a rank that this process starts.
 
     Args:
-        attempt: of the run, if all of its ranks are told.
+        attempt: the number of the run's attempt, if all ranks get it.
     """
     own = {"TITANLAB_PARENT": str(os.getpid())}
     return ranks.environment() | own | ({} if attempt is None else {"TITANLAB_ATTEMPT": str(attempt)})
@@ -163,9 +163,9 @@ def _send(pids: Iterable[int], number: int) -> None:
 
 
 def _wait_for_failure(pids: Mapping[int, int]) -> set[int]:
-    """Wait until ranks have ended badly, which are returned, or all have ended well.
+    """Wait until a rank fails or all ranks have ended well. Returns the ranks that failed.
 
-    They stay to be waited for. Where that cannot be asked (macOS) it returns at once.
+    The processes stay unreaped, for the agent to wait for. Without `os.waitid` (macOS) it returns at once.
     """
     running, failed = dict(pids), set[int]()
     while running and not failed and hasattr(os, "waitid"):
@@ -180,7 +180,7 @@ def _wait_for_failure(pids: Mapping[int, int]) -> set[int]:
 
 
 class _Signals:
-    """Wishes to stop on their way to the ranks; those that come before there are any wait."""
+    """Forwards stop signals to the ranks; keeps signals that arrive before the ranks exist."""
 
     def __init__(self) -> None:
         self._waiting: list[int] = []
@@ -191,8 +191,8 @@ class _Signals:
         for number in STOP_SIGNALS:
             signal.signal(number, self._handler)
 
-    def go_to(self, send: Callable[[int], None]) -> None:
-        """Say who gets them."""
+    def forward_to(self, send: Callable[[int], None]) -> None:
+        """Set the receiver, and send it the signals that wait."""
         self._send = send
         self.catch()
         while self._waiting:
@@ -206,8 +206,8 @@ class _Signals:
 
 
 @contextlib.contextmanager
-def _signals_handed_on() -> Iterator[_Signals]:
-    """Hand wishes to stop on instead of dying of them; afterwards all handlers are what they were."""
+def _forwarded_signals() -> Iterator[_Signals]:
+    """Forward stop signals instead of dying of them; afterwards restore all handlers."""
     with handlers_kept((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
         yield _Signals()
 

@@ -1,7 +1,7 @@
 """`python -m titanlab.launch.local.supervisor FOLDER`: runs a sweep's jobs on this host, in order, a few at once.
 
-It is started by a submission and ends with the last job. Killed, it leaves its jobs running; the next one finds them by
-what is noted beside the submissions, and goes on.
+A submission starts it; it ends after the last job. If it is killed, its jobs run on; the next supervisor finds them by
+their records beside the submissions, and continues.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from titanlab.terminal.numerals import counted
 
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
-# Between two looks at a full disk.
+# Between two attempts to write to a full disk.
 _FULL_DISK_SECONDS = 5.0
-# A job that was being started when a supervisor died has left a trace of itself by then.
+# If a supervisor died while it started a job, the job's controller has opened its logs after this time.
 _SETTLED_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """One run's place in a submission."""
+    """One job of a submission."""
 
     submission: Submission
     index: int
@@ -56,7 +56,7 @@ class _Job:
 
     @property
     def room(self) -> int:
-        """Processes at once, of all jobs."""
+        """The number of processes that all jobs together may run at once."""
         return local_processes(self.submission.launch.get("at_once"))
 
     @property
@@ -66,7 +66,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True)
 class _Running:
-    """A job that has been started, by this supervisor or by one before it."""
+    """A job that was started by this supervisor or by an earlier one."""
 
     job: _Job
     record: LocalJob
@@ -75,11 +75,11 @@ class _Running:
 
 
 class Supervisor:
-    """The jobs of one sweep on this host.
+    """Runs the jobs of one sweep on this host.
 
     Args:
         sweep: its folder.
-        devices: names of the accelerators that jobs share, as CUDA_VISIBLE_DEVICES takes them; None: this host's.
+        devices: accelerators that the jobs share, as in CUDA_VISIBLE_DEVICES; None: those of this host.
     """
 
     def __init__(self, sweep: Path, *, devices: Sequence[str] | None = None) -> None:
@@ -91,18 +91,18 @@ class Supervisor:
         self._ending = False
 
     def run(self, lock: contextlib.ExitStack) -> None:
-        """Run jobs until all have ended; then give the lock back.
+        """Run jobs until all have ended; then release the lock.
 
         Args:
-            lock: given back while the sweep is held, so that a submission finds either this supervisor, which will
-                see it, or none.
+            lock: released while the sweep is claimed: a concurrent submission sees either a supervisor that will still
+                read the submission, or none.
         """
         while not (self._ending and not self._running):
             try:
                 self._collect()
                 self._read_submissions()
             except OSError as error:
-                # Nothing can be noted on a full disk: jobs that run go on, and none is started until there is room.
+                # A full disk takes no records: running jobs continue, and none is started until there is space.
                 fault = disk_fault(error)
                 if fault is None:
                     raise
@@ -123,7 +123,7 @@ class Supervisor:
         self._ending = True
         for running in self._running.values():
             record = running.record
-            # Another host's number may be any process of this one.
+            # On another host, the process number belongs to another process.
             if record.is_here and record.is_alive(self._run(running.job)) and record.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(record.pid, signal.SIGTERM)
@@ -137,7 +137,7 @@ class Supervisor:
         return False
 
     def _read_submissions(self) -> None:
-        """Read what has been submitted: jobs that wait, in order, and those that an earlier supervisor has left."""
+        """Read the submissions: collect waiting jobs in order, and take over jobs that an earlier supervisor left."""
         tokens = {path.stem for path in (self._sweep / "submissions").glob("*.json")}
         if tokens == self._seen:
             return
@@ -153,9 +153,9 @@ class Supervisor:
 
     def _take_over(self, job: _Job, record: LocalJob) -> None:
         if record.state == "starting":
-            pid = self._left_by(job, record)
+            pid = self._controller_left_by_predecessor(job, record)
             if pid is None and not self._run(job).is_claimed():
-                # Its supervisor died before there was a process.
+                # The supervisor died before it had started a process.
                 self._waiting.append(job)
                 return
             record = replace(record, state="running", pid=pid, born=None if pid is None else born_at(pid))
@@ -163,8 +163,8 @@ class Supervisor:
         _say(f"{job.run} was started by an earlier supervisor")
         self._running[job.key] = _Running(job=job, record=record, process=None, devices=record.devices)
 
-    def _left_by(self, job: _Job, record: LocalJob) -> int | None:
-        """The controller that a supervisor has started just before it died, once there has been time to see it."""
+    def _controller_left_by_predecessor(self, job: _Job, record: LocalJob) -> int | None:
+        """The controller that an earlier supervisor started just before it died; waits until its logs must exist."""
         while (pid := controller_of(self._sweep, *job.key)) is None:
             if time.time() - (record.started or 0.0) >= _SETTLED_SECONDS:
                 break
@@ -172,46 +172,46 @@ class Supervisor:
         return pid
 
     def _collect(self) -> None:
-        """Note the ends of jobs."""
+        """Record the jobs that have ended."""
         for key, running in list(self._running.items()):
             run, process = self._run(running.job), running.process
             alive = running.record.is_alive(run) if process is None else process.poll() is None
-            # Killed controllers leave their tasks behind, which hold the run.
+            # When a controller is killed, its tasks live on and keep their claim of the run.
             if alive or run.is_claimed():
                 continue
-            noted = local_job(self._sweep, *key) or running.record
-            write_local_job(self._sweep, *key, replace(noted, state="ended", ended=time.time()))
+            record = local_job(self._sweep, *key) or running.record
+            write_local_job(self._sweep, *key, replace(record, state="ended", ended=time.time()))
             del self._running[key]
             _say(f"{running.job.run} has ended")
 
     def _has_room(self, job: _Job) -> bool:
-        """Whether a job may start now: in order, and alone if it is larger than all the room there is."""
+        """Whether a job fits beside the running ones; a job that is larger than the limit runs alone."""
         used = sum(running.job.processes for running in self._running.values())
-        wanted = min(job.submission.shape.gpus_per_node, len(self._devices))
-        return (used == 0 or used + job.processes <= job.room) and wanted <= len(self._free_devices())
+        gpus = min(job.submission.shape.gpus_per_node, len(self._devices))
+        return (used == 0 or used + job.processes <= job.room) and gpus <= len(self._free_devices())
 
     def _free_devices(self) -> list[str]:
         taken = {device for running in self._running.values() for device in running.devices}
         return [device for device in self._devices if device not in taken]
 
     def _start(self, job: _Job) -> None:
-        """Start the first job that waits, unless it has been cancelled."""
+        """Start a waiting job, unless it has been cancelled."""
         devices = tuple(self._free_devices()[: job.submission.shape.gpus_per_node])
         try:
-            # A person who cancels holds the sweep as well.
+            # `titanlab cancel` claims the sweep too.
             with claim_sweep(self._sweep, patience_seconds=_PATIENCE_SECONDS):
                 if not self._is_wanted(job):
                     self._waiting.remove(job)
                     return
                 record = LocalJob(state="starting", started=time.time(), devices=devices)
-                # Where that cannot be noted nothing is started: it would be started twice.
+                # Before the start: if this record cannot be written, the next supervisor would start the job again.
                 write_local_job(self._sweep, *job.key, record)
                 process = start(self._sweep, job.submission, job.index, devices, variables=_threads(job))
                 record = replace(record, state="running", pid=process.pid, born=born_at(process.pid))
                 with contextlib.suppress(OSError):
                     write_local_job(self._sweep, *job.key, record)
         except ConfigError:
-            return  # Somebody submits just now; the next look is soon.
+            return  # Another process has claimed the sweep: try again at the next poll.
         except OSError as error:
             fault = disk_fault(error)
             if fault is None:
@@ -224,13 +224,13 @@ class Supervisor:
         _say(f"{job.run} is started: {counted(job.processes, 'rank')}, controller {process.pid}")
 
     def _is_wanted(self, job: _Job) -> bool:
-        noted = local_job(self._sweep, *job.key)
-        if noted is not None and noted.state != "starting":
+        record = local_job(self._sweep, *job.key)
+        if record is not None and record.state != "starting":
             return False
         try:
             result = self._run(job).result()
         except ConfigError as error:
-            # The jobs of other runs go on.
+            # A damaged result stops only this job.
             _say(f"{job.run} is not started: {error}")
             write_local_job(self._sweep, *job.key, LocalJob(state="ended", ended=time.time()))
             return False
@@ -244,30 +244,30 @@ class Supervisor:
 
 
 def visible_devices(environ: Mapping[str, str]) -> list[str]:
-    """The accelerators that this process may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    """The accelerators that this process may use, as in CUDA_VISIBLE_DEVICES."""
     host = this_host()
     if host.accelerator != "cuda":
         return []
-    wanted = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    return wanted[: host.count] if wanted else [str(number) for number in range(host.count)]
+    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    return visible[: host.count] if visible else [str(number) for number in range(host.count)]
 
 
 def _threads(job: _Job) -> dict[str, str]:
-    """One share of the cores for every process of a sweep, whatever else runs: so that layouts can be compared."""
+    """The same number of threads for every process of a sweep, so that layouts can be compared."""
     if "OMP_NUM_THREADS" in os.environ or job.submission.launch.get("threads") is not None:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, cores() // max(job.room, job.processes)))}
 
 
 def _say(text: str) -> None:
-    # A log on a full disk loses lines; jobs must not be lost with them.
+    # On a full disk, lose lines of the log rather than jobs.
     with contextlib.suppress(OSError):
         sys.stdout.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
         sys.stdout.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the jobs of the sweep in a folder. Returns 0, also where another supervisor is there already."""
+    """Run the jobs of the sweep in a folder. Returns 0, also if another supervisor runs already."""
     (path,) = sys.argv[1:] if arguments is None else arguments
     sweep = Path(path)
     supervisor = Supervisor(sweep)
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError:
             return 0
         _say(f"supervisor {os.getpid()} of {sweep.name}")
-        # A shell that starts something in the background has it ignore SIGINT; its children should not.
+        # A shell starts background processes with SIGINT ignored. After this, children start with the default action.
         with handled((signal.SIGTERM, signal.SIGINT), supervisor.end):
             supervisor.run(lock)
     return 0

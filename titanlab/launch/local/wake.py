@@ -1,4 +1,4 @@
-"""Sweeps on this host: the supervisor is started where there is work, and lives on when this process ends."""
+"""Start of the supervisor of a sweep on this host; it lives on when this process ends."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from titanlab.launch.submission import Submission, jobs_folder, submissions
 from titanlab.records.claim import is_claimed
 
 KIND = "local"
-# Held by the sweep's supervisor.
+# The lock that the sweep's supervisor holds.
 LOCK = ".supervisor"
 LOG = "supervisor.log"
 
 
 def local_submissions(sweep: Path) -> list[Submission]:
-    """What was submitted to this launcher, oldest first."""
+    """The sweep's submissions to this launcher, oldest first."""
     return [submission for submission in submissions(sweep) if submission.launcher == KIND]
 
 
 def has_work(sweep: Path) -> bool:
-    """Whether a run of the sweep waits for its turn on this host, or runs without a supervisor."""
+    """Whether a job of the sweep waits on this host, or has started and not ended."""
     for submission in local_submissions(sweep):
         for index in range(len(submission.runs)):
             job = local_job(sweep, submission.token, index)
@@ -34,9 +34,9 @@ def has_work(sweep: Path) -> bool:
 
 
 def wake(sweep: Path) -> bool:
-    """Start the sweep's supervisor unless it runs or has nothing to do. Returns whether it was started.
+    """Start the sweep's supervisor if there is work and none runs. Returns whether it was started.
 
-    One that runs sees what has been submitted: before it ends it looks again, while it holds the sweep.
+    A running supervisor reads new submissions: before it ends, it claims the sweep and looks for them once more.
     """
     if is_claimed(sweep, file=LOCK) or not has_work(sweep):
         return False
@@ -44,7 +44,7 @@ def wake(sweep: Path) -> bool:
     jobs_folder(sweep).mkdir(exist_ok=True)
     command = [sys.executable, "-P", "-m", "titanlab.launch.local.supervisor", str(sweep)]
     environment = {**os.environ, **python_environment(sweep, newest)}
-    # The shell ends at once: the supervisor has no parent that waits for it, and no terminal.
+    # The shell ends at once, so that the supervisor has no parent that waits for it, and no terminal.
     subprocess.run(
         ["sh", "-c", 'exec "$@" < /dev/null >> "$0" 2>&1 &', str(jobs_folder(sweep) / LOG), *command],
         check=True,
@@ -55,8 +55,8 @@ def wake(sweep: Path) -> bool:
 
 
 def python_environment(sweep: Path, submission: Submission) -> dict[str, str]:
-    """Variables with which Python runs a submission's snapshot, before whatever else a person has on its path."""
+    """Environment variables with which Python imports a submission's snapshot before the user's own PYTHONPATH."""
     own = submission.environment(sweep)
-    there = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in there if path and not path.startswith(str(sweep / "code") + os.sep)]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in inherited if path and not path.startswith(str(sweep / "code") + os.sep)]
     return {**own, "PYTHONPATH": os.pathsep.join([own["PYTHONPATH"], *others])}

@@ -1,4 +1,4 @@
-"""Elements of arrays as Slurm writes them: `0-3,7`, and in its listings `[0-9:2%4]`."""
+"""Expressions for elements of Slurm's arrays: `0-3,7`, and in listings `[0-9:2%4]`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LARGEST = 4_000_000
 
 
 def elements_of(text: str) -> list[int]:
-    """The elements that an expression names, without brackets and without its limit of jobs at once (`%4`).
+    """The elements of an expression, without the brackets and the limit of concurrent jobs (`%4`).
 
-    What is no expression, such as the `...` of one that was cut off, names none.
+    Other text, such as the `...` of a shortened listing, is skipped.
     """
     elements: list[int] = []
     for part in text.strip("[]").partition("%")[0].split(","):
@@ -27,7 +27,7 @@ def elements_of(text: str) -> list[int]:
 
 
 def expression_of(elements: Iterable[int]) -> str:
-    """The shortest list of ranges that names these elements: `0-3,7`."""
+    """The shortest list of ranges for these elements: `0-3,7`."""
     ranges: list[tuple[int, int]] = []
     for element in sorted(set(elements)):
         if ranges and element == ranges[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Arrays of jobs: the batch file and the call of sbatch."""
+"""Submits arrays of jobs: the batch file and the call of sbatch."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, submission_file
 
-# An sbatch that has not answered by then is ended; `find` says whether its jobs are in the queue.
+# A longer call of sbatch is ended; then `find` looks whether its jobs are in the queue.
 _SBATCH_SECONDS = 120
-# After the first task has ended; a rank that ended well may still wait for others that save.
+# srun's --wait, after the first task has ended: a rank that ended well may wait for others that still save.
 _WAIT_SECONDS = 600
-# Variables of a job that this process runs in are not for the new job, except these.
+# If this process runs in a job, only these of the job's variables are passed on to the new job.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
-# Whose account is charged: sites set this for a person's shell. Each is kept as long as launch does not set it.
+# Sites set these in the user's shell, to charge an account. They are passed on unless launch sets them.
 _ON_BEHALF = ("account", "qos", "wckey")
 
 
 def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
-    """Ask for an array of jobs of one shape. Returns Slurm's number of it.
+    """Submit an array of jobs of one shape. Returns Slurm's number of the array.
 
     Raises:
-        ConfigError: sbatch refuses it, or does not answer in time; `find` says whether the jobs are in the queue.
+        ConfigError: sbatch refuses, or does not answer in time; then `find` looks whether the jobs are in the queue.
     """
-    # Not at the top: it takes long, and most verbs need none of it.
+    # Imported here: the import is slow, and most verbs do not need it.
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
     class BatchExecutor(SlurmExecutor):
-        """Submits a command without a pickle, with our own call of sbatch.
+        """Submits a command without a pickle, with titanlab's own call of sbatch.
 
-        submitit's public `submit` pickles a function for each job and moves the pickles once sbatch has answered: a
-        process that is killed in between leaves jobs that find nothing to run. A job's command says all here. For that,
-        these two methods, which submitit's own executors of clusters define and call, are used by a subclass. They can
-        go when submitit offers a command without pickles (`_submit_command` in submitit/core/core.py).
+        submitit's public `submit` pickles a function for each job and moves the pickles after sbatch has answered: if
+        the process is killed in between, the jobs have nothing to run. Here the command contains everything that a job
+        needs. The subclass therefore defines and calls these two methods, as submitit's own executors do. They can go
+        when submitit can submit a command without pickles (`_submit_command` in submitit/core/core.py).
         """
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
@@ -63,7 +63,7 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
     executor.update_parameters(**_parameters(config, sweep, submission))
     executor.parameters["map_count"] = len(submission.runs)
     try:
-        # It prints what sbatch said; the error says that in one line.
+        # submitit prints sbatch's message; the error below has it in one line.
         with contextlib.redirect_stderr(io.StringIO()):
             return executor.submit_command(_command(config, sweep, submission))
     except (FailedJobError, FailedSubmissionError) as error:
@@ -71,12 +71,12 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
 
 
 def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
-    """What submitit writes into the head of the batch file; None leaves a flag out."""
+    """The parameters that submitit writes into the head of the batch file; None omits a flag."""
     shape = submission.shape
     gpus: int | str | None = shape.gpus_per_node or None
     if gpus is not None and config.gpu_type is not None:
         gpus = f"{config.gpu_type}:{gpus}"
-    given = {
+    parameters = {
         "job_name": submission.job_name(sweep.name),
         "partition": config.partition,
         "account": config.account,
@@ -92,13 +92,13 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "mem": _memory(shape.memory_gib),
         "signal_delay_s": config.signal_seconds,
         "array_parallelism": config.array_parallelism or len(submission.runs),
-        # submitit's own names for its users' accounts.
+        # submitit would set a default of its own here.
         "wckey": None,
         "setup": _setup(config, submission.environment(sweep)),
         "srun_args": _srun(config, shape),
     }
     flags = {name: value for name, value in config.extra.items() if value not in (None, False)}
-    return {**given, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
+    return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
 
 
 def _memory(gib: float | None) -> str | None:
@@ -111,18 +111,18 @@ def _setup(config: Slurm, environment: Mapping[str, str]) -> list[str]:
     lines = list(config.preamble)
     lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
     for name, value in environment.items():
-        # Behind our copy of the code there may be a person's own modules.
-        kept = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
-        lines.append(f"export {name}={shlex.quote(value)}{kept}")
+        # The user's own modules stay on the path, after the snapshot of the code.
+        inherited = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
+        lines.append(f"export {name}={shlex.quote(value)}{inherited}")
     return lines
 
 
 def _srun(config: Slurm, shape: Shape) -> list[str]:
-    """Words for srun: ranks see to each other themselves, and rank 0 writes down how they ended."""
-    # What the batch file exports leads to the code; a job that was submitted with --export=NONE would lose it.
+    """Arguments of srun, so that Slurm does not end ranks: they watch each other, and rank 0 records their ends."""
+    # The tasks find the code by variables that the batch file exports; under --export=NONE they would lose them.
     words = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
     if shape.cpus_per_task is not None:
-        # Since Slurm 22.05 it no longer takes this from the job.
+        # Since Slurm 22.05, srun does not inherit this from the job.
         words.append(f"--cpus-per-task={shape.cpus_per_task}")
     return [*words, *config.srun_arguments]
 
@@ -134,10 +134,10 @@ def _command(config: Slurm, sweep: Path, submission: Submission) -> str:
 
 
 def _sbatch(config: Slurm, batch_file: Path, intent: Path, lock: Path) -> list[str]:
-    """The call of sbatch, without variables that would change the job, under a lock.
+    """The call of sbatch under a lock, without variables that would change the job.
 
-    A process that is killed leaves its sbatch behind. The next process takes the lock, and so knows that no sbatch
-    runs; one that has not begun by then finds its intent gone, and does nothing.
+    If this process is killed, its sbatch may live on. The next process takes the lock and so knows that no sbatch runs;
+    an sbatch that starts later finds that the intent's file is gone, and does nothing.
     """
     limit = ["timeout", str(_SBATCH_SECONDS)] if shutil.which("timeout") is not None else []
     plain = ["env", *(f"--unset={name}" for name in _unwanted(config)), *limit, "sbatch", str(batch_file)]
@@ -146,25 +146,25 @@ def _sbatch(config: Slurm, batch_file: Path, intent: Path, lock: Path) -> list[s
 
 
 def _unwanted(config: Slurm) -> list[str]:
-    """Variables of this process that are not for the new job.
+    """Variables of this process that must not reach the new job.
 
-    sbatch takes SBATCH_* before what its file says: a name by which no job is found again, a partition and a time that
-    nobody has checked. What launch leaves to the site is the site's alone, also for those that the file does not set,
-    so that a recipe asks for the same from every shell.
+    For sbatch, SBATCH_* variables win over the batch file: they could set a name by which the job is not found again,
+    or a partition and a time limit that nobody has checked. They are also removed for keys that the file does not set:
+    a recipe then requests the same from every shell, and the site decides what launch leaves open.
     """
-    given = {name for name, value in config.extra.items() if value is not None}
-    given |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
-    kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in given)}
+    set_by_launch = {name for name, value in config.extra.items() if value is not None}
+    set_by_launch |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
+    kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in set_by_launch)}
     return [name for name in os.environ if name not in kept and name.startswith(("SLURM_", "SBATCH_", *MEETING))]
 
 
 def _has_locks(lock: Path) -> bool:
-    """Whether the file system has them: flock(1) fails where it does not, as on Lustre without -o flock."""
+    """Whether the file system supports locks: flock(1) fails without, as on Lustre without -o flock."""
     descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True  # Somebody holds it.
+        return True  # Another process holds the lock.
     except OSError as error:
         return error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
     finally:
@@ -173,8 +173,8 @@ def _has_locks(lock: Path) -> bool:
 
 
 def _refused(text: str) -> ConfigError:
-    said = [line for line in text.splitlines() if re.search(r"sbatch|slurm|rror", line) and "Traceback" not in line]
-    lines = [re.sub(r"^.*?sbatch: (error: )?", "", line).strip() for line in said if "sbatch:" in line] or said
-    # The last one says what it comes to; those before say why.
+    messages = [line for line in text.splitlines() if re.search(r"sbatch|slurm|rror", line) and "Traceback" not in line]
+    lines = [re.sub(r"^.*?sbatch: (error: )?", "", line).strip() for line in messages if "sbatch:" in line] or messages
+    # The last line gives the result; the lines before it give the reason.
     rule = "; ".join(line.rstrip(".") for line in lines[-3:]) or "sbatch gave up"
     return ConfigError("launch", "slurm", f"sbatch says: {rule}", "mend the keys of launch, and submit again")

@@ -1,4 +1,4 @@
-"""How jobs ended, in Slurm's words for their states."""
+"""Why jobs ended, according to Slurm's names of job states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from titanlab.launch.contract import JobEnd, JobState
 from titanlab.records.outcome import OutcomeKind
 
-# The reason of a job that sbatch was refused: no node can ever have what it asks for.
+# The reason that Slurm gives if no node can ever fulfil the request.
 REFUSED = "BadConstraints"
 _WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
     "TIMEOUT": (OutcomeKind.WALLTIME, "the job's time limit was reached before it could save"),
@@ -22,19 +22,18 @@ _WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
 
 
 def end_of(state: JobState) -> JobEnd | None:
-    """Why a job ended, where the word for its state says so by itself."""
+    """Why a job ended, if the name of its state alone explains it."""
     known = _WORDS.get(state.raw or "")
     return JobEnd(kind=known[0], cause=known[1]) if known is not None else None
 
 
 def end_in_queue(state: JobState) -> JobEnd | None:
-    """Why a job that never started ended, where Slurm's word says enough."""
+    """Why a job ended that never started, if Slurm's state and reason explain it."""
     if state.raw in ("CANCELLED", "REVOKED"):
         return JobEnd(kind=OutcomeKind.CANCELLED, cause="the job was cancelled before it started")
     if state.raw == "DEADLINE":
         return JobEnd(kind=OutcomeKind.WALLTIME, cause="the job's deadline passed before it started")
     if state.raw == "FAILED":
-        # No node of the cluster can ever run such a job.
         kind = OutcomeKind.INFEASIBLE if state.reason == REFUSED else OutcomeKind.CRASH
         cause = f"Slurm failed the job before it started: {state.reason or 'it gives no reason'}"
         return JobEnd(kind=kind, cause=cause)

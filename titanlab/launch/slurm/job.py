@@ -1,9 +1,9 @@
-"""What a process of a job asks Slurm: its place, the meaning of a signal, a new start, an address.
+"""What a process of a job asks Slurm: its place, the meaning of a signal, a requeue, an address.
 
-Slurm sends the same signals for a preemption, a time limit and a cancellation. Of Slurm 22.05, by experiment: during
-the grace time of a preemption `PreemptTime` is set; a job that is put back into the queue has one more in `Restarts`;
-one that is over its limit has the reason `TimeLimit`, one whose node failed `NodeDown`; one that scancel ends is
-`COMPLETING` without any of these. Warnings before a time limit come up to a minute early.
+Slurm sends the same signals for a preemption, a time limit and a cancellation. Observed with Slurm 22.05: during the
+grace time of a preemption `PreemptTime` is set; after a requeue `Restarts` is one higher; after the time limit the
+reason is `TimeLimit`; after a node failure it is `NodeDown`; a job that scancel ends is `COMPLETING` without any of
+these. Warnings before a time limit come up to a minute early.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TRIES = 3
 
 
 def place_in(environ: Mapping[str, str]) -> Place:
-    """The place that srun gave this process.
+    """The place that srun has given to this process.
 
     Raises:
-        ConfigError: a variable is missing or is no number.
+        ConfigError: a variable is missing or is not a number.
     """
     raw, index = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID")
     return Place(
@@ -44,7 +44,7 @@ def place_in(environ: Mapping[str, str]) -> Place:
 
 
 def addresses(place: Place, environ: Mapping[str, str]) -> Iterator[str]:
-    """The name of the first node, which this process runs on, and then the address by which Slurm reaches it."""
+    """The name of the first node, on which this process runs, then the address by which Slurm reaches it."""
     node = environ.get("SLURMD_NODENAME") or place.nodes[0]
     yield node
     if (address := node_address(node)) is not None:
@@ -52,15 +52,15 @@ def addresses(place: Place, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def stop_reason(name: str, place: Place, *, signal_seconds: float) -> StopReason:
-    """What a signal of this name to a job means, by what Slurm says of the job."""
-    # With its index in the array: the last job's bare number is that of the whole array.
+    """The meaning of a signal of this name, according to Slurm's information on the job."""
+    # Use the id with the array index: the last job's own number is also the number of the whole array.
     facts, job = _job_facts(place.job_id), f"job {place.job_id}"
     if facts.get("PreemptTime", "None") not in ("None", "Unknown") or facts.get("JobState") == "PREEMPTED":
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is preempted ({name})")
     if int(facts.get("Restarts") or 0) > place.restart:
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is put back into the queue ({name})")
     if facts.get("Reason") == "NodeDown" or facts.get("JobState") in ("NODE_FAIL", "BOOT_FAIL"):
-        # The other nodes can save; that a node is lost, the scheduler says afterwards.
+        # The other nodes can save; the scheduler reports the lost node after the end.
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"a node of {job} failed ({name})")
     if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
         return StopReason(kind=OutcomeKind.WALLTIME, cause=f"the time limit of {job} is reached ({name})")
@@ -76,7 +76,7 @@ def stop_reason(name: str, place: Place, *, signal_seconds: float) -> StopReason
 
 
 def requeue(place: Place) -> str | None:
-    """Put this process's job back into Slurm's queue. Returns what speaks against it."""
+    """Put this process's job back into Slurm's queue. Returns why that failed; None if it worked."""
     if int(_job_facts(place.job_id).get("Restarts") or 0) > place.restart:
         return "Slurm has done that already"
     answer = ask("scontrol", "requeue", place.job_id)
@@ -86,22 +86,22 @@ def requeue(place: Place) -> str | None:
 
 
 def node_address(node: str) -> str | None:
-    """The address by which Slurm itself reaches a node, where names of nodes mean nothing to the network."""
+    """The address by which Slurm reaches a node, for networks that do not resolve node names."""
     text = output_of("scontrol", "show", "node", "--oneliner", node, seconds=_SLOW_SECONDS) or ""
     match = re.search(r"\bNodeAddr=(\S+)", text)
     return match[1] if match else None
 
 
 def name_job(place: Place, name: str) -> None:
-    """Call a running element of an array by its own name, where Slurm lets its owner do that.
+    """Give a running element of an array its own name, if Slurm allows that to the job's owner.
 
-    All elements have the array's name until they start: one name is all that sbatch takes.
+    sbatch takes only one name for all elements of an array.
     """
     ask("scontrol", "update", f"JobId={place.job_id}", f"JobName={name}", seconds=_SLOW_SECONDS)
 
 
 def _job_facts(job: str) -> Mapping[str, str]:
-    """What `scontrol show job` says, as far as values have no spaces; empty where it does not answer."""
+    """The output of `scontrol show job`, for values without spaces; empty if Slurm does not answer."""
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     for _ in range(_TRIES):
         text = output_of("scontrol", "show", "job", "--oneliner", job, seconds=_TIMEOUT_SECONDS, environ=environ) or ""
@@ -112,7 +112,7 @@ def _job_facts(job: str) -> Mapping[str, str]:
 
 
 def _seconds(text: str) -> float | None:
-    """Slurm's local time in seconds since the epoch."""
+    """Slurm's local time, in seconds since the epoch; None for text that is not a time."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:

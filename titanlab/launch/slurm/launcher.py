@@ -1,4 +1,4 @@
-"""launch=slurm: arrays of jobs of a Slurm cluster, found again by their names."""
+"""launch=slurm: arrays of jobs of a Slurm cluster, identified by their names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SlurmLauncher(Launcher):
     """Jobs of a Slurm cluster.
 
     Args:
-        config: of jobs that are submitted.
+        config: for the jobs that are submitted.
     """
 
     has_scheduler = True
@@ -37,19 +37,19 @@ class SlurmLauncher(Launcher):
         return queue.is_here()
 
     def silence(self) -> str | None:
-        """Why Slurm does not answer, in a line; None where it does."""
+        """Why Slurm does not answer, in one line; None if it answers."""
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
-        """Check partitions and their sizes."""
+        """Check that the partitions exist and are large enough."""
         queue.check(jobs)
 
     def max_array(self, *, is_answered: bool = True) -> int:
-        """How many jobs one array takes at this site, or at any."""
+        """How many jobs one array takes at this site; without an answer from Slurm, a number that every site takes."""
         return queue.max_array() if is_answered else queue.MAX_ARRAY
 
     def submit(self, sweep: Path, submission: Submission) -> str:
-        """Submit an array. Returns Slurm's number of it."""
+        """Submit an array. Returns Slurm's number of the array."""
         return batch.submit(self._config, sweep, submission)
 
     def find(self, sweep: Path, submission: Submission) -> str | None:
@@ -57,60 +57,60 @@ class SlurmLauncher(Launcher):
         return queue.find(submission.token, since=submission.created)
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
-        """By the queue and the accounting."""
+        """The state of every job, from the queue and the accounting."""
         return slurm_states(submitted, sweep)
 
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        """One call of scancel for all."""
+        """Cancel all jobs with one call of scancel."""
         elements: dict[str, list[int]] = {}
         for submission, index in jobs:
             elements.setdefault(str(submission.job_id), []).append(index)
         queue.cancel(elements, is_gentle=is_gentle)
 
     def job_number(self, submission: Submission, index: int) -> str | None:
-        """The array's number, and the index in it."""
+        """The number of the array, and the index of the job in it."""
         return f"{submission.job_id}_{index}" if submission.job_id else None
 
     def end_of(self, state: JobState) -> JobEnd | None:
-        """By Slurm's word for the state."""
+        """Why a job ended, according to Slurm's state."""
         return ends.end_of(state)
 
     def end_in_queue(self, state: JobState) -> JobEnd | None:
-        """By Slurm's word for the state."""
+        """Why a job ended that never started, according to Slurm's state."""
         return ends.end_in_queue(state)
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
-        """By the job's logs."""
+        """Slurm's message in the job's logs."""
         word = memory_word(jobs_folder(sweep), f"{submission.job_id}_{index}")
         return None if word is None else replace(word, said=f"Slurm says: {word.said}")
 
     def place_in(self, environ: Mapping[str, str]) -> Place:
-        """By the variables of srun."""
+        """The place from the variables of srun."""
         return job.place_in(environ)
 
     def addresses(self, place: Place, environ: Mapping[str, str]) -> Iterator[str]:
-        """The first node's name and address."""
+        """The name and the address of the first node."""
         return job.addresses(place, environ)
 
     def cores(self, environ: Mapping[str, str]) -> int | None:
-        """Cores of a task."""
+        """Cores of one task."""
         cores = environ.get("SLURM_CPUS_PER_TASK")
         return None if cores is None else int(cores)
 
     def name_job(self, place: Place, name: str) -> None:
-        """By scontrol."""
+        """Rename the job with scontrol."""
         job.name_job(place, name)
 
     def stop_reason(self, signal_name: str, place: Place, *, signal_seconds: float) -> StopReason:
-        """By what scontrol says of the job."""
+        """The meaning of a signal, according to scontrol."""
         return job.stop_reason(signal_name, place, signal_seconds=signal_seconds)
 
     def requeue(self, place: Place) -> str | None:
-        """By scontrol."""
+        """Requeue the job with scontrol."""
         return job.requeue(place)
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
-        """The rank of a task of a person's own srun."""
+        """The rank of a task of the user's own srun."""
         return joined_step(environ)

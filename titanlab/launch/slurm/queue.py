@@ -1,4 +1,4 @@
-"""What the queue has and takes: partitions, sizes of arrays, jobs by their token, and their end."""
+"""Requests to Slurm's queue: partitions, sizes of arrays, the jobs of a token, and cancellation."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from titanlab.launch.slurm.ends import REFUSED
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import token_of
 
-# At most, whatever a site allows; a longer row of jobs becomes several arrays.
+# The largest array, whatever a site allows; more jobs are split into several arrays.
 MAX_ARRAY = 1000
-# Arrays in one call of scancel, whose line of arguments has an end.
+# Arrays in one call of scancel, to limit the length of its command line.
 _MAX_WORDS = 500
 _COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
 _CANCEL_SECONDS = 60.0
-# What scancel says of single jobs: the others have been told.
-_PASSED_OVER = re.compile("nvalid job id|can not be altered now|already completing")
+# Errors of scancel about single jobs that have already ended; the other jobs have been signalled.
+_ALREADY_ENDED = re.compile("nvalid job id|can not be altered now|already completing")
 
 
 def is_here() -> bool:
-    """Whether this host can submit to Slurm."""
+    """Whether jobs can be submitted to Slurm from this host."""
     return all(shutil.which(command) is not None for command in _COMMANDS)
 
 
 def check(jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
-    """Check that Slurm is here, and that it has what the jobs ask for, as far as it tells.
+    """Check that Slurm is installed and has the partitions and nodes that the jobs need.
 
     Raises:
-        ConfigError: it is not, or does not answer, or a partition is unknown or too small.
+        ConfigError: Slurm is not installed or does not answer, or a partition is unknown or too small.
     """
     for command in _COMMANDS:
         if shutil.which(command) is None:
@@ -44,50 +44,50 @@ def check(jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
     partitions = _partitions()
     for config, shape in jobs:
         assert isinstance(config, Slurm)
-        # Without a name it is the default, which sinfo lists under the empty one here.
-        asked = config.partition if config.partition is not None else ""
-        names = [name for name in asked.split(",") if name in partitions or asked]
+        # Without a name it is the default partition, which `_partitions` lists under the empty name.
+        partition = config.partition if config.partition is not None else ""
+        names = [name for name in partition.split(",") if name in partitions or partition]
         for name in names:
             if name not in partitions:
                 cure = f"known: {', '.join(sorted(filter(None, partitions)))}"
                 raise ConfigError("launch.partition", config.partition, "Slurm knows no such partition", cure)
         sizes = [partitions[name] for name in names]
         if sizes and shape.nodes > max(sizes):
-            where = f"partition {asked}" if asked else "the default partition"
+            where = f"partition {partition}" if partition else "the default partition"
             rule = f"needs {shape.nodes} nodes, and {where} has {max(sizes)}"
             cure = f"try world={max(sizes) * shape.tasks_per_node}, or another partition"
             raise ConfigError("world", shape.processes, rule, cure)
 
 
 def max_array() -> int:
-    """How many jobs one array takes here; MAX_ARRAY where Slurm does not tell."""
+    """How many jobs one array takes at this site; MAX_ARRAY if Slurm does not answer."""
     settings = ask_slurm("scontrol", "show", "config").output or ""
-    # MaxArraySize is one more than the largest index, and the first is 0. With 0 there are no arrays: sbatch says so.
+    # MaxArraySize is one more than the largest index; the first index is 0. If it is 0, sbatch refuses all arrays.
     limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", settings, re.MULTILINE)
     return max(1, min([MAX_ARRAY, *map(int, limits)]))
 
 
 def find(token: str, *, since: float) -> str | None:
-    """Slurm's number of the jobs of a submission, whether they wait, run or have ended; None if it has none.
+    """Slurm's number of the jobs of a submission, whether they wait, run or have ended; None if there are none.
 
-    Jobs are known by the end of their name: elements of an array take another name when they start.
+    Jobs are identified by the end of their name: elements of an array are renamed when they start.
 
     Args:
         token: of the submission.
-        since: none of its jobs is older, in seconds since the epoch.
+        since: no job of it is older, in seconds since the epoch.
 
     Raises:
-        ConfigError: Slurm does not answer, so that nothing is known.
+        ConfigError: Slurm does not answer: the jobs may exist or not.
     """
     listed = ask_slurm("squeue", "--noheader", "--all", "--states=all", "--format=%j|%F|%T|%r")
     if listed.output is None:
         raise _undecided(listed.problem)
     for line in listed.output.splitlines():
         name, number, state, reason = (line.split("|") + [""] * 4)[:4]
-        # What sbatch was refused stays in the queue's list for some minutes, and was never a job.
+        # A submission that sbatch refused stays in the listing for some minutes, though it never was a job.
         if token_of(name) == token and (state, reason) != ("FAILED", REFUSED):
             return number
-    # The queue forgets jobs some minutes after their end; the accounting, where there is one, does not.
+    # The queue forgets jobs some minutes after their end; the accounting, if the site has it, does not.
     listed = accounted_since(since, "--allocations", "--format=JobName,JobID")
     if listed.output is None and listed.is_here and "accounting storage is disabled" not in listed.errors:
         raise _undecided(listed.problem)
@@ -96,23 +96,23 @@ def find(token: str, *, since: float) -> str | None:
 
 
 def cancel(jobs: Mapping[str, Collection[int]], *, is_gentle: bool) -> None:
-    """End elements of arrays, all in one call; those that have ended are passed over.
+    """End elements of arrays with as few calls as possible; elements that have already ended are skipped.
 
     Args:
         jobs: elements by the array's number.
-        is_gentle: they run; their processes are told, and have all the time that they need to save. Without it, Slurm
-            kills what has not ended within KillWait, half a minute on most sites.
+        is_gentle: the jobs run; signal their processes, and give them all the time that they need to save. Otherwise
+            Slurm kills what has not ended within KillWait, half a minute on most sites.
 
     Raises:
         ConfigError: Slurm does not answer.
     """
-    # SIGINT is a person's wish by itself: a process that does not yet see cancel.json, for a file system that is slow
-    # to show it, takes it for nothing else. Its steps get it; the shell around them does not, and waits.
-    how = ["--signal=INT"] if is_gentle else []
+    # SIGINT always means a user's cancellation, also to a process that does not see cancel.json yet because its file
+    # system is slow. The job's steps get the signal; the shell that runs them does not, and waits for them.
+    flags = ["--signal=INT"] if is_gentle else []
     words = [f"{number}_[{expression_of(elements)}]" for number, elements in jobs.items()]
     for first in range(0, len(words), _MAX_WORDS):
-        reply = ask_slurm("scancel", *how, *words[first : first + _MAX_WORDS], seconds=_CANCEL_SECONDS)
-        if reply.problem is not None and not _PASSED_OVER.search(reply.errors):
+        reply = ask_slurm("scancel", *flags, *words[first : first + _MAX_WORDS], seconds=_CANCEL_SECONDS)
+        if reply.problem is not None and not _ALREADY_ENDED.search(reply.errors):
             rule = f"Slurm does not answer, and the jobs may go on ({reply.problem})"
             raise ConfigError("launch", "slurm", rule, "try again when `squeue` answers")
 
@@ -123,7 +123,7 @@ def _undecided(problem: str | None) -> ConfigError:
 
 
 def _partitions() -> dict[str, int]:
-    """Nodes of every partition, and under the empty name those of the default.
+    """The number of nodes of every partition; the empty name stands for the default partition.
 
     Raises:
         ConfigError: Slurm does not answer.

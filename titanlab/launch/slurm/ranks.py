@@ -1,4 +1,4 @@
-"""Which rank a task of srun is, by Slurm's variables."""
+"""The rank of a task of srun, from Slurm's variables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from titanlab.distributed.ranks import Ranks, check_ranks, number
 
 
 def joined_step(environ: Mapping[str, str]) -> Ranks | None:
-    """The rank of a process that a person's own srun has started as one of several; None: it is on its own.
+    """The rank of a process that the user's own srun has started as one of several; None for a single process.
 
     A shell inside an allocation (`salloc`, or the script of `sbatch`) has Slurm's variables too, but no step with
     several tasks.
 
     Raises:
-        ConfigError: a variable that belongs to the set is missing or is no number.
+        ConfigError: one of Slurm's variables is missing or is not a number.
     """
     if "SLURM_STEP_ID" not in environ or _slurm_world(environ) <= 1:
         return None
@@ -25,10 +25,10 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
-    """The rank of a task of srun's, also of a single one.
+    """The rank of a task of srun, also of a single task.
 
     Raises:
-        ConfigError: a variable that belongs to the set is missing or is no number.
+        ConfigError: one of Slurm's variables is missing or is not a number.
     """
     return Ranks(
         rank=number(environ, "SLURM_PROCID"),
@@ -36,7 +36,7 @@ def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
         local_rank=number(environ, "SLURM_LOCALID"),
         local_world=_slurm_local_world(environ),
         address=environ.get("MASTER_ADDR") or [*hosts(environ.get("SLURM_STEP_NODELIST", "")), "127.0.0.1"][0],
-        # Steps of one job, and jobs that share a node, must not meet at one port.
+        # Jobs that share a node need different ports.
         port=number(environ, "MASTER_PORT", 20_000 + number(environ, "SLURM_JOB_ID", 0) % 20_000),
         started_by="slurm",
         is_counted=True,
@@ -65,6 +65,6 @@ def hosts(nodes: str) -> list[str]:
         for part in inner.split(",") if inner else [""]:
             first, _, last = part.partition("-")
             numbers = range(int(first), int(last or first) + 1) if first.isdecimal() else None
-            middles = [""] if numbers is None else [f"{each:0{len(first)}d}" for each in numbers]
+            middles = [""] if numbers is None else [f"{value:0{len(first)}d}" for value in numbers]
             names += [f"{prefix}{middle}{suffix}" for middle in middles]
     return names

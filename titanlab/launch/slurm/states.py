@@ -1,7 +1,7 @@
-"""The states of jobs, by what squeue and sacct say of them.
+"""The states of jobs, according to squeue and sacct.
 
-Slurm is asked by its numbers of jobs, and believed about those whose name ends with the submission's token: after a
-reset its numbers begin anew, and another job may have the same number.
+Slurm is asked by job numbers, but only lines whose job name ends with the submission's token are used: after a reset
+Slurm counts from the beginning, and another job may have the same number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titanlab.launch.slurm.ranks import hosts
 from titanlab.launch.submission import Submission, token_of
 from titanlab.records.run_folder import RunFolder
 
-# For as long, a job that Slurm does not know may be on its way into the queue.
+# For this time after its submission, a job that Slurm does not know may still be on its way into the queue.
 _FRESH_SECONDS = 60.0
 _WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
 _ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
@@ -28,8 +28,8 @@ _SACCT = "JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
 
 
 def slurm_states(submitted: Sequence[Submission], sweep: Path) -> dict[JobKey, JobState]:
-    """The state of every job of these submissions: one question to the accounting and one to the queue."""
-    # In this order: a job that the accounting takes for alive and the queue, asked later, does not know is lost.
+    """The state of every job of these submissions: one query to the accounting and one to the queue."""
+    # In this order: if a job runs according to the accounting and a later squeue does not know it, it is lost.
     accounting, queue = _accounting(submitted), _squeue(submitted)
     recorded, live = _recorded(accounting.output or ""), _queued(queue.output or "")
     known = {token for token, _ in recorded}
@@ -37,12 +37,12 @@ def slurm_states(submitted: Sequence[Submission], sweep: Path) -> dict[JobKey, J
     for submission in submitted:
         for index, run in enumerate(submission.runs):
             key = (submission.token, index)
-            state = _together(live.get(key), recorded.get(key), queue, accounted=accounting.output is not None)
+            state = _merged(live.get(key), recorded.get(key), queue, accounted=accounting.output is not None)
             if state.state == "gone" and _was_removed(recorded.get(key)) and submission.token in known:
                 made_by = RunFolder(sweep / run).job() or {}
                 if (made_by.get("token"), made_by.get("index")) != key:
-                    # Slurm keeps no record of a single element that is cancelled while it waits: it is taken out of
-                    # its array. (Slurm 22.05, _job_str_signal of slurmctld.)
+                    # Slurm keeps no record of a single array element that is cancelled while it waits: it removes the
+                    # element from its array (Slurm 22.05, _job_str_signal of slurmctld).
                     state = JobState(state="ended", raw="CANCELLED", job_id=f"{submission.job_id}_{index}")
             if state.state == "gone" and (
                 submission.state == "intent" or time.time() - submission.created < _FRESH_SECONDS
@@ -53,40 +53,40 @@ def slurm_states(submitted: Sequence[Submission], sweep: Path) -> dict[JobKey, J
 
 
 def _accounting(submitted: Sequence[Submission]) -> Reply:
-    """What sacct says of the jobs.
+    """The answer of sacct on the jobs.
 
-    By their numbers: within a span of time it lists no job that has never been ready to start, such as one that was
-    held until somebody cancelled it.
+    The query is by job number: a query by time omits jobs that were never ready to start, such as a job that was held
+    until it was cancelled.
     """
     words = ("--noheader", "--parsable2", f"--format={_SACCT}")
     numbers = [submission.job_id for submission in submitted if submission.job_id is not None]
     if len(numbers) < len(submitted):
-        # Jobs of a submission that was interrupted have no numbers yet.
+        # An interrupted submission has no job number yet.
         return accounted_since(min(submission.created for submission in submitted), f"--format={_SACCT}")
     return ask_slurm("sacct", *words, f"--jobs={','.join(numbers)}", seconds=ACCOUNTING_SECONDS)
 
 
 def _squeue(submitted: Sequence[Submission]) -> Reply:
-    """What squeue says of the jobs, also those in partitions that it shows to nobody who does not ask."""
+    """The answer of squeue on the jobs, with --all for partitions that it hides by default."""
     words = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--format={_SQUEUE}"]
     numbers = [submission.job_id for submission in submitted if submission.job_id is not None]
     if len(numbers) == len(submitted):
         words.append(f"--jobs={','.join(numbers)}")
     reply = ask_slurm(*words)
-    # A single number that it does not know is an error to it, and one of several is none.
+    # One unknown number alone is an error to squeue; among several numbers, squeue ignores it.
     return Reply(output="") if "Invalid job id" in reply.errors else reply
 
 
 def _was_removed(recorded: JobState | None) -> bool:
-    """Whether a job that the queue does not know has left it without a start, by what the accounting has of it."""
+    """Whether a job that the queue does not know left it before it started, according to the accounting."""
     return recorded is None or (recorded.state == "pending" and recorded.job_id is None)
 
 
-def _together(live: JobState | None, recorded: JobState | None, queue: Reply, *, accounted: bool) -> JobState:
-    """What queue and accounting say of one job, which may contradict each other for some seconds."""
+def _merged(live: JobState | None, recorded: JobState | None, queue: Reply, *, accounted: bool) -> JobState:
+    """The state of one job from queue and accounting, which may contradict each other for some seconds."""
     is_accounted = recorded is not None and recorded.state == "ended"
     if live is not None and live.state == "ended" and accounted and not is_accounted and not live.never_started:
-        # How it ended is known when the accounting has it, too.
+        # The accounting will know soon how it ended.
         return replace(live, state="running")
     if live is not None and (live.state != "ended" or not is_accounted):
         return live
@@ -98,8 +98,8 @@ def _together(live: JobState | None, recorded: JobState | None, queue: Reply, *,
 
 
 def _queued(text: str) -> dict[JobKey, JobState]:
-    """The lines of squeue: name, array, place in it, number, state, reason, time, nodes."""
-    found = {}
+    """The states in the output of squeue: name, array, index in it, number, state, reason, time, nodes."""
+    states = {}
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) != 8:
@@ -108,9 +108,9 @@ def _queued(text: str) -> dict[JobKey, JobState]:
         index = int(place) if place.isdecimal() else 0
         state = _state(raw)
         if state == "pending" and reason == "BeginTime":
-            # Nobody asks for a time to begin at: Slurm does, for what it has put back.
+            # titanlab sets no begin time; Slurm sets one when it requeues a job.
             state = "requeued"
-        found[token_of(name), index] = JobState(
+        states[token_of(name), index] = JobState(
             state=state,
             raw=raw,
             reason=None if reason in ("None", "") else reason,
@@ -118,13 +118,13 @@ def _queued(text: str) -> dict[JobKey, JobState]:
             nodes=tuple(hosts(nodes)),
             job_id=f"{array}_{place}" if place.isdecimal() else number,
         )
-    return found
+    return states
 
 
 def _recorded(text: str) -> dict[JobKey, JobState]:
-    """The lines of sacct: name, number, state, exit code, time, nodes, reason; of each job, and then of its steps."""
-    found: dict[JobKey, JobState] = {}
-    # Elements of an array that have not started share one line. It may be older than an element's own.
+    """The states in sacct's output: name, number, state, exit code, time, nodes, reason; a job before its steps."""
+    states: dict[JobKey, JobState] = {}
+    # Elements of an array that have not started share one line. It may be older than the line of a single element.
     waiting: dict[JobKey, JobState] = {}
     keys: dict[str, JobKey] = {}
     for line in text.splitlines():
@@ -138,13 +138,13 @@ def _recorded(text: str) -> dict[JobKey, JobState]:
         state = _state(raw)
         exit_code = _exit_code(code) if state == "ended" else None
         if step:
-            # A numbered one is srun's; the batch file is a step, too. The job's own code is srun's, which tells of
-            # signal 9 as of exit code 9, and sacct's DerivedExitCode lacks a step that ends a moment after its job.
+            # Numbered steps are those of srun; the batch file is a step too. The exit code of the job is that of srun,
+            # which reports signal 9 as code 9; and sacct's DerivedExitCode misses steps that end just after their job.
             killed = step.isdecimal() and exit_code is not None and exit_code < 0
-            if killed and job in keys and found[keys[job]].exit_code:
-                found[keys[job]] = replace(found[keys[job]], exit_code=exit_code)
+            if killed and job in keys and states[keys[job]].exit_code:
+                states[keys[job]] = replace(states[keys[job]], exit_code=exit_code)
             continue
-        told = JobState(
+        job_state = JobState(
             state=state,
             raw=raw,
             exit_code=exit_code,
@@ -156,11 +156,11 @@ def _recorded(text: str) -> dict[JobKey, JobState]:
         if bar and not place.isdecimal():
             for index in elements_of(place):
                 job_id = f"{array}_{index}" if state == "ended" else None
-                waiting[token_of(name), index] = replace(told, exit_code=None, job_id=job_id)
+                waiting[token_of(name), index] = replace(job_state, exit_code=None, job_id=job_id)
             continue
         keys[job] = (token_of(name), int(place) if bar else 0)
-        found[keys[job]] = told
-    return {**waiting, **found}
+        states[keys[job]] = job_state
+    return {**waiting, **states}
 
 
 def _state(raw: str) -> str:
@@ -176,7 +176,7 @@ def _exit_code(text: str) -> int | None:
         return None
     code, signal = int(match[1]), int(match[2])
     if signal > 64:
-        return None  # No signal: Slurm's own sign for want of memory is 0:125.
+        return None  # Not a signal: Slurm writes 0:125 when a job exceeds its memory.
     return -signal if signal and not code else code
 
 

@@ -1,1 +1,1 @@
-"""From a sweep's file, or a command line, to recipes with names."""
+"""From a sweep's file or a command line to named recipes."""

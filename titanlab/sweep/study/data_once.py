@@ -1,4 +1,4 @@
-"""Checks, fingerprints and preparation of data, which many points share: each is done once."""
+"""Checks, fingerprints and prepares data that many points share, once for each data."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_data
 from titanlab.records.identity import Identity, identify
 from titanlab.sweep.study.prune import Unfit
-from titanlab.sweep.study.space import same
+from titanlab.sweep.study.space import canonical_text
 from titanlab.weights.starting_weights import start_fingerprint
 
 
 class DataOnce:
-    """What is known of the data of a sweep's recipes."""
+    """Remembers results for the data of a sweep's recipes."""
 
     def __init__(self) -> None:
-        self._told: dict[str, Any] = {}
-        # Some data has been: then more rules on data can be checked, and what was told before is asked again.
+        self._results: dict[str, Any] = {}
+        # Once any data is prepared, more rules can be checked: earlier results of `check` are not used again.
         self._prepared = False
 
     def check(self, recipe: Recipe) -> None:
-        """Hold a recipe to the rules on its data that can be checked at this time.
+        """Check the rules on a recipe's data that can be checked at this time.
 
         Raises:
-            ConfigError: it breaks one.
+            ConfigError: it breaks a rule.
         """
         training = recipe.training
-        asked = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
-        asked += [training.validation_sequences, training.validate_every]
-        self._once(["check", self._prepared, _plain(recipe), asked], lambda: check_data(recipe))
+        inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
+        inputs += [training.validation_sequences, training.validate_every]
+        self._once(["check", self._prepared, _plain(recipe), inputs], lambda: check_data(recipe))
 
     def prepare(self, recipe: Recipe, report: Callable[[str], None]) -> None:
-        """Prepare a recipe's data, and hold the recipe to the rules on the data itself.
+        """Prepare a recipe's data, and check the rules that need the prepared data.
 
         Raises:
-            Unfit: the data cannot be used, or not by this recipe.
+            Unfit: the data cannot be used, or this recipe cannot use it.
         """
         try:
             self._once(["prepare", _plain(recipe)], lambda: source.prepare(recipe.data, report=report))
@@ -55,17 +55,17 @@ class DataOnce:
         hardware = str(recipe.cluster.device)
         return identify(recipe, data=data, hardware=hardware, repeat=recipe.repeat, weights=weights)
 
-    def _once(self, what: list[Any], act: Callable[[], Any]) -> Any:
-        key = same(what)
-        if key not in self._told:
+    def _once(self, inputs: list[Any], act: Callable[[], Any]) -> Any:
+        key = canonical_text(inputs)
+        if key not in self._results:
             try:
-                self._told[key] = act()
+                self._results[key] = act()
             except ConfigError as error:
-                self._told[key] = error
-        told = self._told[key]
-        if isinstance(told, ConfigError):
-            raise told
-        return told
+                self._results[key] = error
+        result = self._results[key]
+        if isinstance(result, ConfigError):
+            raise result
+        return result
 
 
 def _plain(recipe: Recipe) -> Any:

@@ -1,7 +1,7 @@
 """Conditions on a recipe's values, such as `world <= 64 and precision != "fp32"`.
 
-They are read with Python's grammar and computed here, node by node: names are keys of the recipe, and besides
-comparisons, `and`, `or`, `not`, `in` and arithmetic of numbers there is nothing in them. No code is run.
+They are parsed with Python's grammar and evaluated here, node by node: names are keys of the recipe; comparisons,
+`and`, `or`, `not`, `in`, arithmetic of numbers and a few functions are allowed, and nothing else. No code is run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from titanlab.errors import ConfigError
 
 WHERE = "where"
-"""The key of a mistake in a condition."""
-_LENGTH = 1000  # characters; a longer one is no condition that a person wrote
+"""The key of an error in a condition."""
+_LENGTH = 1000  # characters; no user writes a longer condition
 _CURE = "write a condition such as parallelism.tensor <= 8 and precision == 'bf16'"
 _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -28,7 +28,7 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.In: lambda item, items: item in items,
     ast.NotIn: lambda item, items: item not in items,
 }
-# Powers are left out: a short one can take forever.
+# No powers: a short expression could take forever.
 _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -38,7 +38,7 @@ _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs, "len": len}
-# As YAML writes them.
+# The names of constants in YAML.
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
 _MEANT = {
     ast.Call: "calls a function that is not min, max, abs or len",
@@ -53,11 +53,11 @@ _MEANT = {
 
 @dataclass(frozen=True)
 class Expression:
-    """A condition that has been read.
+    """A parsed condition.
 
     Attributes:
-        text: as it was written.
-        names: keys that it may ask for, in order.
+        text: as the user wrote it.
+        names: keys that it may use, in order.
     """
 
     text: str
@@ -72,24 +72,24 @@ class Expression:
             label: of the point, for messages.
 
         Raises:
-            ConfigError: it cannot be computed, or what comes out is neither true nor false.
+            ConfigError: it cannot be computed, or the result is neither true nor false.
         """
         try:
-            found = _compute(self._body, value)
+            result = _compute(self._body, value)
         except (TypeError, ValueError, ArithmeticError) as error:
             rule = f"cannot be computed for {label} ({' '.join(str(error).split())})"
             raise ConfigError(WHERE, self.text, rule, "compare numbers with numbers and texts with texts") from error
-        if not isinstance(found, bool):
-            rule = f"is {found!r} for {label}, neither true nor false"
+        if not isinstance(result, bool):
+            rule = f"is {result!r} for {label}, neither true nor false"
             raise ConfigError(WHERE, self.text, rule, "compare it with something")
-        return found
+        return result
 
 
 def read_expression(text: Any) -> Expression:
-    """The condition that a text is.
+    """Parse a condition.
 
     Raises:
-        ConfigError: it is no text, no expression, or has something else in it than conditions have.
+        ConfigError: it is not a text or not an expression, or contains something that conditions do not allow.
     """
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(WHERE, text, "is no condition", _CURE)
@@ -98,15 +98,15 @@ def read_expression(text: Any) -> Expression:
     try:
         body = ast.parse(text.strip(), mode="eval").body
         names = tuple(dict.fromkeys(_names(body, text)))
-    # Some thousand brackets are too deep for the parser.
+    # The last two: some thousand nested brackets are too deep for the parser.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        said = error.msg if isinstance(error, SyntaxError) else type(error).__name__
-        raise ConfigError(WHERE, text, f"cannot be read ({said})", _CURE) from error
+        message = error.msg if isinstance(error, SyntaxError) else type(error).__name__
+        raise ConfigError(WHERE, text, f"cannot be read ({message})", _CURE) from error
     return Expression(text, names, body)
 
 
 def _names(node: ast.expr, text: str) -> list[str]:
-    """Keys in a condition; whatever no condition has is refused here."""
+    """The keys in a condition; raises ConfigError for everything that conditions do not allow."""
     match node:
         case ast.Name() | ast.Attribute():
             name = _dotted(node)
@@ -124,9 +124,9 @@ def _names(node: ast.expr, text: str) -> list[str]:
                 raise _refused(op, text)
             parts = [left, right]
         case ast.Compare(left=left, ops=ops, comparators=others):
-            for each in ops:
-                if type(each) not in _COMPARISONS:
-                    raise _refused(each, text)
+            for operation in ops:
+                if type(operation) not in _COMPARISONS:
+                    raise _refused(operation, text)
             parts = [left, *others]
         case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS:
             pass
@@ -136,12 +136,12 @@ def _names(node: ast.expr, text: str) -> list[str]:
 
 
 def _refused(node: ast.AST, text: str) -> ConfigError:
-    what = _MEANT.get(type(node), f"has something in it that no condition has ({type(node).__name__})")
-    return ConfigError(WHERE, text, what, _CURE)
+    rule = _MEANT.get(type(node), f"has something in it that no condition has ({type(node).__name__})")
+    return ConfigError(WHERE, text, rule, _CURE)
 
 
 def _dotted(node: ast.expr) -> str | None:
-    """`parallelism.tensor` of nested attributes of a name; None: of something else."""
+    """`parallelism.tensor` for nested attributes of a name; None for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -158,21 +158,21 @@ def _compute(node: ast.expr, value: Callable[[str], Any]) -> Any:
             name = str(_dotted(node))
             return _WORDS[name] if name in _WORDS else value(name)
         case ast.BoolOp(op=op, values=parts):
-            wanted = isinstance(op, ast.Or)
-            # The first that decides is the last one asked: what comes after may be no key of this point.
-            return any(_truth(part, value) is wanted for part in parts) is wanted
+            decisive = isinstance(op, ast.Or)
+            # Stop at the first decisive part: later parts may use keys that this point does not have.
+            return any(_truth(part, value) is decisive for part in parts) is decisive
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             return not _truth(inner, value)
         case ast.UnaryOp(op=op, operand=inner):
-            found = _number(_compute(inner, value))
-            return -found if isinstance(op, ast.USub) else found
+            operand = _number(_compute(inner, value))
+            return -operand if isinstance(op, ast.USub) else operand
         case ast.BinOp(left=left, op=op, right=right):
             return _ARITHMETIC[type(op)](_number(_compute(left, value)), _number(_compute(right, value)))
         case ast.Compare(left=left, ops=ops, comparators=others):
             before = _compute(left, value)
-            for each, other in zip(ops, others, strict=True):
+            for operation, other in zip(ops, others, strict=True):
                 after = _compute(other, value)
-                if not _COMPARISONS[type(each)](before, after):
+                if not _COMPARISONS[type(operation)](before, after):
                     return False
                 before = after
             return True
@@ -184,14 +184,14 @@ def _compute(node: ast.expr, value: Callable[[str], Any]) -> Any:
 
 
 def _truth(node: ast.expr, value: Callable[[str], Any]) -> bool:
-    found = _compute(node, value)
-    if not isinstance(found, bool):
-        raise TypeError(f"{ast.unparse(node)} is {found!r}, neither true nor false")
-    return found
+    result = _compute(node, value)
+    if not isinstance(result, bool):
+        raise TypeError(f"{ast.unparse(node)} is {result!r}, neither true nor false")
+    return result
 
 
 def _number(value: Any) -> Any:
-    # A text times a large number fills memory.
+    # A text times a large number would fill the memory.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
     return value

@@ -1,7 +1,7 @@
-"""A sweep planned: every point composed, checked and named, or dropped with the reason why.
+"""Plans a sweep: composes, checks and names every point, or drops it with a reason.
 
-What is cheap comes first: conditions and degrees are held against values that need no composition, so that of a
-thousand points only those are composed that can be run.
+Cheap checks come first: conditions and degrees need only values that exist without a composition, so that only points
+that may run are composed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from titanlab.sweep.study.data_once import DataOnce
 from titanlab.sweep.study.point import Point
 from titanlab.sweep.study.prune import Unfit, prune
 from titanlab.sweep.study.request import Request, read_request
-from titanlab.sweep.study.space import Values, keys_of, same
+from titanlab.sweep.study.space import Values, canonical_text, keys_of
 from titanlab.weights.starting_weights import check_beginning
 
 SINGLE = "single"
 COMMAND_LINE = "command line"
-# Points that are looked at before all of them: a second's work.
+# The number of points that `check_shared` checks before all others; that takes about a second.
 _PROBES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A point that can be run: its recipe is resolved, and named by the point's label."""
+    """A point that can run: its recipe is resolved, and has the point's label as its name."""
 
     point: Point
     recipe: Recipe
@@ -46,7 +46,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """A point that cannot be run, or need not.
+    """A point that cannot run, or need not.
 
     Attributes:
         stage: `where`, `layout`, `composition`, `rule` or `duplicate`.
@@ -60,15 +60,15 @@ class Dropped:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A sweep, planned.
+    """A planned sweep.
 
     Attributes:
         name: of its folder.
-        origin: the file it is from, `sweeps/quickstart_layouts`, or `command line`.
+        origin: the file that defines it, such as `sweeps/quickstart_layouts`, or `command line`.
         definition: overrides, space, conditions and repeats, as plain values.
-        planned: in the space's order.
-        dropped: likewise.
-        notices: what was changed in some points, a line each.
+        planned: points that will run, in the space's order.
+        dropped: points that will not run, in the same order.
+        notices: one line for each change that titanlab made to recipes.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Study:
 
 
 def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
-    """Plan the sweep that a command line asks for, without its data (see `with_data`). Nothing is written.
+    """Plan the sweep of a command line, without its data (see `with_data`). Nothing is written.
 
     Args:
         arguments: overrides and Hydra's flags.
-        whole: every point has to be one that can be run, unless a condition leaves it out.
+        whole: raise an error if any point cannot run, unless a condition drops it.
 
     Raises:
-        ConfigError: the sweep is wrong, or none of its points can be run.
+        ConfigError: the sweep is wrong, or none of its points can run.
     """
     request = read_request(arguments)
     composer = Composer(request.loader, request.points)
@@ -97,7 +97,7 @@ def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
     left.check_shared(lambda point: check.composed(composer, point))
     recipes = left.keep(lambda point, _: check.composed(composer, point))
     for recipe in recipes.values():
-        # Of a job that no cluster has room for there is nothing to prepare.
+        # Raises an error if the cluster is too small, before any data is prepared.
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
     study = _named(request, composer, left, recipes, check.data)
@@ -105,10 +105,10 @@ def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
-    """The study with its data prepared, each data once; points that the data itself speaks against are dropped.
+    """The study after its data is prepared, each data once; points that break a rule on the data are dropped.
 
     Raises:
-        ConfigError: none is left.
+        ConfigError: no point is left.
     """
     data = DataOnce()
     left = Sieve([planned.point.values for planned in study.planned], whole=whole)
@@ -122,7 +122,7 @@ def with_data(study: Study, report: Callable[[str], None], *, whole: bool = Fals
 
 
 class Sieve:
-    """Points, of which some stages leave some out; with `whole`, an error of one of them ends it all."""
+    """Points from which successive stages drop some; with `whole`, a stage's error is raised instead."""
 
     def __init__(self, points: Sequence[Values], *, whole: bool) -> None:
         self.points = points
@@ -130,63 +130,63 @@ class Sieve:
         self.dropped: dict[int, Unfit] = {}
 
     def __iter__(self) -> Iterator[int]:
-        """Numbers of the points that are left."""
+        """The numbers of the points that are left."""
         return (number for number in range(len(self.points)) if number not in self.dropped)
 
     def keep(self, stage: Callable[[Values, int], Any]) -> dict[int, Any]:
-        """What a stage makes of every point that is left; those that it finds unfit are left out.
+        """Apply a stage to every point that is left, and drop those that it finds unfit. Returns its results by number.
 
         Raises:
             ConfigError: no point is left.
         """
-        made: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         for number in list(self):
             try:
-                made[number] = stage(self.points[number], number)
+                results[number] = stage(self.points[number], number)
             except Unfit as unfit:
                 if self._whole and isinstance(unfit.reason, ConfigError):
                     raise unfit.reason from unfit
                 self.dropped[number] = unfit
-        if not made:
+        if not results:
             raise self._nothing_left()
-        return made
+        return results
 
     def check_shared(self, stage: Callable[[Values], Any]) -> None:
-        """Look at a few points before all: what is wrong with the recipe that they share is told at once.
+        """Check a few points before all others, to report an error of the shared recipe at once.
 
-        A mistake is shared if a stage finds it, in the same words, in the first point, in the last, in some between
-        and in the recipe without any point, and if its key is not swept.
+        An error is shared if the stage raises it, with the same words, for the first point, for others up to the last,
+        and for the recipe without any point's values, and if its key is not swept.
 
         Raises:
-            ConfigError: that mistake.
+            ConfigError: the shared error.
         """
         numbers = list(self)
         if len(numbers) <= _PROBES:
             return
-        mistake = _mistake(stage, self.points[numbers[0]])
-        if mistake is None or mistake.key in keys_of(self.points):
+        error = _error(stage, self.points[numbers[0]])
+        if error is None or error.key in keys_of(self.points):
             return
         others = [self.points[numbers[place * (len(numbers) - 1) // _PROBES]] for place in range(1, _PROBES + 1)]
-        if all(str(_mistake(stage, point)) == str(mistake) for point in (*others, {})):
-            raise mistake
+        if all(str(_error(stage, point)) == str(error) for point in (*others, {})):
+            raise error
 
     def _nothing_left(self) -> ConfigError:
-        found = list(self.dropped.values())
-        texts = Counter((each.stage, str(each.reason)) for each in found)
+        dropped = list(self.dropped.values())
+        texts = Counter((unfit.stage, str(unfit.reason)) for unfit in dropped)
         (stage, reason), count = texts.most_common(1)[0]
-        first = found[0].reason
+        first = dropped[0].reason
         if isinstance(first, ConfigError) and len(texts) == 1:
-            # It is no single point's mistake.
+            # All points have the same error: it does not depend on the swept values.
             return first
         if stage == "where" and len(texts) == 1:
-            return ConfigError("where", reason, f"is met by none of {len(found)} points", "ask for less")
-        rule = f"none of {len(found)} points can be run; {count} of them for one reason ({stage}: {reason})"
+            return ConfigError("where", reason, f"is met by none of {len(dropped)} points", "ask for less")
+        rule = f"none of {len(dropped)} points can be run; {count} of them for one reason ({stage}: {reason})"
         cure = "change that, or sweep other values"
         return ConfigError("space", ",".join(keys_of(self.points)), rule, cure)
 
 
-def _mistake(stage: Callable[[Values], Any], point: Values) -> ConfigError | None:
-    """What a stage has against a point, as far as it is a mistake."""
+def _error(stage: Callable[[Values], Any], point: Values) -> ConfigError | None:
+    """The ConfigError for which a stage drops a point; None if it keeps the point, or drops it for another reason."""
     try:
         stage(point)
     except Unfit as unfit:
@@ -195,19 +195,19 @@ def _mistake(stage: Callable[[Values], Any], point: Values) -> ConfigError | Non
 
 
 class _Checks:
-    """Composing and checking, with what is the same for many points done once."""
+    """Composes and checks points; what many points share is computed once."""
 
     def __init__(self) -> None:
         self.data = DataOnce()
-        # Without values: each once, in their order.
+        # A dict as an ordered set.
         self.notices: dict[str, None] = {}
         self._host: Host | None = None
 
     def composed(self, composer: Composer, point: Values) -> Recipe:
-        """A point's recipe, resolved, after every check that needs no prepared data.
+        """The resolved recipe of a point, after every check that needs no prepared data.
 
         Raises:
-            Unfit: there is none, or it breaks a rule.
+            Unfit: it cannot be composed, or breaks a rule.
         """
         try:
             recipe = composer.recipe(point)
@@ -226,7 +226,7 @@ class _Checks:
             self._host = self._host or this_host()
             recipe = resolve(recipe, world=None, accelerator=self._host.accelerator, device=self._host.device)
         else:
-            # This host says nothing about those where it will run.
+            # It will run on other hosts: do not use the devices of this one.
             cluster = recipe.cluster
             check_cluster(cluster, recipe.launch)
             recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
@@ -245,7 +245,7 @@ class _Checks:
 
 
 def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[int, Recipe], data: DataOnce) -> Study:
-    """The study: every run gets its name, and what would be run twice is left out."""
+    """The study, with a name for every run; points that would be the same run are dropped."""
     name = _folder(request, composer, next(iter(recipes.values())))
     planned: list[Planned] = []
     dropped: list[Dropped] = []
@@ -281,17 +281,17 @@ def _label(request: Request, recipe: Recipe, point: Point) -> str:
         return recipe.name
     if not point.values:
         return recipe.name + point.suffix
-    # A name that was typed is meant.
+    # The user has set `name`: keep it as a prefix.
     return f"{recipe.name[:35]}-{point.label}" if request.named else point.label
 
 
 def _folder(request: Request, composer: Composer, recipe: Recipe) -> str:
-    """The sweep's name: what the key `sweep` says, else the file's, else one made of what is swept."""
+    """The sweep's name: the key `sweep`, else the name of its file, else a name derived from its space."""
     if recipe.sweep != SINGLE:
         return recipe.sweep
     if request.option is not None:
         return request.option.rpartition("/")[2]
     if request.space is None:
         return SINGLE
-    text = same([request.space, [each.text for each in request.where], request.repeats])
+    text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
     return f"{composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

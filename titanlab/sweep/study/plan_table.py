@@ -1,4 +1,4 @@
-"""What a submission is about to do, or has done, in words and as plain values."""
+"""The plan of a submission, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "action")
 FIGURES = ("processes", "nodes", "GPU-hours")
-# In the order in which a person wants to see them counted.
+# In the order in which the counts are shown.
 _WORDS = {
     "submit": "to submit",
     "queued": "queued already",
@@ -27,10 +27,10 @@ _WORDS = {
 
 
 def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = True) -> list[str]:
-    """The runs of a study, what becomes of each, what they take together, and what was dropped.
+    """The runs of a study with their actions, their resources together, and the dropped points.
 
     Args:
-        answered: the launcher can be asked how many jobs an array takes.
+        answered: whether the launcher can be asked how many jobs an array takes.
     """
     rows = [_cells(decision) for decision in decisions]
     lines = [f"{study.name}: {counted(len(decisions), 'run')} ({study.origin})"]
@@ -38,20 +38,20 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
     lines += [f"  {line}" for line in aligned(HEADINGS, rows, right=FIGURES)]
     counts = Counter(decision.action for decision in decisions)
     lines.append(", ".join(f"{counts[action]} {words}" for action, words in _WORDS.items() if counts[action]))
-    asked = [decision for decision in decisions if decision.action == "submit"]
-    if asked:
-        lines.append(_asked_for(asked, answered=answered))
+    submitted = [decision for decision in decisions if decision.action == "submit"]
+    if submitted:
+        lines.append(_resources(submitted, answered=answered))
     ended = [decision for decision in decisions if decision.action == "ended"]
     if ended:
         outcomes = sorted({decision.outcome for decision in ended if decision.outcome})
-        # How some have ended is found out by whoever looks next.
-        which = f"--outcome {','.join(outcomes)}" if all(each.outcome for each in ended) else "--all-failed"
+        # An ended run without an outcome gets one at the next reconciliation.
+        which = f"--outcome {','.join(outcomes)}" if all(decision.outcome for decision in ended) else "--all-failed"
         lines.append(f"to run those again: titanlab retry {study.name} {which}")
-    return lines + dropped([_row(each.stage, each.reason) for each in study.dropped])
+    return lines + dropped([_row(point.stage, point.reason) for point in study.dropped])
 
 
 def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
-    """The same as plain values."""
+    """The same content as plain values."""
     return {
         "sweep": study.name,
         "origin": study.origin,
@@ -70,8 +70,8 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
             for decision in decisions
         ],
         "dropped": [
-            {"point": dict(each.point.values), "repeat": each.point.repeat, "stage": each.stage, "reason": each.reason}
-            for each in study.dropped
+            {"point": dict(drop.point.values), "repeat": drop.point.repeat, "stage": drop.stage, "reason": drop.reason}
+            for drop in study.dropped
         ],
         "notices": list(study.notices),
         "counts": dict(Counter(decision.action for decision in decisions)),
@@ -91,12 +91,12 @@ def _cells(decision: Decision) -> tuple[str, ...]:
     )
 
 
-def _asked_for(asked: Sequence[Decision], *, answered: bool) -> str:
-    """Jobs, processes, nodes and GPU-hours of what is to be submitted."""
-    shapes = [decision.shape for decision in asked]
+def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
+    """Jobs, processes, nodes and GPU-hours of the runs that will be submitted."""
+    shapes = [decision.shape for decision in submitted]
     parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
-    if not all(decision.planned.recipe.launch.runs_here for decision in asked):
-        items = [Item(run=each.run_name, shape=each.shape, launch=each.planned.recipe.launch) for each in asked]
+    if not all(decision.planned.recipe.launch.runs_here for decision in submitted):
+        items = [Item(run=run.run_name, shape=run.shape, launch=run.planned.recipe.launch) for run in submitted]
         parts += [
             f"{sum(shape.nodes for shape in shapes):,} nodes",
             counted(len(list(arrays(items, answered=answered))), "array"),
@@ -104,10 +104,10 @@ def _asked_for(asked: Sequence[Decision], *, answered: bool) -> str:
     gpus = sum(shape.gpus_per_node * shape.nodes for shape in shapes)
     if gpus:
         hours = [shape.gpu_hours for shape in shapes]
-        known = [each for each in hours if each is not None]
+        known = [value for value in hours if value is not None]
         total = f"{sum(known):,.1f}" if len(known) == len(hours) else "no limit to the"
         parts += [f"{gpus:,} GPUs", f"{total} GPU-hours asked for"]
-    return f"{counted(len(asked), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
+    return f"{counted(len(submitted), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
 
 
 def _row(stage: str, reason: str) -> dict[str, Any]:

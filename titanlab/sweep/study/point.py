@@ -1,4 +1,4 @@
-"""A point of a sweep, and the short name that its run gets."""
+"""A point of a sweep, and the short name of its run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from titanlab.costs.layout import SHORT
 
 LENGTH = 60  # of a label, in characters
 BASE = "base"
-# Names of options that say nothing without their group.
+# Names of options that mean nothing without their group.
 _VAGUE = ("none", "off", "full", "block", "default", "local")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Values of a sweep's keys.
+    """One value for each key of a sweep.
 
     Attributes:
         values: by key; an option by its group.
-        repeat: number of this run of them.
+        repeat: number of the repetition.
     """
 
     values: Mapping[str, Any]
@@ -29,14 +29,14 @@ class Point:
 
     @property
     def label(self) -> str:
-        """Its values in short, as they may stand in a folder's name: `fsdp_tp-bf16`, `tp8-seq_len4096`."""
+        """The values in short, for the name of a folder: `fsdp_tp-bf16`, `tp8-seq_len4096`."""
         parts = [_part(key, value) for key, value in self.values.items() if key not in ("name", "repeat")]
         text = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-._") or BASE
         return text[: LENGTH - len(self.suffix)].rstrip("-._") + self.suffix
 
     @property
     def suffix(self) -> str:
-        """What tells it from other repeats; the first has none, so that it keeps its name when there are more."""
+        """The number of the repetition; empty for the first, whose name so does not depend on later repeats."""
         return f"-r{self.repeat}" if self.repeat else ""
 
 

@@ -1,4 +1,4 @@
-"""What can be said against a point before it is composed: its degrees, and the sweep's conditions."""
+"""Drops points before they are composed: by their degrees, and by the sweep's conditions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WARMUP = "optimizer.schedule.warmup_steps"
 
 
 class Unfit(Exception):
-    """A point that is left out.
+    """A point is dropped.
 
     Attributes:
-        stage: where that was found.
-        reason: a ConfigError, or what else there is to say.
+        stage: the check that drops it.
+        reason: a ConfigError, or another reason in words.
     """
 
     def __init__(self, stage: str, reason: ConfigError | str) -> None:
@@ -32,7 +32,7 @@ class Unfit(Exception):
 
 
 def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> None:
-    """Hold a point to the conditions and to the arithmetic of its degrees.
+    """Check a point against the conditions and the arithmetic of its degrees.
 
     Raises:
         Unfit: it does not meet them.
@@ -40,13 +40,13 @@ def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> Non
     """
     values = _Values(composer, point)
     for expression in where:
-        if not expression.holds(lambda key, text=expression.text: values.asked(key, text), values.label):  # type: ignore[misc]
+        if not expression.holds(lambda key, text=expression.text: values.value(key, text), values.label):  # type: ignore[misc]
             raise Unfit("where", expression.text)
     _ = values.layout
 
 
 class _Values:
-    """A point's values as a condition sees them: degrees are resolved, numbers are numbers."""
+    """A point's values for conditions: degrees are resolved, and numbers are not texts."""
 
     def __init__(self, composer: Composer, point: Values) -> None:
         self._composer = composer
@@ -54,12 +54,12 @@ class _Values:
         self._layout: Layout | None = None
         self.label = Point(values=point).label
 
-    def asked(self, key: str, condition: str) -> Any:
-        """The value of a key that a condition asks for.
+    def value(self, key: str, condition: str) -> Any:
+        """The value of a key in a condition.
 
         Raises:
             Unfit: the point has no layout, or cannot be composed.
-            ConfigError: it has no such key.
+            ConfigError: the point has no such key.
         """
         group, _, axis = key.rpartition(".")
         if key == "world" or (group == "parallelism" and axis in AXES):
@@ -69,7 +69,7 @@ class _Values:
         try:
             value = self._value(key)
             if key == WARMUP and value is None:
-                # As it will be when the point is resolved.
+                # The default that resolving the recipe would set.
                 steps = self._value("training.steps")
                 return Schedule().warmup(steps) if isinstance(steps, int) else None
             return value
@@ -82,7 +82,7 @@ class _Values:
 
     @property
     def layout(self) -> Layout | None:
-        """The degrees, with none left open; None where they are no whole numbers, which composing will tell."""
+        """The resolved degrees; None if they are not whole numbers, which the composition will report."""
         if self._layout is None:
             try:
                 degrees = {axis: self._value(f"parallelism.{axis}") for axis in AXES}
@@ -113,7 +113,7 @@ def _is_number(key: str) -> bool:
 
 
 def _number(text: str) -> Any:
-    """A text as the number that it will be when it is composed."""
+    """The number that a text becomes in the composition; the text itself if it is not a number."""
     for kind in (int, float):
         try:
             return kind(text)

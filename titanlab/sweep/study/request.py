@@ -1,4 +1,4 @@
-"""What a command line asks for: overrides that all points share, and the space of those that differ."""
+"""Reads a sweep from a command line: the overrides that all points share, and the space of the points."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.expression import WHERE, Expression, read_expression
-from titanlab.sweep.study.space import LIMIT, Values, expand, keys_of, same
+from titanlab.sweep.study.space import LIMIT, Values, canonical_text, expand, keys_of
 
-# What a sweep has once.
+# Keys with one value for the whole sweep.
 _OF_THE_SWEEP = ("sweep", "runs", "sweeps")
 _REPEATS = "repeats"
 _PARAMS = "hydra.sweeper.params"
@@ -34,16 +34,16 @@ _PARAMS = "hydra.sweeper.params"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A sweep as it was asked for, everything in it read and none of it composed.
+    """A sweep as requested: everything is read, and nothing is composed.
 
     Attributes:
-        loader: composes with what all points share.
-        points: values by key, before any is left out.
-        space: where they are from, as plain values.
+        loader: composes with the overrides that all points share.
+        points: values by key, before any point is dropped.
+        space: the definition of the points, as plain values.
         where: conditions.
         repeats: runs of every point.
-        option: of the group `sweeps`; None: the command line is all there is.
-        named: the command line gives a name to all runs.
+        option: of the group `sweeps`; None: the sweep is defined by the command line alone.
+        named: whether the command line sets `name` for all runs.
     """
 
     loader: Loader
@@ -56,33 +56,28 @@ class Request:
 
     @property
     def definition(self) -> Mapping[str, Any]:
-        """What the sweep's folder keeps of it."""
-        where = [each.text for each in self.where]
-        return {
-            "overrides": list(self.loader.overrides),
-            "space": self.space,
-            "where": where,
-            "repeats": self.repeats,
-        }
+        """The content of sweep.json that defines the sweep."""
+        where = [expression.text for expression in self.where]
+        return {"overrides": list(self.loader.overrides), "space": self.space, "where": where, "repeats": self.repeats}
 
 
 def read_request(arguments: Sequence[str]) -> Request:
-    """Read the arguments of a verb that takes many recipes, and the sweep's file that they name.
+    """Read the arguments of a verb that takes many recipes, and the sweep's file if they name one.
 
     Raises:
-        ConfigError: they describe no sweep.
+        ConfigError: they do not describe a sweep.
     """
     flags = read_flags(arguments)
     with composition_errors(flags.overrides, flags.values):
         parsed = OverridesParser.create().parse_overrides(flags.overrides)
-    shared = [text for text, each in zip(flags.overrides, parsed, strict=True) if not each.is_sweep_override()]
+    shared = [text for text, override in zip(flags.overrides, parsed, strict=True) if not override.is_sweep_override()]
     loader = Loader(flags, shared)
     base = loader.base()
     _check_plugins(base)
     node = base.hydra.sweeper
-    typed = _typed(loader, flags, node)
+    typed = _typed_values(loader, flags, node)
     own = _plain(node.space) if _is_space(node) else None
-    space = _both(own, typed)
+    space = _combined(own, typed)
     points = [{}] if space is None else expand(space)
     repeats = _repeats(node)
     if len(points) * repeats > LIMIT:
@@ -95,7 +90,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         where=_where(node),
         repeats=repeats,
         option=base.hydra.runtime.choices.get("sweeps"),
-        named=any(each.key_or_group == "name" for each in parsed),
+        named=any(override.key_or_group == "name" for override in parsed),
     )
     _check_shared(parsed, points)
     _check_keys(request)
@@ -103,7 +98,7 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def _check_plugins(base: DictConfig) -> None:
-    """Check that sweeper and launcher are ours: others have nothing to hand points to."""
+    """Check that Hydra's sweeper and launcher are not replaced: titanlab plans and submits all points together."""
     for name in ("sweeper", "launcher"):
         node = base.hydra[name]
         target = "" if _is_space(node) else str(node.get("_target_"))
@@ -119,21 +114,20 @@ def _is_space(node: DictConfig) -> bool:
     return OmegaConf.get_type(node) is Space
 
 
-def _typed(loader: Loader, flags: Flags, node: DictConfig) -> dict[str, list[Any]]:
-    """Values by key of what the command line sweeps, and of Hydra's own `hydra.sweeper.params`."""
-    given = list(flags.overrides)
+def _typed_values(loader: Loader, flags: Flags, node: DictConfig) -> dict[str, list[Any]]:
+    """The swept values of the command line and of Hydra's own `hydra.sweeper.params`, by key."""
     params = None if _is_space(node) else node.get("params")
-    given = [*(f"{key}={value}" for key, value in (params or {}).items()), *given]
-    found: dict[str, list[Any]] = {}
-    for text, override in zip(given, loader.parse(given), strict=True):
+    texts = [*(f"{key}={value}" for key, value in (params or {}).items()), *flags.overrides]
+    values: dict[str, list[Any]] = {}
+    for text, override in zip(texts, loader.parse(texts), strict=True):
         key = override.get_key_element().lstrip("+")
         if override.is_sweep_override():
-            if key in found:
+            if key in values:
                 raise ConfigError(key, text.partition("=")[2], "is swept twice", f"give all values once: {key}=a,b")
-            found[key] = _values(loader, text, override)
+            values[key] = _values(loader, text, override)
         elif text not in flags.overrides:
             raise ConfigError(_PARAMS, text, "is one value", "give it as an override")
-    return found
+    return values
 
 
 def _values(loader: Loader, text: str, override: Override) -> list[Any]:
@@ -142,26 +136,26 @@ def _values(loader: Loader, text: str, override: Override) -> list[Any]:
         raise ConfigError(key, typed, "has no end of values", f"list some: {key}=0.1,0.2, or range(start,stop,step)")
     _check_range(key, typed, override)
     try:
-        values = [plain_value(each) for each in override.sweep_iterator()]
+        values = [plain_value(value) for value in override.sweep_iterator()]
     except HydraException as error:
         raise ConfigError(key, typed, str(error).splitlines()[0], f"list the values: {key}=a,b") from error
     if loader.is_group(override.key_or_group):
-        values = [each for each in values if not str(each).endswith("schema")]
+        values = [value for value in values if not str(value).endswith("schema")]
     if not values:
         raise ConfigError(key, typed, "fits no value", f"list the values: {key}=a,b")
     return values
 
 
 def _check_range(key: str, typed: str, override: Override) -> None:
-    """Check that a range has an end, and no more values than a sweep has points: counted before any is made."""
-    found = override.value()
-    if not isinstance(found, RangeSweep) or found.start is None or found.stop is None:
+    """Check that a range is finite and not larger than a sweep may be, before its values are created."""
+    value = override.value()
+    if not isinstance(value, RangeSweep) or value.start is None or value.stop is None:
         return
     try:
-        start, stop, step = (Decimal(each) for each in (found.start, found.stop, found.step))
+        start, stop, step = (Decimal(bound) for bound in (value.start, value.stop, value.step))
         count = max(0, math.ceil((stop - start) / step))
     except (ArithmeticError, ValueError) as error:
-        # A step of 0, or a bound that is infinite or no number.
+        # The step is 0, or a bound is infinite or not a number.
         cure = "write range(start,stop,step) with numbers and a step that is not 0"
         raise ConfigError(key, typed, "has no end of values, or none at all", cure) from error
     if count > LIMIT:
@@ -172,8 +166,8 @@ def _plain(space: Any) -> Any:
     return OmegaConf.to_container(space, resolve=False) if OmegaConf.is_config(space) else space
 
 
-def _both(own: Any, typed: Mapping[str, list[Any]]) -> Any:
-    """The file's space, and the product of it with what was typed."""
+def _combined(own: Any, typed: Mapping[str, list[Any]]) -> Any:
+    """The product of the file's space and the values that the user has typed."""
     if not typed:
         return own
     if own is None:
@@ -193,7 +187,7 @@ def _where(node: DictConfig) -> list[Expression]:
         where = [where]
     if not isinstance(where, list):
         raise ConfigError(WHERE, where, "must be a list of conditions", "write where: ['world <= 8']")
-    expressions = [read_expression(each) for each in where]
+    expressions = [read_expression(text) for text in where]
     names = {key.name for key in known_keys()} | {"sweeps", "recipe"}
     for expression in expressions:
         for name in expression.names:
@@ -213,7 +207,7 @@ def _repeats(node: DictConfig) -> int:
 
 
 def _check_shared(parsed: Sequence[Override], points: Sequence[Values]) -> None:
-    """Check that what is given for all points is not swept as well."""
+    """Check that no key has both one value for all points and several values in the space."""
     swept = keys_of(points)
     for override in parsed:
         if not override.is_sweep_override() and override.key_or_group in swept:
@@ -224,7 +218,7 @@ def _check_shared(parsed: Sequence[Override], points: Sequence[Values]) -> None:
 
 
 def _check_keys(request: Request) -> None:
-    """Check that a space sets what a recipe has, to what it may be."""
+    """Check that a space sets only keys of recipes, and to values of their types."""
     loader = request.loader
     by_name: dict[str, list[Key]] = {}
     for known in known_keys():
@@ -232,9 +226,9 @@ def _check_keys(request: Request) -> None:
     values: dict[str, dict[str, Any]] = {}
     for point in request.points:
         for key, value in point.items():
-            values.setdefault(key, {})[same(value)] = value
-    for key, found in values.items():
-        given = list(found.values())
+            values.setdefault(key, {})[canonical_text(value)] = value
+    for key, by_text in values.items():
+        given = list(by_text.values())
         if key.partition(".")[0].partition("/")[0] == "hydra":
             raise ConfigError(key, _listed(given), "is Hydra's own, which is one for all points", "give one value")
         if key in _OF_THE_SWEEP:
@@ -255,7 +249,7 @@ def _check_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
         if isinstance(value, str) and value in options:
             continue
         if isinstance(value, bool):
-            # YAML takes off, on, yes and no for something else.
+            # YAML 1.1 reads off, on, yes and no as booleans.
             raise ConfigError(group, value, "is true or false, and no option's name", 'put it in quotes: "off"')
         near = difflib.get_close_matches(str(value), options, n=1)
         cure = f"try {near[0]}; " if near else ""
@@ -263,26 +257,26 @@ def _check_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
 
 
 def _check_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
-    """Check that values are of their key's type, in one of the options that have the key."""
-    # Made once: it takes longer than a thousand values.
+    """Check that values have the type of their key, in at least one of the options that have the key."""
+    # Created once, because that takes longer than a thousand values.
     nodes = [
         (
-            OmegaConf.structured(Recipe if each.option is None else each.option.schema),
-            key if each.option is None else key.removeprefix(f"{each.option.group}."),
+            OmegaConf.structured(Recipe if schema.option is None else schema.option.schema),
+            key if schema.option is None else key.removeprefix(f"{schema.option.group}."),
         )
-        for each in known
+        for schema in known
     ]
     for value in values:
-        wrong: ConfigError | None = None
+        failure: ConfigError | None = None
         for node, rest in nodes:
             try:
                 OmegaConf.update(node, rest, value, merge=True)
-                wrong = None
+                failure = None
                 break
             except OmegaConfBaseException as error:
-                wrong = value_error(error, [override_text(key, value)])
-        if wrong is not None:
-            raise ConfigError(key, value, wrong.rule, wrong.cure)
+                failure = value_error(error, [override_text(key, value)])
+        if failure is not None:
+            raise ConfigError(key, value, failure.rule, failure.cure)
 
 
 def _listed(values: Sequence[Any]) -> str:

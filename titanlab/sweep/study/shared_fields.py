@@ -1,7 +1,7 @@
-"""Fields of recipes, each made once for all points of a sweep that share it.
+"""Fields of recipes, each created once for all points of a sweep that share it.
 
-To make a recipe of a composed config takes milliseconds. Points that choose the same option of a group, and give the
-group the same values, share the object that it becomes: nothing changes a config.
+Creating a recipe from a composed config takes milliseconds. Points with the same option of a group and the same values
+in it share one object: configs are never changed after their creation.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe.composition.recipes import to_group
 from titanlab.recipe.recipe import Recipe
-from titanlab.sweep.study.space import same
+from titanlab.sweep.study.space import canonical_text
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
-# `${model.vocab_size}`; of any other interpolation only the beginning matches.
+# `${model.vocab_size}`; of other interpolations only the beginning matches, so that the group is None.
 _REFERENCE = re.compile(r"\$\{(?:(\w+)(?:\.\w+)*\})?")
 
 Keys = Mapping[str, tuple[Any, ...]]
-"""By field of a recipe, what decides about its value."""
+"""For each field of a recipe, everything that determines its value."""
 
 
 class SharedFields:
-    """Makes recipes of fields; configs that it has been shown must stay alive, and be left as they are."""
+    """Creates recipes from fields; configs that were passed to it must stay alive (`id` is their key) and unchanged."""
 
     def __init__(self) -> None:
         self._groups = discover()
@@ -41,16 +41,16 @@ class SharedFields:
     def keys(
         self, config: DictConfig, nodes: Mapping[str, DictConfig], values: Sequence[tuple[str, Any]]
     ) -> Keys | None:
-        """What decides about each field of a point's recipe; None where that cannot be said field by field.
+        """The key of each field of a point's recipe; None if fields cannot be determined separately.
 
         Args:
-            config: what was composed.
-            nodes: what stands in place of some of its groups.
-            values: what the point sets, by key.
+            config: the composed config.
+            nodes: replacements for some of its groups.
+            values: the point's own values, by key.
         """
         given: dict[str, tuple[Any, ...]] = {}
         for key, value in values:
-            name, text = key.partition(".")[0], same(value)
+            name, text = key.partition(".")[0], canonical_text(value)
             if name not in _FIELDS or key in self._groups or "${" in text:
                 return None
             given[name] = (*given.get(name, ()), key, text)
@@ -58,29 +58,29 @@ class SharedFields:
         complete: dict[str, tuple[Any, ...]] = {}
         for name, own in keys.items():
             references = self._referred(name, nodes.get(name, config))
-            if references is None or any(self._referred(each, nodes.get(each, config)) for each in references):
+            if references is None or any(self._referred(other, nodes.get(other, config)) for other in references):
                 return None
-            complete[name] = (own, *(keys[each] for each in sorted(references)))
+            complete[name] = (own, *(keys[other] for other in sorted(references)))
         return complete
 
     def recipe(
         self, keys: Keys, config: DictConfig, nodes: Mapping[str, DictConfig], values: Sequence[tuple[str, Any]]
     ) -> Recipe | None:
-        """The recipe of a point; None where it has to be composed whole, such as to say what is wrong with it."""
+        """The recipe of a point; None if it must be composed as a whole, for example to explain an error in it."""
         try:
             for name, key in keys.items():
                 if key not in self._made:
                     if len(key) > 1:
-                        return None  # It refers to other fields.
-                    own = [(each, value) for each, value in values if each.partition(".")[0] == name]
+                        return None  # The field refers to other fields.
+                    own = [(path, value) for path, value in values if path.partition(".")[0] == name]
                     self._made[key] = self._field(name, nodes.get(name), config, own)
             return Recipe(**{name: self._made[key] for name, key in keys.items()})
-        # The last two: a number of too many digits.
+        # ValueError and OverflowError: a number has too many digits.
         except (ConfigError, OmegaConfBaseException, ValueError, OverflowError):
             return None
 
     def keep(self, keys: Keys, recipe: Recipe) -> None:
-        """Keep the fields of a recipe that was composed whole."""
+        """Keep the fields of a recipe that was composed as a whole."""
         for name, key in keys.items():
             self._made.setdefault(key, getattr(recipe, name))
 
@@ -97,7 +97,7 @@ class SharedFields:
         return to_group(node, name, self._groups[name])
 
     def _referred(self, name: str, source: DictConfig) -> frozenset[str] | None:
-        """Other fields that a field's values refer to; None for interpolations that may refer to anything."""
+        """The other fields to which a field's values refer; None if an interpolation may refer to anything."""
         known = (name, id(source))
         if known not in self._references:
             plain: Any = OmegaConf.to_container(source, resolve=False)

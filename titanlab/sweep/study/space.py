@@ -2,12 +2,12 @@
 
 A space is a mapping with one of three words:
 
-    product: {parallelism: [fsdp, tp], precision: [bf16, fp32]}      every value with every other: 4 points
-    zip: {world: [8, 16], training.global_batch: [16, 32]}           first with first, second with second: 2
-    list: [{ac: full}, {ac: memory_budget, ac.budget: 0.3}]          points as they are written: 2
+    product: {parallelism: [fsdp, tp], precision: [bf16, fp32]}      all combinations: 4 points
+    zip: {world: [8, 16], training.global_batch: [16, 32]}           first with first, second with second: 2 points
+    list: [{ac: full}, {ac: memory_budget, ac.budget: 0.3}]          points as written: 2 points
 
-Each of them also takes a list, whose items are spaces: `product` crosses them, `zip` pairs their points, `list` puts
-one after the other. An item without a word has the word of the list that it stands in.
+Each word also takes a list of spaces: `product` combines their points, `zip` pairs them, `list` concatenates them. An
+item without a word has the word of its list.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _EXAMPLE = "write product: {parallelism: [fsdp, tp], precision: [bf16, fp32]}"
 
 
 def expand(space: Any) -> list[Values]:
-    """All points of a space, the first key's values changing slowest.
+    """All points of a space; the values of the first key change slowest.
 
     Raises:
-        ConfigError: it is no space, has no point, more than `LIMIT`, or one point twice.
+        ConfigError: it is not a space, or has no point, more than `LIMIT` points, or a point twice.
     """
     size = _size(space, SPACE)
     if size > LIMIT:
@@ -42,7 +42,7 @@ def expand(space: Any) -> list[Values]:
         raise ConfigError(SPACE, space, "has no point", _EXAMPLE)
     seen: set[str] = set()
     for point in points:
-        text = same(point)
+        text = canonical_text(point)
         if text in seen:
             shown = ", ".join(f"{key}={value}" for key, value in point.items())
             raise ConfigError(SPACE, shown, "is there twice", "take one out; `repeats` runs every point several times")
@@ -51,17 +51,17 @@ def expand(space: Any) -> list[Values]:
 
 
 def keys_of(points: Sequence[Values]) -> list[str]:
-    """Every key that some point sets, in their order."""
+    """All keys of the points, in order of first use."""
     return list(dict.fromkeys(key for point in points for key in point))
 
 
-def same(value: Any) -> str:
-    """A text that two values share only if they are one: 1 is neither true nor 1.0."""
+def canonical_text(value: Any) -> str:
+    """A text that is equal only for equal values of the same type: 1 differs from true and from 1.0."""
     return json.dumps(value, sort_keys=True, default=str)
 
 
 def _size(space: Any, place: str) -> int:
-    """How many points there are, counted before any is made."""
+    """The number of points, computed before any is created."""
     word, inner = _read(space, place)
     if isinstance(inner, Mapping):
         sizes = [len(values) for values in inner.values()] if word != "list" else [1]
@@ -93,19 +93,19 @@ def _points(space: Any, place: str) -> list[Values]:
 
 
 def _read(space: Any, place: str) -> tuple[str, Any]:
-    """The word of a space, and what it takes."""
+    """The word of a space, and its content."""
     if not isinstance(space, Mapping):
         raise ConfigError(place, space, f"is no space, which is a mapping with one of {', '.join(WORDS)}", _EXAMPLE)
-    found = [word for word in WORDS if word in space]
-    if len(space) != 1 or not found:
-        if len(found) > 1 or (found and len(space) > 1):
+    words = [word for word in WORDS if word in space]
+    if len(space) != 1 or not words:
+        if len(words) > 1 or (words and len(space) > 1):
             rule = f"has {' and '.join(map(str, space))} beside each other, and a space has one word"
-            raise ConfigError(place, ", ".join(map(str, space)), rule, f"write product: [{{{found[0]}: …}}, …]")
+            raise ConfigError(place, ", ".join(map(str, space)), rule, f"write product: [{{{words[0]}: …}}, …]")
         near = [close for key in space for close in difflib.get_close_matches(str(key), WORDS, n=1)]
         cure = f"did you mean {near[0]}?" if near else _EXAMPLE
         rule = f"has no word of a space: {', '.join(WORDS)}"
         raise ConfigError(place, ", ".join(map(str, space)) or "{}", rule, cure)
-    word, inner = found[0], space[found[0]]
+    word, inner = words[0], space[words[0]]
     at = f"{place}.{word}"
     if isinstance(inner, Mapping):
         if word != "list":
@@ -120,15 +120,15 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
 
 
 def _items(word: str, inner: Sequence[Any], place: str) -> list[tuple[Any, str]]:
-    """Items of a list as spaces, and where each stands."""
-    found = []
+    """The items of a list as spaces, and the place of each for messages."""
+    items = []
     for number, item in enumerate(inner):
         at = f"{place}.{word}[{number}]"
         if not isinstance(item, Mapping):
             cure = "write {key: value}" if word == "list" else "write {key: [values]}"
             raise ConfigError(at, item, "is neither a space nor a mapping of keys", cure)
-        found.append((item if any(each in item for each in WORDS) else {word: item}, at))
-    return found
+        items.append((item if any(name in item for name in WORDS) else {word: item}, at))
+    return items
 
 
 def _check_values(inner: Mapping[Any, Any], at: str) -> None:
@@ -142,13 +142,13 @@ def _check_values(inner: Mapping[Any, Any], at: str) -> None:
         if not values:
             raise ConfigError(where, "[]", "has no value", "give some, or leave the key out")
         if at.endswith(".zip"):
-            # There a value may come twice, with different others.
+            # In a zip, a value may occur twice with different partners.
             continue
         known: set[str] = set()
         for value in values:
-            if same(value) in known:
+            if canonical_text(value) in known:
                 raise ConfigError(where, value, "is there twice", "take one out; `repeats` runs a point several times")
-            known.add(same(value))
+            known.add(canonical_text(value))
 
 
 def _check_keys(inner: Mapping[Any, Any], at: str) -> None:
@@ -166,7 +166,7 @@ def _check_lengths(parts: Sequence[Sequence[Values]], names: Sequence[str], at: 
 
 
 def _joined(points: Sequence[Values], at: str) -> Values:
-    """One point of several parts, no two of which may set the same key."""
+    """One point from several parts, which must set different keys."""
     joined: dict[str, Any] = {}
     for point in points:
         for key, value in point.items():

@@ -1,1 +1,1 @@
-"""A sweep's runs as rows: watched, told, collected."""
+"""A sweep's runs as rows: collected, listed and watched."""

@@ -1,4 +1,4 @@
-"""A sweep's table as files: parquet with types that no value changes, and the same as CSV."""
+"""A sweep's table as files: parquet with fixed types, and CSV."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.sweep.table.columns import COLUMNS, NUMBER, SCHEMA, TEXT, TRUTH, WHOLE, point_keys
 
-# In the metadata of the parquet file.
 SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
 
 
 def parquet_schema(points: Sequence[str], sweep: str) -> Any:
-    """The file's schema: all columns that there are, and one of text for each key of the points.
+    """The schema of the file: all columns, and a text column for each key of the points.
 
     Args:
         points: names of the points' columns.
@@ -30,7 +29,7 @@ def parquet_schema(points: Sequence[str], sweep: str) -> Any:
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> list[Path]:
-    """Write `<sweep>.parquet` and `<sweep>.csv`, each in one step. Returns their paths.
+    """Write `<sweep>.parquet` and `<sweep>.csv`, each atomically. Returns their paths.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -51,7 +50,7 @@ def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> li
 
 
 def _whole(path: Path, write: Callable[[Path], None]) -> Path:
-    """Write a file beside its place, then put it there."""
+    """Write a temporary file in the same folder, then rename it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         write(temporary)

@@ -1,6 +1,6 @@
-"""Columns of a sweep's table: names, types and meanings, the same in `status --json` and in what `collect` writes.
+"""Columns of a sweep's table: names, types and meanings, the same in `status --json` and in the files of `collect`.
 
-docs/comparing.md shows them; a test holds the page to this list.
+docs/comparing.md shows them; a test compares that page with this list.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlab.costs.layout import AXES
 
-# Rises when the meaning of a column changes, or one goes; new ones may come without that.
+# Increase it when a column changes its meaning or is removed, but not for new columns.
 SCHEMA = 1
 # One column for each key that the sweep varies.
 POINT = "point."

@@ -1,4 +1,4 @@
-"""Recipes of a sweep side by side: one line for each layout and whatever else differs, repeats taken together."""
+"""Compares the recipes of a sweep: one line for each layout and other difference; repeats share a line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from titanlab.sweep.table.columns import POINT, point_keys
 from titanlab.sweep.table.listing import OVERSUBSCRIBED, Row, aligned, runs, word
 from titanlab.terminal.numerals import grouped
 
-# What makes two rows two recipes, beside the layout; a column is shown where it differs within the sweep.
+# Together with the layout, these columns define a recipe; a column is shown if it differs within the sweep.
 _RECIPE = (
     *("model", "layers", "dim", "seq_len", "global_batch", "precision", "ac", "compile"),
     *("optimizer", "data", "accelerator", "device"),
 )
-# These follow from the layout, unless somebody has chosen them.
+# These follow from the layout, unless the user has set them.
 _FOLLOWING = ("microbatch", "schedule")
 _LAYOUT = ("layout.label", "world")
 _FIGURES = ("processes", "tokens/s", "of all", "MFU", "GiB", "loss", "validation")
@@ -28,10 +28,10 @@ class Group:
     """Runs of one recipe.
 
     Attributes:
-        layout: its label.
-        world: processes.
-        differing: what tells it from the other groups of the sweep beside the layout; empty values are None.
-        rows: of the runs, one or several repeats.
+        layout: label of the layout.
+        world: number of processes.
+        differing: other columns in which the groups of the sweep differ; empty values are None.
+        rows: of the runs, one for each repeat.
     """
 
     layout: str
@@ -41,7 +41,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """In few words: `dp_s2 · bf16 · microbatch 4`."""
+        """A short name: `dp_s2 · bf16 · microbatch 4`."""
         parts = [
             str(value) if isinstance(value, str) and not name.startswith(POINT) else f"{_short(name)} {_shown(value)}"
             for name, value in self.differing.items()
@@ -55,53 +55,53 @@ class Group:
         return any(row["oversubscribed"] for row in self.rows)
 
     def values(self, column: str) -> list[float]:
-        """A figure of every run that is done and has it."""
+        """The values of a column for the runs that are done and have one."""
         return [row[column] for row in self.rows if row["outcome"] == "done" and row[column] is not None]
 
     def median(self, column: str) -> float | None:
-        """Of a figure, over the runs that are done."""
+        """The median of a column over the runs that are done."""
         known = self.values(column)
         return statistics.median(known) if known else None
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """The recipes of a sweep, in the order of their first runs; points that were dropped belong to none."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    """The recipes of a sweep, in the order of their first runs; dropped points are omitted."""
+    members_of: dict[tuple[Any, ...], list[Row]] = {}
     shown = [row for row in runs(rows) if row["layout.label"] is not None]
-    # Keys of the sweep count too: what they vary may have no column of its own, such as a learning rate.
+    # Include the swept keys: some, such as a learning rate, have no column of their own.
     others = (*_FOLLOWING, *point_keys(shown))
     names = (*_LAYOUT, *_RECIPE, *others)
     for row in shown:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    keys = [dict(zip(names, values, strict=True)) for values in found]
+        members_of.setdefault(tuple(row[name] for name in names), []).append(row)
+    keys = [dict(zip(names, values, strict=True)) for values in members_of]
     differing = [name for name in _RECIPE if len({key[name] for key in keys}) > 1]
     differing += _needed(others, keys, (*_LAYOUT, *differing))
     return [
         Group(key["layout.label"], key["world"], {name: key[name] for name in differing}, members)
-        for key, members in zip(keys, found.values(), strict=True)
+        for key, members in zip(keys, members_of.values(), strict=True)
     ]
 
 
 def comparison(rows: Iterable[Row]) -> list[str]:
-    """Aligned lines: medians over the runs that are done, and how the others ended. Empty without a run."""
+    """Aligned lines: medians over the runs that are done, and the outcomes of all. Empty without a run."""
     compared = groups(rows)
     if not compared:
         return []
     headings = ["layout", "processes", *map(_short, compared[0].differing)]
     headings += ["tokens/s", "of all", "MFU", "GiB", "loss", "validation", "outcome"]
     lines = [
-        [each.layout, str(each.world), *map(_shown, each.differing.values()), *_figures(each)] for each in compared
+        [group.layout, str(group.world), *map(_shown, group.differing.values()), *_figures(group)] for group in compared
     ]
     text = aligned(headings, lines, right=_FIGURES)
-    return [*text, OVERSUBSCRIBED] if any(each.is_oversubscribed for each in compared) else text
+    return [*text, OVERSUBSCRIBED] if any(group.is_oversubscribed for group in compared) else text
 
 
 def _needed(names: Sequence[str], keys: Sequence[Row], seen: Sequence[str]) -> list[str]:
-    """Of some columns those without which two lines would look the same."""
+    """The columns without which two lines would look the same."""
     needed: list[str] = []
     for name in names:
-        told = {tuple(key[each] for each in (*seen, *needed)) for key in keys}
-        if len(told) < len({tuple(key[each] for each in (*seen, *needed, name)) for key in keys}):
+        distinct = {tuple(key[column] for column in (*seen, *needed)) for key in keys}
+        if len(distinct) < len({tuple(key[column] for column in (*seen, *needed, name)) for key in keys}):
             needed.append(name)
     return needed
 

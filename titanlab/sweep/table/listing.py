@@ -1,4 +1,4 @@
-"""A sweep's rows in words: cells, counts and causes; the same on a terminal, in a pipe and in a log."""
+"""A sweep's rows as text: cells, counts and causes; the same for terminals, pipes and logs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from titanlab.terminal.numerals import counted, duration, grouped
 Row = Mapping[str, Any]
 
 ACTIVE = ("starting", "running", "saving")
-# A scheduler's words for the end of a job that did not exit with 0.
+# A scheduler's states of jobs that did not end with exit code 0.
 _BAD_ENDS = frozenset("BOOT_FAIL CANCELLED DEADLINE FAILED GONE NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
-# States in the order in which a person wants to see them counted; ends come before, by outcome.
+# States in the order in which their counts are shown; outcomes of ended runs come before them.
 _STATES = (*ACTIVE, "queued", "prepared", "missing", "unreadable")
-# A run that logs nothing for so long may be in a long step, or gone.
+# A run that logs nothing for this time may be in a long step, or dead.
 UNANSWERED_SECONDS = 300.0
 HEADINGS = ("run", "layout", "state", "step", "tok/s", "MFU", "GiB", "left", "")
-# Columns of figures, which stand at the right.
+# Columns of numbers, aligned to the right.
 FIGURES = ("step", "tok/s", "MFU", "GiB", "left")
 OVERSUBSCRIBED = "* oversubscribed: more processes than cores, so that the speed says nothing"
 _REASONS = 5
@@ -28,10 +28,10 @@ _GAPS = 5
 
 
 def cells(row: Row, *, now: float) -> tuple[str, ...]:
-    """One row's texts, under HEADINGS; empty where there is nothing to say.
+    """The texts of one row, under HEADINGS; empty if there is no value.
 
     Args:
-        now: seconds since the epoch, to tell silence by.
+        now: seconds since the epoch, to detect runs that log nothing.
     """
     speed, mfu = row["tokens_per_second"], row["mfu_percent"]
     memory, left = row["memory_gib"], row["seconds_left"]
@@ -49,12 +49,12 @@ def cells(row: Row, *, now: float) -> tuple[str, ...]:
 
 
 def word(row: Row) -> str:
-    """A run's state in one word: how it ended, once it has."""
+    """A run's state in one word; its outcome if it has ended."""
     return str(row["outcome"] or row["state"]) if row["state"] == "ended" else str(row["state"])
 
 
 def tone(row: Row) -> str:
-    """What a person should feel: `good`, `busy`, `idle`, `halted` or `bad`."""
+    """The kind of a state, for its colour: `good`, `busy`, `idle`, `halted` or `bad`."""
     state = row["state"]
     if state in ACTIVE:
         return "busy"
@@ -69,21 +69,21 @@ def tone(row: Row) -> str:
 
 
 def runs(rows: Iterable[Row]) -> list[Row]:
-    """All but the points that were dropped."""
+    """All rows except those of dropped points."""
     return [row for row in rows if row["state"] != "dropped"]
 
 
 def counts(rows: Iterable[Row]) -> str:
-    """How many there are of each end and state: `12 runs: 8 done, 1 oom, 2 running, 1 queued`."""
+    """The number of runs of each outcome and state: `12 runs: 8 done, 1 oom, 2 running, 1 queued`."""
     shown = runs(rows)
-    found = Counter(word(row) for row in shown)
+    counter = Counter(word(row) for row in shown)
     order = [*(kind.value for kind in OutcomeKind), *_STATES]
-    parts = [f"{found[name]} {name}" for name in order if found[name]]
+    parts = [f"{counter[name]} {name}" for name in order if counter[name]]
     return counted(len(shown), "run") + (": " + ", ".join(parts) if parts else "")
 
 
 def dropped(rows: Iterable[Row]) -> list[str]:
-    """How many points were dropped, by stage, and the most frequent reasons; nothing where none was."""
+    """The number of dropped points by stage, and the most frequent reasons; empty if none was dropped."""
     reasons = Counter((row["dropped_stage"], row["cause"]) for row in rows if row["state"] == "dropped")
     if not reasons:
         return []
@@ -99,25 +99,25 @@ def dropped(rows: Iterable[Row]) -> list[str]:
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
-    """One line for each run that has ended otherwise than done, or whose scheduler says so: which, how, where, why."""
+    """One line for each run that ended badly, or for which its scheduler reports that: run, outcome, place, cause."""
     lines = []
     for row in rows:
-        doubt = _doubt(row)
+        contradiction = _contradiction(row)
         if row["state"] == "ended" and row["outcome"] == OutcomeKind.DONE.value:
-            lines += [f"{row['run']}: done{doubt}"] if doubt else []
+            lines += [f"{row['run']}: done{contradiction}"] if contradiction else []
             continue
         if row["state"] not in ("ended", "missing", "unreadable"):
             continue
         where = [f"rank {row['rank']}"] if row["rank"] is not None else []
-        # Some causes begin with it.
+        # Some causes begin with the step already.
         where += [f"step {row['step']}"] if row["step"] and not str(row["cause"]).startswith("step ") else []
         cause = f": {row['cause']}" if row["cause"] else ""
-        lines.append(f"{row['run']}: {', '.join([word(row), *where])}{cause}{doubt}")
+        lines.append(f"{row['run']}: {', '.join([word(row), *where])}{cause}{contradiction}")
     return lines
 
 
 def gaps(rows: Iterable[Row], *, most: int = _GAPS) -> list[str]:
-    """What the trackers of runs lack, a line each, and how many more there are."""
+    """One line for each run whose tracker lacks data, and the number of further such runs."""
     lacking = [row for row in rows if row["tracker_gap"]]
     lines = [f"{row['run']}: {row['tracker_gap']}" for row in lacking[:most]]
     if len(lacking) > most:
@@ -126,8 +126,8 @@ def gaps(rows: Iterable[Row], *, most: int = _GAPS) -> list[str]:
     return lines
 
 
-def _doubt(row: Row) -> str:
-    """What the scheduler says of a run that has ended, where that is the contrary of what the run says."""
+def _contradiction(row: Row) -> str:
+    """The scheduler's state of an ended run, if it contradicts the run's own outcome."""
     state, done = row["scheduler_state"], row["outcome"] == OutcomeKind.DONE.value
     if row["state"] == "ended" and (state in _BAD_ENDS if done else state == "COMPLETED"):
         return f"; the scheduler says {state}"
@@ -135,19 +135,19 @@ def _doubt(row: Row) -> str:
 
 
 def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
-    """Plain lines whose columns stand under each other; columns without any text are left out.
+    """Plain lines with aligned columns; columns without text are omitted.
 
     Args:
-        right: headings of the columns that stand at the right.
+        right: headings of the columns that are aligned to the right.
     """
     lines = levelled(lines)
-    kept = [place for place in range(len(headings)) if any(line[place] for line in lines)]
-    widths = {place: max(len(line[place]) for line in [headings, *lines]) for place in kept}
+    shown = [place for place in range(len(headings)) if any(line[place] for line in lines)]
+    widths = {place: max(len(line[place]) for line in [headings, *lines]) for place in shown}
 
     def line_of(texts: Sequence[str]) -> str:
         parts = [
             texts[place].rjust(widths[place]) if headings[place] in right else texts[place].ljust(widths[place])
-            for place in kept
+            for place in shown
         ]
         return "  ".join(parts).rstrip()
 
@@ -155,7 +155,7 @@ def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: I
 
 
 def levelled(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The lines with a space after figures that others of their column have a mark after, so that digits meet."""
+    """Add a space to numbers in columns in which others end with a mark, so that the digits are aligned."""
     marked = {place for line in lines for place, cell in enumerate(line) if cell.endswith("*")}
     return [
         [cell + " " if place in marked and cell and not cell.endswith("*") else cell for place, cell in enumerate(line)]
@@ -164,7 +164,7 @@ def levelled(lines: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def text(name: str, rows: Sequence[Row], *, now: float) -> str:
-    """Everything about a sweep as plain lines, for a pipe or a log."""
+    """A whole sweep as plain lines, for a pipe or a log."""
     shown = runs(rows)
     lines = [name]
     if shown:
@@ -173,14 +173,14 @@ def text(name: str, rows: Sequence[Row], *, now: float) -> str:
 
 
 def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
-    """What stands beneath the table: legend, counts, causes, dropped points.
+    """The lines below the table: legend, counts, causes, dropped points.
 
     Args:
-        most: causes at most; None: all.
+        most: the largest number of causes; None: all.
     """
     lines = [OVERSUBSCRIBED] if any(row["oversubscribed"] for row in rows) else []
     lines.append(counts(rows))
-    # One line: it is the same for all of its jobs, and some of them go on.
+    # Once for all jobs: each has the same reason, and some of them may still run.
     lines += sorted(
         {row["queue_reason"] for row in rows if row["scheduler_state"] == UNANSWERED and row["queue_reason"]}
     )

@@ -1,4 +1,4 @@
-"""One look at a sweep after another: the scheduler is asked now and then, the run folders each time."""
+"""Repeated reads of a sweep: every call reads the run folders, but asks the scheduler only every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.rows import Table
 
-# A scheduler serves many people; on this host files are looked at.
+# A scheduler serves many users, so do not ask it at every call; without a scheduler only local files are read.
 _ASK_SECONDS = 10.0
 
 
@@ -25,16 +25,16 @@ def look_at(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[], list[dict[str, Any]]]:
-    """What makes the sweep's rows each time that it is called.
+    """A function that returns the sweep's current rows at every call.
 
-    Runs whose jobs have ended without a word get their results on the way; where they cannot be written, `report` is
-    told so, each thing once.
+    Runs whose jobs have ended without a result get one; if that cannot be written, `report` is called, once for each
+    message.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
 
     def once(line: str) -> None:
-        if line not in told:
-            told.add(line)
+        if line not in reported:
+            reported.add(line)
             report(line)
 
     table = Table(sweep, code=code_fingerprint(Path(titanlab.__file__).parent))

@@ -1,4 +1,4 @@
-"""One run of a sweep in words: the facts of its row, and what the rank that failed had to say."""
+"""One run of a sweep as text: the facts of its row, and the traceback or log of the rank that failed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.table.listing import Row, word
 from titanlab.terminal.numerals import counted, duration, grouped
 
-# Of a log, where a failing rank left no traceback.
+# The part of a log that is shown if a failed rank left no traceback.
 _LOG_LINES = 30
 _LOG_BYTES = 50_000
 
 
 def details(row: Row) -> list[tuple[str, object]]:
-    """The row's facts as (label, value); those that are not known are left out."""
+    """The row's known facts as (label, value)."""
     speed, mfu = row["tokens_per_second"], row["mfu_percent"]
-    told = "" if speed is None else f"{grouped(speed)} tokens/s per device"
-    told += "" if mfu is None else f", MFU {mfu:.1f}%"
-    told += " (oversubscribed: more processes than cores)" if told and row["oversubscribed"] else ""
+    speed_text = "" if speed is None else f"{grouped(speed)} tokens/s per device"
+    speed_text += "" if mfu is None else f", MFU {mfu:.1f}%"
+    speed_text += " (oversubscribed: more processes than cores)" if speed_text and row["oversubscribed"] else ""
     techniques = [row[name] for name in ("precision", "ac", "schedule") if row[name] not in (None, "none")]
     techniques += [f"compiled {row['compile']}"] if row["compile"] not in (None, "off") else []
     job = [str(row[name]) for name in ("launcher", "job_id", "scheduler_state") if row[name]]
@@ -40,7 +40,7 @@ def details(row: Row) -> list[tuple[str, object]]:
         ("techniques", ", ".join(techniques)),
         ("loss", None if row["loss"] is None else f"{row['loss']:.4f}"),
         ("validation loss", None if row["validation_loss"] is None else f"{row['validation_loss']:.4f}"),
-        ("speed", told),
+        ("speed", speed_text),
         ("memory", None if row["memory_gib"] is None else f"{row['memory_gib']:.2f} GiB"),
         ("job", " ".join(job)),
         ("waits for", row["queue_reason"]),
@@ -53,9 +53,9 @@ def details(row: Row) -> list[tuple[str, object]]:
     return [(label, value) for label, value in facts if value not in (None, "")]
 
 
-def own_words(run: RunFolder, row: Row) -> tuple[str, str] | None:
-    """What the failing rank said, and where that is from: its traceback, or the end of its log; None for a good end."""
-    # Those that were stopped have saved, and said nothing else.
+def failure_text(run: RunFolder, row: Row) -> tuple[str, str] | None:
+    """The source and text of the failed rank's traceback, or of the end of its log; None if the run did not fail."""
+    # A stopped run has saved, and has nothing to explain.
     if row["state"] != "ended" or row["outcome"] in (None, "done", "cancelled", "preempted", "walltime"):
         return None
     outcome, rank = run.result(), row["rank"]

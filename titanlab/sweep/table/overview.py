@@ -1,4 +1,4 @@
-"""All sweeps of a folder of runs, a line each. Only what every run says of itself is read: schedulers are not asked."""
+"""All sweeps of a folder of runs, one line each. Only the runs' own files are read: schedulers are not asked."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from titanlab.terminal.numerals import duration
 
 @dataclass(frozen=True)
 class Overview:
-    """The sweeps under `runs`, the latest first.
+    """The sweeps under `runs`, latest first.
 
     Attributes:
-        rows: `sweep`, `runs`, `states` (how many of each end and state), `dropped`, `updated`, `folder`.
+        rows: `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated`, `folder`.
     """
 
     runs: str
     rows: list[dict[str, Any]]
 
     def lines(self, *, now: float | None = None) -> list[str]:
-        """As plain lines."""
+        """The overview as plain lines."""
         if not self.rows:
             return [
                 f"no runs under {self.runs}: submit a sweep (titanlab sweep), or say where runs are (--runs FOLDER)"
@@ -51,11 +51,11 @@ class Overview:
 
 
 def overview(runs: Path | str) -> Overview:
-    """Look at every run's status."""
-    found: dict[Path, list[RunFolder]] = {}
+    """Read the status of every run under a folder."""
+    by_sweep: dict[Path, list[RunFolder]] = {}
     for run in list_runs(runs):
-        found.setdefault(run.path.parent, []).append(run)
-    rows = [_row(SweepFolder(path), members) for path, members in found.items()]
+        by_sweep.setdefault(run.path.parent, []).append(run)
+    rows = [_row(SweepFolder(path), members) for path, members in by_sweep.items()]
     return Overview(str(runs), sorted(rows, key=lambda row: row["updated"] or 0.0, reverse=True))
 
 
@@ -75,6 +75,6 @@ def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
         "runs": len(members),
         "states": {word: words[word] for word in sorted(words, key=lambda word: order.get(word, len(order)))},
         "dropped": sum(bool(point.get("dropped")) for point in sweep.points()),
-        "updated": max((each.updated for each in statuses if each is not None), default=None),
+        "updated": max((status.updated for status in statuses if status is not None), default=None),
         "folder": str(sweep.path),
     }

@@ -1,6 +1,6 @@
-"""The table of a sweep: a row for every run and every dropped point, from what lies in its folder.
+"""The table of a sweep: a row for every run and every dropped point, from the files in its folder.
 
-`columns` says what the columns are. Nothing is asked of a scheduler here: its word is given.
+`columns` describes the columns. This module does not ask a scheduler: the caller passes the states of jobs.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from titanlab.sweep.table.columns import NAMES, POINT, as_text
 from titanlab.sweep.table.run_columns import figure_columns, machine_columns, recipe_columns
 from titanlab.training.tracker_gaps import tracker_gap
 
-# Points that were left out on purpose: no rule was broken.
+# Points that were dropped on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")
-# In a job's word for itself.
 _WAITING = ("pending", "requeued")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """What is known of one run beside its folder.
+class _Context:
+    """What is known of a run outside its folder.
 
     Attributes:
-        point: its line in points.jsonl; none for a run that the sweep's plan no longer has.
-        job: the newest submission that has it.
-        index: its place in that submission.
-        word: the scheduler's about that place.
+        point: its line in points.jsonl; None if the sweep's plan does not contain the run any more.
+        job: its newest submission.
+        index: its index in that submission.
+        job_state: from the scheduler.
     """
 
     point: Mapping[str, Any] | None = None
     job: Submission | None = None
     index: int = 0
-    word: JobState | None = None
+    job_state: JobState | None = None
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What an attempt began with: the recipe as it runs it, its environment and its job, where it has them."""
+    """The start of an attempt: its recipe, and its environment and job if they are recorded."""
 
     config: Mapping[str, Any]
     env: Mapping[str, Any] | None
@@ -56,11 +55,11 @@ class _Attempt:
 
 @dataclass
 class Table:
-    """Rows of one sweep, made again and again while it runs: what cannot change is read once.
+    """The rows of one sweep, to be computed repeatedly while it runs: files that cannot change are read once.
 
     Args:
         sweep: its folder.
-        code: fingerprint of the code that is here; None: no run is called stale.
+        code: fingerprint of the present code; None: no run is marked as stale.
     """
 
     sweep: SweepFolder
@@ -68,10 +67,10 @@ class Table:
     _attempts: dict[tuple[Path, int], _Attempt] = field(default_factory=dict)
 
     def rows(self, states: States | None = None) -> list[dict[str, Any]]:
-        """A row for each run and each dropped point: in the order of the plan, then runs that it no longer has.
+        """A row for each run and each dropped point: in the order of the plan, then runs that are not in the plan.
 
         Args:
-            states: the scheduler's word by submission and index; None: nothing is known of jobs.
+            states: from the scheduler, by token and index; None: nothing is known of jobs.
         """
         points = self.sweep.points()
         folders = {run.path.name: run for run in self.sweep.runs()}
@@ -82,22 +81,22 @@ class Table:
             if point.get("dropped"):
                 rows.append(self._dropped(point))
             elif name in folders:
-                rows.append(self._row(folders.pop(name), _found(point, name, jobs, states)))
+                rows.append(self._row(folders.pop(name), _context(point, name, jobs, states)))
             else:
                 rows.append(self._missing(point, str(name)))
-        rows += [self._row(run, _found(None, name, jobs, states)) for name, run in folders.items()]
+        rows += [self._row(run, _context(None, name, jobs, states)) for name, run in folders.items()]
         keys = list(dict.fromkeys(key for point in points for key in point.get("point", {})))
         return [{name: row.get(name) for name in (*NAMES, *(POINT + key for key in keys))} for row in rows]
 
     def _dropped(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        why = point["dropped"]
+        drop = point["dropped"]
         return {
             "sweep": self.sweep.name,
             "repeat": point.get("repeat"),
             "state": "dropped",
-            "outcome": None if why["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value,
-            "dropped_stage": why["stage"],
-            "cause": why["reason"],
+            "outcome": None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value,
+            "dropped_stage": drop["stage"],
+            "cause": drop["reason"],
             **_values(point),
         }
 
@@ -110,22 +109,22 @@ class Table:
             **_values(point),
         }
 
-    def _row(self, run: RunFolder, found: _Found) -> dict[str, Any]:
+    def _row(self, run: RunFolder, context: _Context) -> dict[str, Any]:
         try:
-            return {**self._facts(run, found), **_names(self.sweep.name, run), **_values(found.point or {})}
+            return {**self._facts(run, context), **_names(self.sweep.name, run), **_values(context.point or {})}
         except Exception as error:
-            # One folder that somebody has spoilt, however, must not hide the others.
+            # Catch everything: one damaged folder must not hide the others.
             cause = " ".join(str(error).split()) or type(error).__name__
             if not isinstance(error, TitanlabError):
                 cause = f"its files cannot be understood ({type(error).__name__}: {cause})"
-            named = _names(self.sweep.name, run)
-            return {**named, "state": "unreadable", "cause": cause, **_values(found.point or {})}
+            names = _names(self.sweep.name, run)
+            return {**names, "state": "unreadable", "cause": cause, **_values(context.point or {})}
 
-    def _facts(self, run: RunFolder, found: _Found) -> dict[str, Any]:
+    def _facts(self, run: RunFolder, context: _Context) -> dict[str, Any]:
         status, outcome = run.status() or Status(state="prepared", updated=0.0), run.result()
-        state = _state(status, outcome, found)
+        state = _state(status, outcome, context)
         end = outcome if state == "ended" else None
-        began = self._attempt(run, status.attempt, by_job=found.job is not None)
+        began = self._attempt(run, status.attempt, by_job=context.job is not None)
         facts = {
             **recipe_columns(began.config),
             **figure_columns(end.metrics if end else status.metrics, world=began.config["world"]),
@@ -137,11 +136,11 @@ class Table:
             "updated": status.updated or None,
             "folder": str(run.path),
             **machine_columns(began.env, began.job, began.config),
-            **_job(found, began),
+            **_job(context, began),
         }
         if began.env is not None:
             facts["started"] = began.env["time"]
-            # An attempt that no process lived to begin ran no code.
+            # If no process lived to begin the attempt, no code is recorded.
             facts["code"] = (began.env.get("code") or {}).get("fingerprint")
             facts["stale"] = None if None in (facts["code"], self.code) else facts["code"] != self.code
         if end is None:
@@ -154,59 +153,60 @@ class Table:
     def _attempt(self, run: RunFolder, attempt: int, *, by_job: bool) -> _Attempt:
         key = (run.path, attempt)
         if key not in self._attempts:
-            # Of another version, what the other files say may mean something else.
+            # Raises an error if another version wrote the run: its other files may have another meaning.
             run.identity()
             folder = run.attempt_folder(attempt)
             config = run.config(attempt if (folder / "config.yaml").is_file() else None)
             env = run.env(attempt) if attempt else None
-            made = _Attempt(config, env, (run.job(attempt) if attempt else None) or {})
-            if attempt and (env is None or (by_job and not made.job)):
-                return made  # What it lacks is about to be written.
-            self._attempts[key] = made
+            attempted = _Attempt(config, env, (run.job(attempt) if attempt else None) or {})
+            if attempt and (env is None or (by_job and not attempted.job)):
+                return attempted  # Do not keep it: the missing files are about to be written.
+            self._attempts[key] = attempted
         return self._attempts[key]
 
 
-def _state(status: Status, outcome: Outcome | None, found: _Found) -> str:
-    """Where a run stands: its own word, but for what only the scheduler knows."""
-    word = found.word.state if found.word else None
+def _state(status: Status, outcome: Outcome | None, context: _Context) -> str:
+    """The state of a run: from its own files, except for what only the scheduler knows."""
+    word = context.job_state.state if context.job_state else None
     if word in _WAITING:
         return "queued"
-    if outcome is not None and not (word == "running" and found.job and outcome.ended < found.job.created):
+    if outcome is not None and not (word == "running" and context.job and outcome.ended < context.job.created):
         return "ended"
     if word == "running" and status.state in ("prepared", "ended"):
         return "starting"
-    # A job whose scheduler does not answer has at least been handed over.
-    if status.state == "prepared" and found.job is not None:
+    # Also if the scheduler does not answer: the job has been submitted.
+    if status.state == "prepared" and context.job is not None:
         return "queued"
     return status.state
 
 
 def _previous(run: RunFolder, attempt: int, outcome: Outcome | None, *, ended: bool) -> str | None:
-    """How the attempt before ended; for one that waits to go on, the latest."""
+    """The outcome of the attempt before; for a run that waits to resume, the latest outcome."""
     last = outcome if outcome is not None and not ended else run.result(attempt - 1) if attempt > 1 else None
     return last.kind.value if last else None
 
 
-def _found(
+def _context(
     point: Mapping[str, Any] | None, run: str, jobs: Mapping[str, tuple[Submission, int]], states: States | None
-) -> _Found:
+) -> _Context:
     if run not in jobs:
-        return _Found(point=point)
+        return _Context(point=point)
     job, index = jobs[run]
-    return _Found(point=point, job=job, index=index, word=(states or {}).get((job.token, index)))
+    return _Context(point=point, job=job, index=index, job_state=(states or {}).get((job.token, index)))
 
 
-def _job(found: _Found, began: _Attempt) -> dict[str, Any]:
-    launcher = began.env["launcher"] if began.env else None
-    if found.job is None:
-        return {"launcher": launcher, "scheduler_state": None}
-    ours = began.job if (began.job.get("token"), began.job.get("index")) == (found.job.token, found.index) else {}
-    own = launcher_named(found.job.launcher)
+def _job(context: _Context, began: _Attempt) -> dict[str, Any]:
+    job, index, state = context.job, context.index, context.job_state
+    started_by = began.env["launcher"] if began.env else None
+    if job is None:
+        return {"launcher": started_by, "scheduler_state": None}
+    own = began.job if (began.job.get("token"), began.job.get("index")) == (job.token, index) else {}
+    launcher = launcher_named(job.launcher)
     return {
-        "launcher": found.job.launcher,
-        "job_id": ours.get("job_id") or own.job_number(found.job, found.index),
-        "queue_reason": found.word.reason if found.word and found.word.state in (*_WAITING, "unknown") else None,
-        "scheduler_state": found.word.raw if found.word and own.has_scheduler else None,
+        "launcher": job.launcher,
+        "job_id": own.get("job_id") or launcher.job_number(job, index),
+        "queue_reason": state.reason if state and state.state in (*_WAITING, "unknown") else None,
+        "scheduler_state": state.raw if state and launcher.has_scheduler else None,
     }
 
 

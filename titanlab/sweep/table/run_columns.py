@@ -1,4 +1,4 @@
-"""Columns of a run's row, from what its files hold: recipe, figures, machine. Plain mappings in, plain values out."""
+"""Columns of a run's row, from the content of its files: recipe, figures, machine. Mappings in, plain values out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from titanlab.costs.layout import AXES, Layout
 
 
 def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a resolved recipe says: layout, techniques, sizes.
+    """The layout, techniques and sizes of a resolved recipe.
 
     Raises:
-        LookupError, TypeError: it is no recipe.
+        LookupError, TypeError: it is not a recipe.
     """
     training, compiled = config["training"], config["compile"]
     layout = Layout(**{axis: config["parallelism"][axis] for axis in AXES})
-    # As Recipe.microbatch has it; to make a Recipe takes longer than the whole row.
+    # As Recipe.microbatch; creating a Recipe would take longer than the whole row.
     microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
     return {
         **{f"layout.{axis}": degree for axis, degree in layout.degrees().items()},
@@ -40,8 +40,8 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
-    """Speed, memory and losses, from a result's summary or from the latest row of a run under way."""
-    # In a row of metrics the median has a name of its own; a summary's one figure is the median.
+    """Speed, memory and losses, from a result's summary or from the latest row of a running attempt."""
+    # Rows of metrics have a separate key for the median; in a summary the only value is the median.
     step_seconds = metrics.get(meter.STEP_SECONDS_MEDIAN, metrics.get(meter.STEP_SECONDS))
     per_device = metrics.get(meter.TOKENS_PER_SECOND)
     return {
@@ -65,7 +65,7 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
 
 
 def machine_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Machines and cores of an attempt, and whether there were enough of them.
+    """Hosts and cores of an attempt, and whether it had more processes than cores.
 
     Args:
         env: of the attempt; None: it has not begun. Without a host: no process lived to begin it.
@@ -76,10 +76,10 @@ def machine_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], confi
         return {}
     name = env["host"]["name"].partition(".")[0]
     nodes = {str(node).partition(".")[0] for node in job.get("nodes") or []}
-    # Slurm may give one machine several names, as on a test cluster: those are no more cores than it has.
+    # On a test cluster, Slurm may have several names for one machine: count its cores once.
     hosts = len(nodes) if name in nodes else 1
     usable = env["host"]["usable_cores"]
     cores = None if usable is None else usable * hosts
     on_cpu = config["cluster"]["accelerator"] == "cpu"
-    crowded = None if cores is None else on_cpu and config["world"] > cores
-    return {"hosts": hosts, "cores": cores, "oversubscribed": crowded}
+    is_oversubscribed = None if cores is None else on_cpu and config["world"] > cores
+    return {"hosts": hosts, "cores": cores, "oversubscribed": is_oversubscribed}

@@ -1,4 +1,4 @@
-"""A sweep on a terminal: one table, or one that is redrawn until all runs have ended; changes as lines in a pipe."""
+"""Shows a sweep: one table, or a table that is redrawn until all runs have ended; in a pipe, changes as lines."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from titanlab.terminal.numerals import counted
 Look = Callable[[], list[dict[str, Any]]]
 
 _COLOURS: Mapping[str, str] = {"good": "green", "busy": "cyan", "idle": "dim", "halted": "yellow", "bad": "red"}
-# Where it is narrow: the first goes first. What is left of a run's name is cut after that.
+# On a narrow terminal, columns are dropped in this order; then names of runs are shortened.
 _DROPPED_FIRST = ("", "layout", "GiB", "MFU", "left")
 _LEAST_NAME = 20
 _GAP = "  "
-# Lines of a live view that are not rows of runs: headings, counts, prompt.
+# Lines of the live view besides the rows of runs: headings, counts, prompt.
 _FRAME_LINES = 6
 _LIVE_CAUSES = 5
-# Shorter than a line, too: a terminal writes its `^C` behind it.
+# Not a full line: the terminal writes `^C` after it.
 _LEAVE = "Ctrl-C ends the watching; the runs go on"
 
 
 class Screen:
-    """Where a sweep is shown.
+    """The output on which a sweep is shown.
 
     Args:
         stream: None: standard output.
-        environ: where NO_COLOR, TERM, COLUMNS and LINES are read; None: this process's.
+        environ: environment with NO_COLOR, TERM, COLUMNS and LINES; None: this process's.
         clock: seconds since the epoch.
     """
 
@@ -50,11 +50,11 @@ class Screen:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is a terminal on which things can be redrawn."""
+        """Whether the output is a terminal that can be redrawn."""
         return self._stream.isatty() and self._environ.get("TERM", "") not in ("", "dumb", "unknown")
 
     def show(self, name: str, rows: Sequence[Row]) -> None:
-        """The table as it is now."""
+        """Print the table as it is now."""
         if self.is_live:
             self._console().print(self._view(name, rows))
         else:
@@ -63,16 +63,16 @@ class Screen:
     def follow(
         self, name: str, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
     ) -> list[dict[str, Any]]:
-        """Show a sweep until nothing of it is under way or waits; Ctrl-C leaves it to itself. Returns the last rows.
+        """Show a sweep until no run is active or waits, or until Ctrl-C, which stops no run. Returns the last rows.
 
         Args:
-            look: makes the rows.
-            seconds: between two looks.
+            look: returns the current rows.
+            seconds: between two calls of `look`.
         """
         rows = look()
         with self._drawn(name) as draw:
             draw(rows)
-            # Not around the drawing, which is to be put in order.
+            # Only around the loop: `draw` must be closed properly after Ctrl-C.
             with contextlib.suppress(KeyboardInterrupt):
                 while not settled(rows):
                     sleep(seconds)
@@ -83,7 +83,7 @@ class Screen:
 
     @contextlib.contextmanager
     def _drawn(self, name: str) -> Iterator[Callable[[Sequence[Row]], None]]:
-        """Yields what shows rows while they change: over themselves on a terminal, what is new as lines elsewhere."""
+        """A function that shows changing rows: it redraws a terminal, and prints changes as lines elsewhere."""
         if not self.is_live:
             before: dict[str, str] = {}
             yield lambda rows: self._tell(rows, before)
@@ -91,12 +91,12 @@ class Screen:
         from rich.live import Live
 
         console = self._console()
-        # Gone at the end: the whole table is shown then.
+        # transient: the live view is removed at the end, when the whole table is printed.
         with Live(console=console, auto_refresh=False, transient=True) as live:
             yield lambda rows: live.update(self._view(name, rows, height=console.size.height), refresh=True)
 
     def _tell(self, rows: Sequence[Row], before: dict[str, str]) -> None:
-        """Lines for the runs whose state is another than `before`, which is brought up to date."""
+        """Print a line for each run whose state differs from `before`, and update `before`."""
         now = {row["run"]: listing.word(row) for row in listing.runs(rows)}
         changed = [run for run, word in now.items() if before.get(run) != word]
         before.update(now)
@@ -106,7 +106,7 @@ class Screen:
             self._say(f"          {listing.counts(rows)}")
 
     def _console(self) -> Any:
-        # Not at the top: `titanlab --help` comes without it.
+        # Imported here: `titanlab --help` does not need it.
         from rich.console import Console
 
         coloured = not self._environ.get("NO_COLOR")
@@ -121,7 +121,7 @@ class Screen:
         )
 
     def _view(self, name: str, rows: Sequence[Row], *, height: int | None = None) -> Any:
-        """The table and what stands beneath it, no higher than `height` lines."""
+        """The table and the lines below it, no higher than `height` lines."""
         from rich.console import Group
         from rich.text import Text
 
@@ -151,18 +151,18 @@ class Screen:
             self._stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
             self._stream.flush()
         except BrokenPipeError:
-            # Whoever read this has gone (`| head`).
+            # The reader of the pipe has ended (`| head`).
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def settled(rows: Sequence[Row]) -> bool:
-    """Whether nothing is under way, and nothing waits for a job."""
+    """Whether no run is active and none waits for a job."""
     return not any(row["state"] in (*listing.ACTIVE, "queued") for row in rows)
 
 
 def _foremost(rows: Sequence[Row], room: int) -> list[Row]:
-    """As many rows as there is room for: what is under way, then what failed, what waits, what is done; in order."""
+    """As many rows as fit, in their order: active runs first, then failed, stopped, waiting and finished ones."""
     urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
     first = sorted(range(len(rows)), key=lambda place: (urgency[listing.tone(rows[place])], place))[:room]
     return [rows[place] for place in sorted(first)]
@@ -188,13 +188,13 @@ def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
 
 
 def _cut(name: str, width: int) -> str:
-    """A run's name without its middle where it is too long: the hash at its end tells it from others."""
+    """A name without its middle if it is too long; the hash at its end, which distinguishes it, is kept."""
     ending = 9
     return name if len(name) <= width else f"{name[: width - ending - 1]}…{name[-ending:]}"
 
 
 def _fitting(lines: Sequence[Sequence[str]], columns: int) -> dict[int, int]:
-    """Columns that have room, with their widths: empty ones go, then the least important, then ends of names."""
+    """The columns that fit, with their widths: drop empty ones, then the least important, then shorten names."""
     headings = listing.HEADINGS
     widths = {
         place: max(len(line[place]) for line in [headings, *lines])
