@@ -10,7 +10,7 @@ from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
 from titanlab.launch.execute import continue_run, prepare
 from titanlab.launch.launchers import directly
-from titanlab.recipe.composition.frozen import hold_changeable, overridden
+from titanlab.recipe.composition.frozen import check_changeable, overridden
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
 from titanlab.terminal.console import Console
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _changed(run: RunFolder, overrides: Sequence[str]) -> Recipe:
     config = run.config()
-    hold_changeable(overrides, CHANGEABLE)
+    check_changeable(overrides, CHANGEABLE)
     if any(override.startswith("parallelism.") for override in overrides):
         # The degrees decide, unless the world is given too.
         config = {**config, "world": None}

@@ -90,17 +90,15 @@ def _is_oom(error: BaseException, message: str) -> bool:
         return True
     if isinstance(error, ImportError) and _NO_ADDRESS_SPACE.search(message):
         return True
-    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _has_no_memory_for_thread(
-        message
-    )
+    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _lacks_thread_memory(message)
 
 
 def says_oom(text: str) -> bool:
     """Whether the end of a process's log says that memory ran out."""
-    return bool(_OOM.search(text) or _NO_ADDRESS_SPACE.search(text)) or _has_no_memory_for_thread(text)
+    return bool(_OOM.search(text) or _NO_ADDRESS_SPACE.search(text)) or _lacks_thread_memory(text)
 
 
-def _has_no_memory_for_thread(message: str) -> bool:
+def _lacks_thread_memory(message: str) -> bool:
     """Whether a thread could not start because its stack did not fit into the limit of address space (RLIMIT_AS).
 
     Without such a limit the cause is a limit on the number of processes, which is not a lack of memory.

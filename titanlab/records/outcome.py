@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from titanlab.errors import TitanlabError
-from titanlab.records.failure_signs import kind_name, is_secondary
+from titanlab.records.failure_signs import is_secondary, kind_name
 from titanlab.system.atomic_file import finite
 from titanlab.system.disk import disk_fault
 

@@ -115,7 +115,7 @@ class RunFolder(RunRecords):
         write_end(self.path, folder / f"rank-{outcome.rank or 0}.json", outcome)
 
     def ask_to_cancel(self) -> None:
-        """Ask the processes of the run to save and end as cancelled; an attempt that starts now sees the request too."""
+        """Ask the processes of the run, also of an attempt that starts now, to save and end as cancelled."""
         write_json(self.path / "cancel.json", {"by": f"titanlab cancel on {socket.gethostname()}", "time": time.time()})
 
     def withdraw_cancel(self) -> None:
