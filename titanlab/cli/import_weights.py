@@ -56,13 +56,7 @@ def _folder(source: str, revision: str | None, token: str | None) -> Path:
 
 
 def option_name(given: str | None, source: str) -> str:
-    """The name of the model's new option.
-
-    It must be a name in Hydra's grammar, and no option of titanlab's own, which Hydra would find first.
-
-    Raises:
-        ConfigError: the given name is not allowed.
-    """
+    """A name for the model's option that Hydra accepts and titanlab's own options, found first, do not have."""
     own = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
     if given is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", given):

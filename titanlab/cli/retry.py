@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
 def _report(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bool) -> None:
     if dry_run:
         for chosen in done.chosen:
-            anew = ", anew" if chosen.anew else ""
-            console.note(f"{chosen.run.path.name}: {chosen.outcome or 'never started'}{anew}")
+            outcome = chosen.outcome or "never started"
+            console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
     count = len(done.chosen)
     runs = "1 run" if count == 1 else f"{count} runs"
     if not count:

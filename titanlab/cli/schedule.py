@@ -108,11 +108,7 @@ def _parser() -> Arguments:
 
 
 def _check_arguments(given: Any) -> None:
-    """Check that the numbers are in range and that the flags can be combined.
-
-    Raises:
-        ConfigError: they are not.
-    """
+    """Check that the numbers are in range and that the flags can be combined."""
     kinds = [*sorted(str(kind) for kind in discover()["schedule"]), ALL]
     if given.kind not in kinds:
         near = "".join(f"try {kind}; " for kind in difflib.get_close_matches(given.kind, kinds, n=1))
@@ -139,11 +135,7 @@ def _check_arguments(given: Any) -> None:
 
 
 def _check_proportions(given: Any) -> None:
-    """Check that durations are similar: a column of the timeline is a fraction of the shortest duration.
-
-    Raises:
-        ConfigError: the longest is more than `PROPORTION` times the shortest.
-    """
+    """Check the durations: a column is a fraction of the shortest one, so unequal durations need too many columns."""
     times = {str(kind): time for kind, time in _durations(given).items()}
     shortest = min(times.values())
     typed = {name: getattr(given, name) for name in TIMES if getattr(given, name) is not None}  # by the user
@@ -171,11 +163,7 @@ def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
 
 
 def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
-    """Make one schedule.
-
-    Args:
-        chosen: the user named this schedule, so a flag that it does not use is a mistake.
-    """
+    """Make one schedule; if the user has named it (`chosen`), a flag that it does not use is a mistake."""
     schema = discover()["schedule"][kind].schema
     fields = {field.name for field in dataclasses.fields(schema)}
     values = {}

@@ -19,7 +19,7 @@ MOST_ACTIONS = 1_000_000
 
 
 def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, seq_len: int, microbatch: int) -> None:
-    """Check that tensor parallelism can split heads, matrices and the sequence evenly.
+    """Check that tensor parallelism can split heads, matrices and the sequence.
 
     Raises:
         ConfigError: it cannot.
@@ -82,13 +82,7 @@ def _broken_rule(account: ModelAccount, cuts: Iterable[_CutParameter], degree: i
 
 
 def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
-    """Check that FSDP2 can shard the parameters that tensor parallelism splits by rows.
-
-    FSDP2 splits the rows again into equal parts; if that is impossible, it splits the columns.
-
-    Raises:
-        ConfigError: neither rows nor columns can be split into equal parts.
-    """
+    """Check that FSDP2 can split the parameters that tensor parallelism splits by rows: rows evenly, else columns."""
 
     def uneven(fsdp: int) -> Iterator[_CutParameter]:
         for cut in cuts:

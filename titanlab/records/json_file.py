@@ -1,4 +1,4 @@
-"""Reads JSON files; one that is damaged, or of another version, gives an error of one line that names the file."""
+"""Reads JSON files; a damaged file, or a file of another version, gives an error of one line that names the file."""
 
 from __future__ import annotations
 

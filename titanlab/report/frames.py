@@ -1,4 +1,4 @@
-"""A sweep as pandas data frames: a row for each run, and a row for each steps step."""
+"""A sweep as pandas data frames: a row for each run, and a row for each logged step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sweep_frame(path: Path | str) -> DataFrame:
 
 
 def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
-    """One row for each steps step of each run, under the names of metrics.jsonl.
+    """One row for each logged step of each run, under the names of metrics.jsonl.
 
     The columns `run`, `name`, `layout.label` (of the attempt that wrote the row) and those of the point come first.
     Rows that a later attempt has replaced are left out.

@@ -157,10 +157,7 @@ def _values(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _full_key(cause: OmegaConfBaseException, given: Mapping[str, str]) -> str:
-    """The whole key as the user gave it.
-
-    OmegaConf may name only a part: `trainig` for `trainig.steps=3`, and `steps` if a group was merged alone.
-    """
+    """The key as the user gave it: OmegaConf may name a part, `trainig` or `steps` for `trainig.steps=3`."""
     # Without the index of an item in a list, as in optimizer.betas[0].
     key = (cause.full_key or str(cause.key or "config")).partition("[")[0]
     if key in given:

@@ -13,7 +13,7 @@ from titanlab.recipe.composition import hydra_settings, strangers
 from titanlab.recipe.composition.hydra_internal import flag_parser
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS, HELP
 
-# Flags that make Hydra print something instead of running; Hydra allows one of the last three at a time.
+# Flags that make Hydra print something instead of running; it obeys only one of them at a time.
 _ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 

@@ -53,7 +53,7 @@ def plain_value(value: Any) -> Any:
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Folders of YAMLs: titanlab's own and a person's. Each file is read and checked once."""
+    """Folders of YAMLs, titanlab's and the user's. Each file is read and checked once."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)

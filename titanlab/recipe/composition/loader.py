@@ -68,7 +68,7 @@ class Loader:
         self._hydra = _hydra_loader(flags)
         self._known_choices: Mapping[str, Any] = {}
         self._is_group = functools.cache(self._find_group)
-        self._fills_own_group = functools.cache(self._find_fills_own_group)
+        self._fills_own_group = functools.cache(self._has_own_keys_only)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """The overrides as Hydra parses them.
@@ -165,7 +165,7 @@ class Loader:
         source = next(sources, None)
         return None if source is None else source.load_config(path)
 
-    def _find_fills_own_group(self, path: str) -> bool:
+    def _has_own_keys_only(self, path: str) -> bool:
         group = path.partition("/")[0]
         result = self._read(path)
         if result is None or result.header.get("package") not in (None, group, "_group_"):

@@ -48,7 +48,7 @@ def conf_folder() -> Path:
 
 
 def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) -> Recipe:
-    """Convert a composed config to dataclasses; no other code gets a DictConfig.
+    """Convert a composed config to dataclasses; from here on no code uses a DictConfig.
 
     Args:
         choices: the composed option of each group.
