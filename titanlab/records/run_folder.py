@@ -81,7 +81,7 @@ class RunFolder(RunRecords):
     def write_result(self, outcome: Outcome) -> None:
         """Write the end of an attempt into the attempt's result, the run's result, and the status.
 
-        Attempt 0 means that the run ended before its first attempt; then only the run gets a result.
+        Attempt 0 means that the run ended while it waited, outside any attempt; then only the run gets a result.
         """
         if outcome.attempt:
             folder = self.attempt_folder(outcome.attempt)

@@ -47,7 +47,7 @@ def disk_fault(error: BaseException) -> str | None:
 
 
 def tells_of_disk(cause: str | None) -> bool:
-    """Whether the cause of an outcome is a line of `disk_fault`."""
+    """Whether the cause of an outcome is a text that `disk_fault` has returned."""
     return cause is not None and cause.startswith(tuple(_WORDS.values()))
 
 

@@ -21,7 +21,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key.
+    """One key of a recipe.
 
     Attributes:
         name: with its group, such as `optimizer.schedule.floor`.

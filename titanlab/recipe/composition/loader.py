@@ -160,7 +160,7 @@ class Loader:
         return "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
 
     def _read(self, path: str) -> ConfigResult | None:
-        """A config as its file has it; None where there is none of that name."""
+        """A config as Hydra reads it from its file; None if there is no config of that name."""
         sources = (source for source in self._hydra.get_sources() if source.is_config(path))
         source = next(sources, None)
         return None if source is None else source.load_config(path)

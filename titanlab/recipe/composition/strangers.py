@@ -46,7 +46,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     """Check overrides by the rules for a YAML; Hydra reports those that cannot be read.
 
     Raises:
-        ConfigError: one names code, or a package to import.
+        ConfigError: an override names code, or a package to import.
     """
     for text in overrides:
         key, _, typed = text.partition("=")
@@ -78,7 +78,7 @@ def check_file(content: Any, group: str, option: str, file: str) -> None:
     """Check the content of a YAML.
 
     Raises:
-        ConfigError: it names code.
+        ConfigError: the YAML names code.
     """
     for path, value in _code(content, "", within_hydra=True):
         if group in [f"hydra/{name}" for name in _STARTERS]:
