@@ -1,19 +1,16 @@
-"""The errors a person can cause, each of which says what to do about it."""
+"""Errors that users can cause; each message says what to do."""
 
 from __future__ import annotations
 
 
 class TitanlabError(Exception):
-    """An error with a message made for people; shown without a traceback."""
+    """An error whose message is shown to the user without a traceback."""
 
     exit_code = 1
 
 
 class ConfigError(TitanlabError):
-    """A value that a person gave breaks a rule.
-
-    Shown as one line, `key=value: rule; cure`, with exit code 2, before anything starts.
-    """
+    """A user's value breaks a rule; shown as one line, `key=value: rule; cure`, before anything starts; exit code 2."""
 
     exit_code = 2
 
@@ -29,7 +26,7 @@ class ConfigError(TitanlabError):
 
 
 def _shown(value: object) -> str:
-    """The value as it is typed in an override, on one line and of bounded length."""
+    """The value as text for an override, in one line of bounded length."""
     if value is None:
         return "null"
     if isinstance(value, bool):

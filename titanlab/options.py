@@ -1,4 +1,4 @@
-"""Discovery of options: every config that titanlab or an installed package offers.
+"""Discovers options: the configs that titanlab and installed packages offer.
 
 A technique is a torch-free config, an implementation that the config names, and a YAML:
 
@@ -7,8 +7,8 @@ A technique is a torch-free config, an implementation that the config names, and
     conf/precision/fp16.yaml              defaults: [fp16_schema, _self_]
 
 A group of presets has one config and no kinds: `@option("parallelism")` in `titanlab/parallelism/schema.py`.
-titanlab's own configs are in modules whose names end in `schema`. Other packages name theirs by entry points of the
-group `titanlab.options`, and the package with their YAMLs by one of the group `titanlab.conf`.
+titanlab's own configs are in modules whose names end in `schema`. Other packages declare their modules with entry
+points of the group `titanlab.options`, and the package with their YAMLs with an entry point of `titanlab.conf`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One schema of one group; `kind` is None where the group has a single schema."""
+    """One schema of one group; `kind` is None if the group has a single schema."""
 
     group: str
     kind: str | None
@@ -48,8 +48,8 @@ def option(group: str, kind: str | None = None) -> Callable[[T], T]:
 
     def mark(schema: T) -> T:
         if kind is not None:
-            fields = {f.name: f.default for f in dataclasses.fields(schema)}
-            if fields.get("kind") != kind:
+            defaults = {field.name: field.default for field in dataclasses.fields(schema)}
+            if defaults.get("kind") != kind:
                 raise TypeError(f"{schema.__qualname__}: needs the field `kind: str = {kind!r}`")
         schema.__titanlab_option__ = Option(group=group, kind=kind, schema=schema)  # type: ignore[attr-defined]
         return ranged(f"{group}.")(schema)
@@ -58,7 +58,7 @@ def option(group: str, kind: str | None = None) -> Callable[[T], T]:
 
 
 def discover() -> dict[str, dict[str | None, Option]]:
-    """All options by group and kind. Imports schema modules only, none of which imports torch."""
+    """All options by group and kind; it imports only schema modules, which do not import torch."""
     groups: dict[str, dict[str | None, Option]] = {}
     for module in _schema_modules():
         for value in vars(module).values():
@@ -83,7 +83,7 @@ def schema_of(group: str, kind: str | None) -> type:
     """
     kinds = discover().get(group, {})
     if kind not in kinds:
-        known = ", ".join(sorted(str(k) for k in kinds)) or "none"
+        known = ", ".join(sorted(map(str, kinds))) or "none"
         raise ConfigError(f"{group}.kind", kind, "no installed package offers this option", f"known: {known}")
     return kinds[kind].schema
 
@@ -103,10 +103,10 @@ def _own_schema_modules() -> Iterator[str]:
     for info in pkgutil.iter_modules(package.__path__, "titanlab."):
         if info.ispkg:
             folder = importlib.import_module(info.name)
-            inner = [i.name for i in pkgutil.iter_modules(folder.__path__, info.name + ".")]
+            modules = [module.name for module in pkgutil.iter_modules(folder.__path__, info.name + ".")]
         else:
-            inner = [info.name]
-        yield from (name for name in inner if name.rpartition(".")[2].endswith("schema"))
+            modules = [info.name]
+        yield from (name for name in modules if name.rpartition(".")[2].endswith("schema"))
 
 
 def _others_schema_modules() -> Iterator[ModuleType]:

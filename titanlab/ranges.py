@@ -1,7 +1,6 @@
-"""How large a number of a config may be, before anything computes with it.
+"""Checks the size of every number of a config before any code uses it.
 
-Numbers in a config are typed by people. One with too many digits makes loops endless and tables huge, long before a
-rule about it is reached. So every whole number of a config has a range, which is held first.
+A number with too many digits makes endless loops and huge tables before any other rule is checked.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from titanlab.errors import ConfigError
 
 T = TypeVar("T", bound=type)
 
-# What counts in 32 bits reaches: no size, count or number of steps of a training is near it.
+# No size, count or number of steps of a training is near this.
 MOST = 2**31 - 1
-MOST_64_BITS = 2**63 - 1  # of an argument of a verb, such as a seed: what torch takes
-# Thirty years. Timers of the operating system take no more than 2⁶³ nanoseconds.
+MOST_64_BITS = 2**63 - 1  # for arguments of verbs, such as seeds: torch accepts no more
+# Thirty years. Timers of the operating system accept at most 2⁶³ nanoseconds.
 MOST_SECONDS = 10**9
-_DIGITS = 40  # of a number that a message shows
+_DIGITS = 40  # most digits of a number in a message
 
 
 def ranged(prefix: str) -> Callable[[T], T]:
-    """Class decorator: the numbers of a config dataclass are held to their ranges whenever one is made.
+    """Class decorator: check the numbers of a config dataclass whenever an instance is made.
 
-    Whole numbers: at most `MOST` on both sides of 0, or the field's `metadata={"most": …}` (None: a rule of its own
-    says more). Numbers with a fraction: finite. Fields whose names end in `_seconds`: at most `MOST_SECONDS`.
+    Whole numbers: an absolute value of at most `MOST`, or the field's `metadata={"most": …}` (None: another rule
+    checks it). Floats: finite. Fields whose names end in `_seconds`: at most `MOST_SECONDS`.
 
     Args:
-        prefix: of the keys in messages: `model.`; empty for the recipe's own.
+        prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.
     """
 
     def decorate(schema: T) -> T:
@@ -40,12 +39,12 @@ def ranged(prefix: str) -> Callable[[T], T]:
 
         @functools.wraps(construct)
         def checked(self: Any, *positional: Any, **given: Any) -> None:
-            # Whole numbers come first: the schema's own rules compute with them.
+            # Sizes are checked before the schema's own rules, which compute with them.
             for name, value in given.items():
                 if name in fields:
                     _check_size(fields[name], prefix, value)
             construct(self, *positional, **given)
-            # What is not finite breaks most schemas' own rules, which say what else to give.
+            # Finiteness is checked after the schema's own rules, which give better advice.
             for field in fields.values():
                 _check_finite(field, prefix, getattr(self, field.name, None))
 
@@ -56,10 +55,10 @@ def ranged(prefix: str) -> Callable[[T], T]:
 
 
 def check_whole(key: str, value: int, most: int = MOST, *, cure: str = "give a smaller number") -> None:
-    """Hold a whole number to be at most so far from 0.
+    """Check that the absolute value of a whole number is at most `most`.
 
     Raises:
-        ConfigError: it is further.
+        ConfigError: it is larger.
     """
     if abs(value) > most:
         rule = f"must be at most {most:,}" if value > 0 else f"must be at least -{most:,}"
@@ -67,8 +66,8 @@ def check_whole(key: str, value: int, most: int = MOST, *, cure: str = "give a s
 
 
 def shown_digits(value: int) -> str:
-    """A whole number as text; of a very long one the first digits and how many there are."""
-    # Python refuses to write numbers of more than 4,300 digits, so the logarithm is asked first.
+    """A whole number as text; for a very long number its first digits and their count."""
+    # Python converts no number of more than 4,300 digits to text, so the digits are estimated first.
     digits = int(abs(value).bit_length() * math.log10(2)) + 1
     if digits > 4000:
         return f"(a number of about {digits:,} digits)"
@@ -82,12 +81,12 @@ def _check_size(field: dataclasses.Field[Any], prefix: str, value: Any) -> None:
         _check_size(inner, f"{key}.", getattr(value, inner.name))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    # What is infinite or no number is left to the schema's own rules.
+    # The schema's own rules check infinity and NaN.
     if field.name.endswith("_seconds") and MOST_SECONDS < abs(value) < math.inf:
         shown = shown_digits(value) if isinstance(value, int) else value
         raise ConfigError(key, shown, f"must be at most {MOST_SECONDS:,}", f"try {_usual(field)}")
     most = field.metadata.get("most", MOST)
-    # A whole number in a field of fractions is one of those.
+    # A whole number in a float field counts as a float.
     if isinstance(value, int) and most is not None and "float" not in str(field.type):
         check_whole(key, value, most, cure=f"try {_usual(field)}" if _usual(field) else "give a smaller number")
 
@@ -100,14 +99,14 @@ def _check_finite(field: dataclasses.Field[Any], prefix: str, value: Any) -> Non
 
 
 def _parts(value: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """Fields of a part of a config, such as `optimizer.schedule`; a group's option holds its own."""
+    """Fields of a nested config such as `optimizer.schedule`; none for an option, which checks its own numbers."""
     if not dataclasses.is_dataclass(value) or hasattr(value, "__titanlab_option__"):
         return ()
     return dataclasses.fields(value)
 
 
 def _usual(field: dataclasses.Field[Any]) -> str:
-    """The default of a field as it is typed; empty where it has none."""
+    """The default of a field as text for an override; empty if it has no number as default."""
     if field.default is None:
         return "null"
     return str(field.default) if isinstance(field.default, int | float) else ""

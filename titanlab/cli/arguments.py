@@ -1,4 +1,4 @@
-"""Arguments of the verbs that take no recipe; a mistake in them is one line, like any other."""
+"""Parses arguments of the verbs that take no recipe; errors are ConfigErrors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Arguments(argparse.ArgumentParser):
         self.add_argument(_SHOW_PARSER, action=_ShowParser, nargs=0, help=argparse.SUPPRESS)
 
     def options(self) -> dict[str, argparse.Action]:
-        """The action of every option that the help shows, by each of its names."""
+        """The argparse actions of all options that the help shows, by name; an option may have several names."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         return {name: action for action in shown for name in action.option_strings}
 
     def positionals(self) -> list[argparse.Action]:
-        """The actions of the arguments that have no name, in their order."""
+        """The argparse actions of the positional arguments, in their order."""
         return [action for action in self._actions if not action.option_strings]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it, options and words in any order; remembers the arguments for `error`."""
+        """Parse options and positional arguments in any order; store the arguments for `error`."""
         self._given = " ".join(args or [])
         given = super().parse_intermixed_args(args, namespace)
         for action in self._actions:
@@ -41,7 +41,7 @@ class Arguments(argparse.ArgumentParser):
         return given
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for every mistake."""
+        """Raise a ConfigError; argparse calls this for every mistake."""
         wrong = re.fullmatch(r"argument (\S+): invalid (int|float) value: '(.*)'", message, re.DOTALL)
         if wrong is not None:
             kind = "a whole number" if wrong[2] == "int" else "a number"
@@ -50,7 +50,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 def parser_of(main: Callable[[Sequence[str]], int]) -> Arguments:
-    """The parser that a verb makes first; the verb does nothing else."""
+    """The parser of a verb, which stops after it has made the parser."""
     try:
         main([_SHOW_PARSER])
     except _ParserShown as shown:
@@ -59,7 +59,7 @@ def parser_of(main: Callable[[Sequence[str]], int]) -> Arguments:
 
 
 class _ParserShown(Exception):
-    """Ends a verb that was asked for its parser."""
+    """Ends a verb when its parser is wanted, and carries that parser."""
 
     def __init__(self, parser: Arguments) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _ParserShown(Exception):
 
 
 class _ShowParser(argparse.Action):
-    """Acts before required arguments are missed, as `--help` does."""
+    """Raises the parser; like `--help`, it runs before argparse checks required arguments."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         assert isinstance(parser, Arguments)

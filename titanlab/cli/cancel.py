@@ -11,7 +11,7 @@ from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What runs saves and ends, what waits does not start. Returns 0, also where all had ended."""
+    """Cancel runs: active runs save and end, waiting runs do not start. Returns 0, also if all have ended."""
     parser = Arguments("cancel", "Cancel runs of a sweep: those that run save and end, those that wait do not start.")
     parser.add_argument("sweep", help="the sweep's name, or its folder")
     parser.add_argument("run", nargs="*", help="runs by folder, label or first digits of the hash (default: all)")

@@ -1,4 +1,4 @@
-"""`titanlab collect SWEEP`: the sweep's table as parquet and CSV, and its recipes side by side."""
+"""`titanlab collect SWEEP`: write the sweep's table as parquet and CSV, and compare its recipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titanlab.terminal.numerals import counted
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the table, say where, and compare."""
+    """Write the table, print where it is, and compare the recipes."""
     parser = Arguments("collect", "Write a sweep's table as parquet and CSV: a row for each run and dropped point.")
     parser.add_argument("sweep", help="the sweep's name, or its folder")
     parser.add_argument("--into", type=Path, help="the folder for the files (default: the sweep's own)")

@@ -1,4 +1,4 @@
-"""`titanlab completion bash`: a script that completes verbs, groups, options, keys, sweeps and runs."""
+"""`titanlab completion bash`: print a script that completes verbs, groups, options, keys, sweeps and runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import list_runs
 from titanlab.sweep.sweep_folder import open_sweep
 
-# The program is asked as it was typed, so that it need not be on PATH. An equals sign must not begin a
-# new word, or `model=` could not be completed. What is whole ends with a space, a group or a key does not.
+# The script calls the program as the user typed it, so that it need not be on PATH. An equals sign must not begin a
+# new word, or `model=` could not be completed. A complete word gets a space; a group or a key gets none.
 _BASH = """\
 _titanlab() {
     local current="${COMP_WORDS[COMP_CWORD]}"
@@ -40,8 +40,8 @@ complete -o nospace -o default -F _titanlab titanlab
 """
 _FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package", "--resolve")
 _SWEEP_FLAGS = ("--dry-run", "--wait", "--force", "--json")
-# Hydra's flags that say where configs are. Each takes a value.
-_PLACES = {
+# Hydra's flags that say where configs are, all with a value.
+_CONFIG_FLAGS = {
     **dict.fromkeys(("--config-dir", "-cd"), "--config-dir"),
     **dict.fromkeys(("--config-name", "-cn"), "--config-name"),
     **dict.fromkeys(("--config-path", "-cp"), "--config-path"),
@@ -50,7 +50,7 @@ _OTHER_VALUES = ("--cfg", "-c", "--info", "-i", "--package", "-p")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`bash` prints the script; `query` answers it from COMP_LINE."""
+    """Print the script (`bash`), or the completions of COMP_LINE that the script asks for (`query`)."""
     parser = Arguments("completion", 'Print a shell\'s completion script: eval "$(titanlab completion bash)"')
     parser.add_argument("shell", nargs="*", default=[], help="bash (default); zsh too, after bashcompinit")
     shell = " ".join(parser.parse_args(arguments).shell) or "bash"
@@ -66,22 +66,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _words(line: str) -> Sequence[str]:
-    """What may stand where the cursor is."""
+    """The possible words at the cursor."""
     before, current = _split(line)
     if len(before) < 2:
         return list(VERBS)
     verb, given = before[1], before[2:]
     if verb in ("train", "sweep"):
-        return _of_recipe(verb, given, current)
+        return _complete_recipe(verb, given, current)
     if verb == "completion":
         return ["bash"]
     if verb not in VERBS:
         return []
-    return _of_arguments(parser_of(importlib.import_module(VERBS[verb][0]).main), given, current)
+    return _complete_arguments(parser_of(importlib.import_module(VERBS[verb][0]).main), given, current)
 
 
 def _split(line: str) -> tuple[list[str], str]:
-    """The whole words before the cursor, and the one that is being typed."""
+    """The complete words before the cursor, and the word at the cursor."""
     try:
         words = shlex.split(line)
     except ValueError:  # An open quotation mark.
@@ -91,57 +91,57 @@ def _split(line: str) -> tuple[list[str], str]:
     return words[:-1], words[-1]
 
 
-def _of_arguments(parser: Arguments, given: Sequence[str], current: str) -> Sequence[str]:
-    """For a verb that takes no recipe. Where a file may stand nothing is said: the shell completes it."""
+def _complete_arguments(parser: Arguments, given: Sequence[str], current: str) -> Sequence[str]:
+    """The possible words for a verb that takes no recipe; none for a file, because the shell completes files."""
     options = parser.options()
     values: dict[str, str] = {}
     words: list[str] = []
-    awaited: argparse.Action | None = None
+    option: argparse.Action | None = None  # the last word, if it is an option that needs a value
     for word in given:
         name, equals, value = word.partition("=")
-        if awaited is not None:
-            values[awaited.dest] = word
-            awaited = None
+        if option is not None:
+            values[option.dest] = word
+            option = None
         elif not word.startswith("-"):
             words.append(word)
         elif name in options and options[name].nargs != 0:
             values[options[name].dest] = value
-            awaited = None if equals else options[name]
-    if awaited is not None:
-        return sorted(OutcomeKind) if awaited.dest == "outcome" else []
+            option = None if equals else options[name]
+    if option is not None:
+        return sorted(OutcomeKind) if option.dest == "outcome" else []
     if current.startswith("-"):
         return sorted(name for name in options if name.startswith("--"))
-    places = parser.positionals()
-    place = min(len(words), len(places) - 1)
-    if place < 0 or (place < len(words) and places[place].nargs not in ("*", "+")):
+    positionals = parser.positionals()
+    place = min(len(words), len(positionals) - 1)
+    if place < 0 or (place < len(words) and positionals[place].nargs not in ("*", "+")):
         return []
-    return _of_place(places[place].dest, words, current, runs=_expanded(values.get("runs", "runs")))
+    return _complete_positional(positionals[place].dest, words, current, runs=_expanded(values.get("runs", "runs")))
 
 
-def _of_place(place: str, words: Sequence[str], current: str, *, runs: str) -> Sequence[str]:
-    """What may stand at one of a verb's places.
+def _complete_positional(argument: str, words: Sequence[str], current: str, *, runs: str) -> Sequence[str]:
+    """The possible words for a positional argument.
 
     Args:
-        place: name of the argument.
-        words: those at the places before.
+        argument: name of the argument.
+        words: the positional arguments before it.
         runs: folder of runs.
     """
-    if place == "sweep":
+    if argument == "sweep":
         return _sweeps(runs)
-    if place == "runs_and_sweeps":
+    if argument == "runs_and_sweeps":
         names = [*_sweeps(runs), *_run_names(runs)]
         return [name for name in names if name not in words]
-    if place == "run" and not words:
+    if argument == "run" and not words:
         return _run_names(runs)
-    if place == "overrides" or (place == "runs_and_keys" and current.startswith(("launch", "cluster"))):
+    if argument == "overrides" or (argument == "runs_and_keys" and current.startswith(("launch", "cluster"))):
         return _hydra((), (), current)
-    if place in ("run", "runs_and_keys"):
+    if argument in ("run", "runs_and_keys"):
         return [run.path.name for run in _runs_of(words[0], runs) if run.path.name not in words[1:]]
     return []
 
 
 def _expanded(text: str) -> str:
-    """A folder as the shell will write it: COMP_LINE has it as it was typed."""
+    """A folder with `~` and variables expanded: COMP_LINE has the text as it was typed."""
     return os.path.expanduser(os.path.expandvars(text))
 
 
@@ -150,7 +150,7 @@ def _sweeps(runs: str) -> list[str]:
 
 
 def _run_names(runs: str) -> list[str]:
-    """All runs by their folder's name, with the sweep before it where two sweeps have a run of that name."""
+    """Folder names of all runs, in the form `sweep/folder` if several sweeps have a run of that name."""
     known = list_runs(runs)
     counts = Counter(run.path.name for run in known)
     return [run.path.name if counts[run.path.name] == 1 else f"{run.sweep}/{run.path.name}" for run in known]
@@ -162,40 +162,40 @@ def _runs_of(sweep: str, runs: str) -> list[RunFolder]:
     return []
 
 
-def _of_recipe(verb: str, given: Sequence[str], current: str) -> Sequence[str]:
-    """For a verb that Hydra composes a recipe for."""
-    places: list[str] = []
+def _complete_recipe(verb: str, given: Sequence[str], current: str) -> Sequence[str]:
+    """The possible words for a verb that takes a recipe."""
+    config_flags: list[str] = []
     overrides: list[str] = []
-    awaited = ""
+    flag = ""  # the last word, if it is a flag that needs a value
     for word in given:
         name, equals, value = word.partition("=")
-        if awaited:
-            places += [_PLACES[awaited], _expanded(word)] if awaited in _PLACES else []
-            awaited = ""
+        if flag:
+            config_flags += [_CONFIG_FLAGS[flag], _expanded(word)] if flag in _CONFIG_FLAGS else []
+            flag = ""
         elif not word.startswith("-"):
             overrides.append(word)
-        elif name in _PLACES and equals:
-            places += [_PLACES[name], _expanded(value)]
-        elif name in (*_PLACES, *_OTHER_VALUES) and not equals:
-            awaited = name
-    if awaited:
-        return ["hydra", "job", "all"] if awaited in ("--cfg", "-c") else []
+        elif name in _CONFIG_FLAGS and equals:
+            config_flags += [_CONFIG_FLAGS[name], _expanded(value)]
+        elif name in (*_CONFIG_FLAGS, *_OTHER_VALUES) and not equals:
+            flag = name
+    if flag:
+        return ["hydra", "job", "all"] if flag in ("--cfg", "-c") else []
     if current.startswith("-"):
         return [*_FLAGS, *(_SWEEP_FLAGS if verb == "sweep" else ())]
-    return _hydra(places, overrides, current)
+    return _hydra(config_flags, overrides, current)
 
 
-def _hydra(places: Sequence[str], overrides: Sequence[str], current: str) -> Sequence[str]:
-    """Hydra's own completion.
+def _hydra(config_flags: Sequence[str], overrides: Sequence[str], current: str) -> Sequence[str]:
+    """The completions that Hydra finds.
 
     Args:
-        places: flags that say where configs are, with their values.
-        overrides: those before the cursor.
+        config_flags: flags that say where configs are, with their values.
+        overrides: the overrides before the cursor.
     """
-    # It splits the line at spaces, and fails at flags that are not Hydra's.
-    os.environ["COMP_LINE"] = " ".join(["titanlab", *(each for each in overrides if " " not in each), current])
-    found = io.StringIO()
-    with contextlib.redirect_stdout(found):
-        answer(read_flags([*places, "-sc", "query=bash"]))
-    # Schemas are there for YAMLs to build on.
-    return [word for word in found.getvalue().split() if not word.endswith("schema")]
+    # Hydra splits the line at spaces, and fails at flags that it does not know.
+    os.environ["COMP_LINE"] = " ".join(["titanlab", *(text for text in overrides if " " not in text), current])
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        answer(read_flags([*config_flags, "-sc", "query=bash"]))
+    # Schemas are no options: YAML files name them in their defaults.
+    return [word for word in output.getvalue().split() if not word.endswith("schema")]

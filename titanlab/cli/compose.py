@@ -1,4 +1,4 @@
-"""From `key=value` arguments to recipes."""
+"""Composes recipes from `key=value` arguments."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from titanlab.recipe.recipe import Recipe
 def compose(arguments: Sequence[str]) -> list[Recipe]:
     """The recipes that the arguments describe: one, or all points of a sweep in their order.
 
-    None where Hydra itself answers: `--cfg`, `--info`, `--help`, completion and so on.
+    The list is empty if the arguments make Hydra print something: `--cfg`, `--info`, `--help`, completion.
 
     Raises:
-        ConfigError: the arguments describe no recipe, or one of the points is none.
+        ConfigError: the arguments describe no recipe, or a point of the sweep is no valid recipe.
     """
     flags = read_flags(arguments)
     if not flags.starts:
@@ -26,7 +26,7 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
     recipe = compose_one(flags)
     if recipe is not None:
         return [recipe]
-    # Imported here: a single run needs nothing of sweeps.
+    # Imported here, because a single run needs no code for sweeps.
     from titanlab.sweep.study.composer import Composer
     from titanlab.sweep.study.request import read_request
 
@@ -36,10 +36,10 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
 
 
 def compose_one(flags: Flags) -> Recipe | None:
-    """The recipe that a command line describes; None where it asks for several.
+    """The recipe that a command line describes; None if it asks for several.
 
     Raises:
-        ConfigError: it describes none.
+        ConfigError: the command line describes no recipe.
     """
     keys = {override.partition("=")[0].lstrip("+") for override in flags.overrides}
     return None if flags.multirun or "sweeps" in keys else Loader(flags, flags.overrides).recipe()

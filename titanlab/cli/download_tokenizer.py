@@ -1,4 +1,4 @@
-"""`titanlab download-tokenizer REPO`: a model's tokenizer from the Hugging Face hub."""
+"""`titanlab download-tokenizer REPO`: fetch a model's tokenizer from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titanlab.data.tokenizers.download import download_tokenizer
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fetch it and say where it is."""
+    """Fetch the tokenizer and print where it is."""
     parser = Arguments("download-tokenizer", "Fetch a model's tokenizer from the Hugging Face hub.")
     parser.add_argument("repo", help="the model, such as meta-llama/Llama-3.1-8B")
     parser.add_argument("--folder", type=Path, default=Path("tokenizers"), help="where to (default tokenizers/)")

@@ -1,4 +1,4 @@
-"""`titanlab export RUN_OR_FOLDER`: weights that transformers opens, or a weights folder of our own."""
+"""`titanlab export RUN_OR_FOLDER`: write weights for transformers, or a weights folder of titanlab."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMATS = ("hf", "titanlab")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write it, and say how to open it."""
+    """Write the weights, and print how to open them."""
     parser = Arguments("export", "Write a run's weights, or an imported folder's, for transformers or for init_from.")
     parser.add_argument("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
     parser.add_argument("--into", type=Path, required=True, help="the folder to make")

@@ -1,4 +1,4 @@
-"""`titanlab generate RUN`: text from a run's latest checkpoint, or from a folder of weights."""
+"""`titanlab generate RUN`: generate text with a run's latest checkpoint, or with a folder of weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titanlab.weights.interchange import is_weights
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the prompt and what the model makes of it, as it is sampled."""
+    """Print the prompt, and then the generated text as it is sampled."""
     parser = Arguments("generate", "Write text with a run's latest checkpoint, or with weights of a folder.")
     parser.add_argument("run", help="the run's folder, name, or the first digits of its hash; or a folder of weights")
     parser.add_argument("--prompt", default="", help="what the text begins with")
@@ -27,17 +27,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        # The other way round nan would pass.
+        # `not … >=`, because `nan < least` is False.
         if not getattr(given, name) >= least:
             raise ConfigError(
                 f"--{name.replace('_', '-')}", getattr(given, name), f"must be at least {least}", f"try {least}"
             )
-    _hold_device(given.device)
+    _check_device(given.device)
     folder = Path(given.run).expanduser()
     if not is_weights(folder):
         folder = find_run(given.run, given.runs).path
         find(str(folder), "run")
-    # Not at the top: a mistake in the arguments is told without waiting for torch.
+    # Imported here, so that a mistake in the arguments is reported without waiting for torch.
     pieces = importlib.import_module("titanlab.training.generate").generate(
         folder,
         given.prompt,
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _hold_device(device: str) -> None:
+def _check_device(device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise ConfigError("--device", device, "is no device", "try cpu or cuda")
     if device == "cuda" and this_host().accelerator != "cuda":

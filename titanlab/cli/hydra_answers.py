@@ -1,4 +1,4 @@
-"""What Hydra itself answers: `--cfg`, `--info`, `--help`, `--hydra-help` and the shell's completion."""
+"""Calls Hydra for `--cfg`, `--info`, `--help`, `--hydra-help` and the shell's completion, which start no run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from titanlab.recipe.composition.recipes import conf_folder, register
 
 
 def answer(flags: Flags) -> None:
-    """Print Hydra's answer to flags that start nothing.
+    """Print what Hydra prints for flags that start nothing.
 
     Raises:
-        ConfigError: Hydra cannot answer.
+        ConfigError: Hydra fails.
     """
     register()
     with contextlib.ExitStack() as stack:
@@ -40,30 +40,30 @@ def _never_called(config: DictConfig) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back what Hydra writes to standard error; where it ends the process, tell the last line of it."""
-    held = io.StringIO()
+    """Capture Hydra's standard error; if Hydra exits with an error, raise a ConfigError with the last line of it."""
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(held):
+        with contextlib.redirect_stderr(captured):
             yield
     except SystemExit as end:
         if end.code not in (None, 0):
-            lines = held.getvalue().strip().splitlines() or ["Hydra gave up"]
+            lines = captured.getvalue().strip().splitlines() or ["Hydra gave up"]
             raise ConfigError(ARGUMENTS, " ".join(sys.argv[1:]), lines[-1], "see `titanlab train --help`") from end
-    sys.stderr.write(held.getvalue())
+    sys.stderr.write(captured.getvalue())
 
 
 @contextlib.contextmanager
 def _without_schemas(*, shown: bool) -> Iterator[None]:
-    """Leave schemas out of the help's lists of options: they are there for YAMLs to build on."""
+    """Remove schemas from the help's lists of options: users choose options, and YAML files name schemas."""
     if not shown:
         yield
         return
-    written = io.StringIO()
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stdout(written):
+        with contextlib.redirect_stdout(captured):
             yield
     finally:
-        sys.stdout.write(re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", written.getvalue()))
+        sys.stdout.write(re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", captured.getvalue()))
 
 
 @contextlib.contextmanager

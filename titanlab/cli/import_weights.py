@@ -1,4 +1,4 @@
-"""`titanlab import PATH_OR_ID`: weights of a Hugging Face model, for `titanlab train init_from=…`."""
+"""`titanlab import PATH_OR_ID`: convert a Hugging Face model's weights, for `titanlab train init_from=…`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = "source"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Import it, and say how to train on from it."""
+    """Convert the weights, and print how to train from them."""
     parser = Arguments("import", "Take over the weights of a Hugging Face model, from a folder or from the hub.")
     parser.add_argument("source", help="a folder with config.json and safetensors, or a model of the hub: owner/name")
     parser.add_argument("--into", type=Path, help="the folder to make (default weights/NAME)")
@@ -56,7 +56,7 @@ def _folder(source: str, revision: str | None, token: str | None) -> Path:
 
 
 def option_name(given: str | None, source: str) -> str:
-    """A name that Hydra takes, and that no option of titanlab's own has: that one would win."""
+    """A name for the model's option that Hydra accepts and titanlab's own options, found first, do not have."""
     own = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
     if given is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", given):
@@ -64,5 +64,5 @@ def option_name(given: str | None, source: str) -> str:
         if given in own:
             raise ConfigError("--name", given, "is an option of titanlab's own", f"try {given}_imported")
         return given
-    found = re.sub(r"[^a-z0-9]+", "_", Path(source).expanduser().absolute().name.lower()).strip("_") or "model"
-    return f"{found}_imported" if found in own else found
+    name = re.sub(r"[^a-z0-9]+", "_", Path(source).expanduser().absolute().name.lower()).strip("_") or "model"
+    return f"{name}_imported" if name in own else name

@@ -10,12 +10,12 @@ from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
 from titanlab.launch.execute import continue_run, prepare
 from titanlab.launch.launchers import directly
-from titanlab.recipe.composition.frozen import hold_changeable, overridden
+from titanlab.recipe.composition.frozen import check_changeable, overridden
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
 from titanlab.terminal.console import Console
 
-# What may change between attempts: how a run is run and watched. What it computes may not.
+# The keys that may change between attempts. They do not change what the run computes.
 CHANGEABLE = (
     "world",
     "parallelism.",
@@ -37,7 +37,7 @@ CHANGEABLE = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Begin the run's next attempt. Returns its outcome's exit code."""
+    """Run the next attempt. Returns the exit code of its outcome."""
     parser = Arguments("resume", "Continue a run that was stopped.")
     parser.add_argument(
         "run", help="the run's folder, name, or the first digits of its hash; or one of its checkpoints"
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     run, checkpoint = find_run_or_checkpoint(given.run, given.runs)
     recipe = _changed(run, given.overrides)
-    # It may have moved since it was born; and a queue is `titanlab retry`'s, this verb runs here.
+    # The run's folder may have moved. `resume` runs on this host; `titanlab retry` submits to a queue.
     recipe = replace(recipe, runs=str(run.path.parent.parent), launch=directly(recipe.launch))
     newest = checkpoint or latest(run.checkpoints)
     with Console() as console:
@@ -58,8 +58,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _changed(run: RunFolder, overrides: Sequence[str]) -> Recipe:
     config = run.config()
-    hold_changeable(overrides, CHANGEABLE)
+    check_changeable(overrides, CHANGEABLE)
     if any(override.startswith("parallelism.") for override in overrides):
-        # The degrees decide, unless the world is given too.
+        # The new degrees give the world, unless the user gives it too.
         config = {**config, "world": None}
     return overridden(config, overrides, file=run.path / "config.yaml")

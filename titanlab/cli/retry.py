@@ -1,4 +1,4 @@
-"""`titanlab retry SWEEP [RUN …]`: put runs that have ended back into the queue."""
+"""`titanlab retry SWEEP [RUN …]`: submit runs again that have ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Submit them again, and say what was submitted. Returns 0, also where nothing was to be done."""
+    """Submit runs again, and print which. Returns 0, also if there is nothing to submit."""
     parser = Arguments("retry", "Put ended runs of a sweep back into the queue; they go on from their checkpoints.")
     parser.add_argument("sweep", help="the sweep's name, or its folder")
     parser.add_argument(
@@ -40,14 +40,15 @@ def main(arguments: Sequence[str]) -> int:
             overrides=[text for text in given.runs_and_keys if "=" in text],
             dry_run=given.dry_run,
         )
-        _tell(console, folder, done, dry_run=given.dry_run)
+        _report(console, folder, done, dry_run=given.dry_run)
     return 0
 
 
-def _tell(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bool) -> None:
+def _report(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bool) -> None:
     if dry_run:
-        for each in done.chosen:
-            console.note(f"{each.run.path.name}: {each.outcome or 'never started'}{', anew' if each.anew else ''}")
+        for chosen in done.chosen:
+            outcome = chosen.outcome or "never started"
+            console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
     count = len(done.chosen)
     runs = "1 run" if count == 1 else f"{count} runs"
     if not count:

@@ -1,4 +1,4 @@
-"""`titanlab schedule KIND`: the timeline of a pipeline's schedule, how long ranks idle, and how much they keep."""
+"""`titanlab schedule KIND`: show a pipeline schedule's timeline, idle time, and microbatches in flight."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from titanlab.schedule.timeline import Timeline, simulate
 from titanlab.terminal.console import Console
 
 ALL = "all"
-# Stages times microbatches: more takes minutes.
+# Most stages times microbatches; a larger timeline takes minutes.
 LIMIT = 500_000
-# The longest duration in units of the shortest.
+# Most that the longest duration may be, in units of the shortest.
 PROPORTION = 1000
 TIMES = ("forward", "backward", "input", "weight", "transfer")
-# Keys of a recipe, and what this command calls them.
+# Texts in errors about a recipe, and their replacements in errors of this command.
 FLAGS = {
     "schedule.stages_per_rank": "--stages-per-rank",
     "schedule.file": "--file",
     "schedule=": "titanlab schedule ",
     "parallelism.pipeline=": "--ranks=",
 }
-_BATCH = re.compile(r"training\.\w+ times \d+")  # of microbatches a recipe has as many as its batches make
-_LISTED = 8  # ranks whose peaks are listed one by one
+# Recipes set microbatches by batch sizes, this command by a flag.
+_BATCH_ADVICE = re.compile(r"training\.\w+ times \d+")
+_MOST_LISTED = 8  # ranks whose peaks are all listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +65,14 @@ class Made:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show one schedule, or compare all."""
+    """Show one schedule, or compare all schedules."""
     parser = _parser()
     given = parser.parse_args(arguments)
     _check_arguments(given)
     try:
         made, refused = _made(given)
     except ConfigError as error:
-        raise _in_flags(error) from error
+        raise _with_flag_names(error) from error
     if given.csv is not None:
         if not given.csv.absolute().parent.is_dir():
             raise ConfigError("--csv", given.csv, "there is no such folder", "make it, or name another")
@@ -107,10 +108,10 @@ def _parser() -> Arguments:
 
 
 def _check_arguments(given: Any) -> None:
-    """Every number is one that there can be, and flags go together."""
+    """Check that the numbers are in range and that the flags can be combined."""
     kinds = [*sorted(str(kind) for kind in discover()["schedule"]), ALL]
     if given.kind not in kinds:
-        near = "".join(f"try {each}; " for each in difflib.get_close_matches(given.kind, kinds, n=1))
+        near = "".join(f"try {kind}; " for kind in difflib.get_close_matches(given.kind, kinds, n=1))
         raise ConfigError("schedule", given.kind, "there is no such schedule", f"{near}known: {', '.join(kinds)}")
     for name, good in (("ranks", 4), ("microbatches", 8), ("stages_per_rank", 2)):
         value = getattr(given, name)
@@ -122,9 +123,9 @@ def _check_arguments(given: Any) -> None:
         raise ConfigError("--microbatches", given.microbatches or 8, rule, "try fewer: the pattern repeats itself")
     for name in TIMES:
         value = getattr(given, name)
-        may_be_none = name == "transfer"
-        if value is not None and not (0 < value < math.inf or (may_be_none and value == 0)):
-            rule = "must be finite and " + ("not negative" if may_be_none else "positive")
+        may_be_zero = name == "transfer"
+        if value is not None and not (0 < value < math.inf or (may_be_zero and value == 0)):
+            rule = "must be finite and " + ("not negative" if may_be_zero else "positive")
             raise ConfigError(f"--{name}", value, rule, "try 1")
     _check_proportions(given)
     if given.csv is not None and given.kind == ALL:
@@ -134,20 +135,20 @@ def _check_arguments(given: Any) -> None:
 
 
 def _check_proportions(given: Any) -> None:
-    """A column is a share of the shortest duration, so that a timeline of unlike ones has no end of columns."""
+    """Check the durations: a column is a fraction of the shortest one, so unequal durations need too many columns."""
     times = {str(kind): time for kind, time in _durations(given).items()}
     shortest = min(times.values())
-    typed = {name: getattr(given, name) for name in TIMES if getattr(given, name) is not None}
+    typed = {name: getattr(given, name) for name in TIMES if getattr(given, name) is not None}  # by the user
     longest = max([*times.values(), given.transfer or 0.0])
     if longest > PROPORTION * shortest:
-        # The one that was typed and is furthest from the others.
-        name = max(typed, key=lambda each: abs(math.log(typed[each] or 1.0)))
+        # Blame the typed duration that is furthest from 1.
+        name = max(typed, key=lambda flag: abs(math.log(typed[flag] or 1.0)))
         rule = f"makes the longest duration more than {PROPORTION:,} times the shortest"
         raise ConfigError(f"--{name}", typed[name], rule, "try 1")
 
 
 def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
-    """The schedules asked for; of all, also what is in the way of some."""
+    """The schedule that the user named, or all schedules; and the errors of schedules that cannot be made."""
     if given.kind != ALL:
         return [_make(given.kind, given)], {}
     made, refused = [], {}
@@ -162,13 +163,13 @@ def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
 
 
 def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
-    """Args: chosen: this one was asked for, so a flag that it has no use for is a mistake."""
+    """Make one schedule; if the user has named it (`chosen`), a flag that it does not use is a mistake."""
     schema = discover()["schedule"][kind].schema
     fields = {field.name for field in dataclasses.fields(schema)}
     values = {}
     if given.stages_per_rank is not None:
         if "stages_per_rank" in fields:
-            # Beside others, a schedule that has only one choice keeps it.
+            # When all are compared, a schedule with a fixed number of stages keeps its number.
             if chosen or _takes(schema, given.stages_per_rank):
                 values["stages_per_rank"] = given.stages_per_rank
         elif chosen and given.stages_per_rank != 1:
@@ -187,7 +188,7 @@ def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
     placement = config.placement(ranks=ranks)
     orders = config.actions(ranks=ranks, microbatches=microbatches)
     share = ranks / len(placement)  # of a rank's layers in one stage
-    durations = {each: share * time for each, time in _durations(given).items()}
+    durations = {action: share * time for action, time in _durations(given).items()}
     timeline = simulate(orders, placement, durations, transfer=given.transfer or 0.0)
     return Made(kind=kind, orders=orders, timeline=timeline, microbatches=microbatches)
 
@@ -212,7 +213,7 @@ def _durations(given: Any) -> Mapping[Kind, float]:
 
 def _picture(made: Made, given: Any) -> list[str]:
     coloured = _is_coloured()
-    # A file has no width, unless somebody says so.
+    # A file has no width, unless COLUMNS is set.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
     return [
         _strong(made.title, coloured=coloured),
@@ -230,18 +231,18 @@ def _table(made: list[Made], refused: Mapping[str, ConfigError], given: Any) -> 
     head = ("schedule", "stages a rank", "step", "bubble", "peak in flight, by rank")
     body = [
         (
-            each.kind,
-            _figure(each.stages_per_rank),
-            _figure(each.timeline.duration),
-            _percent(each.timeline),
-            _peaks(each.timeline),
+            schedule.kind,
+            _figure(schedule.stages_per_rank),
+            _figure(schedule.timeline.duration),
+            _percent(schedule.timeline),
+            _peaks(schedule.timeline),
         )
-        for each in made
+        for schedule in made
     ]
     widths = [max(len(row[column]) for row in (head, *body)) for column in range(len(head))]
     lines = [
         "  ".join(
-            # Names and lists to the left, figures to the right.
+            # Names and lists are left-aligned, numbers right-aligned.
             f"{cell:<{size}}" if column in (0, 4) else f"{cell:>{size}}"
             for column, (cell, size) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
@@ -260,7 +261,7 @@ def _times(given: Any) -> str:
 
 def _peaks(timeline: Timeline) -> str:
     peaks = [_figure(peak) for peak in timeline.peak_in_flight]
-    return " ".join(peaks) if len(peaks) <= _LISTED else f"{' '.join(peaks[: _LISTED - 2])} … {peaks[-1]}"
+    return " ".join(peaks) if len(peaks) <= _MOST_LISTED else f"{' '.join(peaks[: _MOST_LISTED - 2])} … {peaks[-1]}"
 
 
 def _figure(value: float) -> str:
@@ -286,9 +287,9 @@ def _is_coloured() -> bool:
     )
 
 
-def _in_flags(error: ConfigError) -> ConfigError:
-    """The same error in the words of this verb."""
+def _with_flag_names(error: ConfigError) -> ConfigError:
+    """The same error with the flags of this command in place of a recipe's keys."""
     key, cure = FLAGS.get(error.key, error.key), error.cure
     for name, flag in FLAGS.items():
         cure = cure.replace(name, flag)
-    return ConfigError(key, error.value, error.rule, _BATCH.sub("other --microbatches", cure))
+    return ConfigError(key, error.value, error.rule, _BATCH_ADVICE.sub("other --microbatches", cure))

@@ -1,4 +1,4 @@
-"""Sizes of files as people write them."""
+"""Parses sizes of files, such as `5GB`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from titanlab.errors import ConfigError
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 
-_MOST = 2.0**63  # bytes, where the sizes of file systems end
+_MOST = 2.0**63  # bytes; file systems have signed 64-bit sizes
 
 
 def bytes_of(text: str, key: str) -> int:
-    """The bytes that `5GB`, `500 MiB` or `1e9` say.
+    """The number of bytes in a text such as `5GB`, `500 MiB` or `1e9`.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: the text is no size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None

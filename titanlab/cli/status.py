@@ -1,4 +1,4 @@
-"""`titanlab status [SWEEP [RUN]]`: where the runs of a sweep stand, and why those that ended badly did."""
+"""`titanlab status [SWEEP [RUN]]`: show the state of a sweep's runs, and the causes of failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show all sweeps, one, or one run of it."""
+    """Show all sweeps, one sweep, or one run of a sweep."""
     parser = Arguments("status", "Show where the runs of a sweep stand; without a sweep, which there are.")
     parser.add_argument("sweep", nargs="?", help="the sweep's name, or its folder")
     parser.add_argument("run", nargs="?", help="one run of it: its folder, name, or the first digits of its hash")
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as_json: bool) -> int:
-    """Those that a person named: one, or the repeats that share a label."""
+    """Show the runs that the user named: one run, or several repeats with one label."""
     by_folder = {row["run"]: row for row in rows}
     for run in named:
         if by_folder[run.path.name]["state"] == "unreadable":
-            # The mistake itself is told, with its key and its file, where it is one.
+            # Raises the ConfigError that names the damaged file, if a file is damaged.
             run.check_files()
     if as_json:
         chosen = [(run, by_folder[run.path.name]) for run in named]

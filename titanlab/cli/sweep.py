@@ -1,4 +1,4 @@
-"""`titanlab sweep …`: plan many runs, submit what is missing of them, and return."""
+"""`titanlab sweep …`: plan many runs, submit the missing ones, and return."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Given:
     """The verb's own flags, and the rest of the command line.
 
     Attributes:
-        whole: a point that cannot be run is a mistake, and not dropped.
+        whole: a point that cannot run is an error; otherwise it is dropped.
     """
 
     rest: tuple[str, ...]
@@ -61,7 +61,7 @@ class Given:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 once everything is submitted; with --wait the exit code of the first run that did not end well."""
+    """Returns 0 after submission; with --wait the exit code of the first run that failed."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP.format(sweeps=", ".join(_sweeps())))
         return 0
@@ -77,26 +77,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_study(given: Given) -> int:
-    """Plan, submit and, if that is asked for, follow a study."""
+    """Plan and submit a study; with `wait`, follow its runs to their end."""
     if joined(os.environ) is not None:
         rule = "was started as one of several processes, and a sweep is submitted once"
         raise ConfigError("arguments", " ".join(given.rest), rule, "start it without torchrun or srun")
     with Console() as console:
-        # Only JSON is read by programs, and then nothing else is on standard output.
+        # With --json, standard output has nothing but JSON, because programs read it.
         report = (lambda text: None) if given.as_json else console.note
         study = plan_study(given.rest, whole=given.whole)
         if given.dry_run:
             _show(study, given, console)
             return 0
-        # What the launcher and the folder have against it comes before any data is prepared.
+        # Preparing data takes long, so the launcher and the folder are checked first.
         check_study(study)
         study = with_data(study, report, whole=given.whole)
         submitted = submit(study, report, force=given.force)
-        _tell(study, submitted, given, console)
+        _report(study, submitted, given, console)
     if not given.wait:
         return 0
     own = {decision.run_name for decision in submitted.decisions}
-    # Beside them there may be runs of earlier submissions.
+    # The sweep may also have runs of earlier submissions, which do not count here.
     return exit_code([row for row in follow(submitted.folder) if row["run"] in own])
 
 
@@ -122,7 +122,7 @@ def _show(study: Study, given: Given, console: Console) -> None:
     console.note("\n".join([*lines, "nothing was submitted (--dry-run)"]))
 
 
-def _tell(study: Study, submitted: Submitted, given: Given, console: Console) -> None:
+def _report(study: Study, submitted: Submitted, given: Given, console: Console) -> None:
     if given.as_json:
         made = [{"job": job, "shape": shape.to_mapping(), "runs": list(runs)} for job, shape, runs in submitted.jobs]
         values = {**plan_values(study, submitted.decisions), "jobs": made}

@@ -1,4 +1,4 @@
-"""`titanlab sync RUN …`: upload what wandb has written offline, and write anew what a tracker lacks."""
+"""`titanlab sync RUN …`: upload wandb's offline files; with --rebuild, first rewrite a tracker's incomplete files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titanlab.training.tracker_gaps import tracker_gap, waiting_files
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rebuild, upload, and say what was done. Returns 0 once all is uploaded, or there is nothing to upload."""
+    """Rebuild, upload, and print what was done. Returns 0 if nothing remains to upload."""
     parser = Arguments("sync", "Upload what wandb has written offline: to the project, and under the id, of the run.")
     parser.add_argument(
         "runs_and_sweeps", nargs="+", metavar="RUN | SWEEP", help="runs by folder, name or hash, or whole sweeps"
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         lack = wandb_upload.lack()
         if lack is not None and given.rebuild:
-            # Rebuilding is what was asked for, and is done.
+            # No error: the user asked for a rebuild, and it is done.
             console.note(f"not uploaded: {lack}")
             return 0
         if lack is not None:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
-    """The run that a person names, or all of a sweep; and whether it is a sweep."""
+    """The run that the user names, or all runs of a sweep; and whether it is a sweep."""
     try:
         return [RunFolder(find_run(text, folder).path.absolute())], False
     except ConfigError as no_run:

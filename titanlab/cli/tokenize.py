@@ -1,4 +1,4 @@
-"""`titanlab tokenize FILES FOLDER`: memory-mapped token shards, for data=tokens."""
+"""`titanlab tokenize FILES FOLDER`: write memory-mapped token shards, for data=tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlab.data.tokenise import write_token_shards
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Tokenise, and say how to train on the result."""
+    """Tokenise, and print how to train on the result."""
     parser = Arguments("tokenize", "Make memory-mapped token shards of text, JSONL or parquet files.")
     parser.add_argument("files", help="a glob, quoted: 'corpus/**/*.jsonl'")
     parser.add_argument("folder", type=Path, help="where the shards go")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         validation_fraction=given.validation_fraction,
         report=print,
     )
-    # The model's default vocabulary may be smaller than these tokens'.
+    # The model's default vocabulary may be smaller than the tokenizer's.
     command = [
         "titanlab",
         "train",

@@ -1,4 +1,4 @@
-"""`titanlab train …`: compose a recipe with Hydra and run it, here or where `launch` says; with -m several."""
+"""`titanlab train …`: compose a recipe with Hydra and run it, here or with a launcher; with -m several recipes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code of the first run that did not end well, or 0."""
+    """Returns the exit code of the first run that failed, or 0."""
     flags = read_flags(arguments)
     if not flags.starts:
         from titanlab.cli.hydra_answers import answer
@@ -21,17 +21,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     recipe = compose_one(flags)
     if recipe is not None and (recipe.launch.starts_directly or joined(os.environ) is not None):
-        # Imported here: for `--cfg job`, and to refuse a mistake, nothing of it is needed.
+        # Imported here: neither `--cfg job` nor an error in the recipe needs it.
         from titanlab.launch.execute import execute, prepare
 
         with Console() as console:
             (ready,) = prepare([recipe], console.note)
             return execute(ready, console).kind.exit_code
-    # Imported here: a single run on this host needs nothing of sweeps.
+    # Imported here, because a single run on this host needs no code for sweeps.
     from titanlab.cli.sweep import Given, run_study
 
     if recipe is not None:
-        # A study of one point.
         return run_study(Given(rest=tuple(arguments)))
-    # What was typed for one command is meant as a whole: a point that cannot be run is a mistake.
+    # The user typed every point of this command, so a point that cannot run is an error.
     return run_study(Given(rest=tuple(arguments), wait=True, whole=True))

@@ -1,4 +1,4 @@
-"""`titanlab VERB …`: finds the verb, and turns its errors into one line and an exit code."""
+"""`titanlab VERB …`: call the verb's module, and turn its errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.system.disk import disk_fault
 from titanlab.terminal.console import error_line
 
-# verb → (module, what it does). Modules are imported when called: some need torch, most do not.
+# verb → (module, help text). A module is imported when its verb is called: some need torch, most do not.
 VERBS = {
     "train": ("titanlab.cli.train", "run a recipe: titanlab train +recipe=quickstart training.steps=50"),
     "sweep": ("titanlab.cli.sweep", "run many: titanlab sweep +sweeps=quickstart_layouts --dry-run"),
@@ -37,7 +37,7 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb. Returns the process's exit code: 0 well, 2 bad input, others as in the outcome."""
+    """Run one verb. Returns the process's exit code: 0 for success, 2 for bad input, else the outcome's code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help", "help"):
         print(_help())
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if verb not in VERBS:
             near = difflib.get_close_matches(verb, VERBS, n=1)
-            cure = "".join(f"try {each}; " for each in near) + f"known: {', '.join(VERBS)}"
+            cure = "".join(f"try {known}; " for known in near) + f"known: {', '.join(VERBS)}"
             raise ConfigError("verb", verb, "there is no such verb", cure)
         code: int = importlib.import_module(VERBS[verb][0]).main(rest)
     except TitanlabError as error:
@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error_line(fault)
         return OutcomeKind.CRASH.exit_code
     except KeyboardInterrupt:
-        # Before any rank was started: from then on Ctrl-C is theirs.
+        # No rank has started yet; after the start, the ranks handle Ctrl-C.
         error_line("interrupted; nothing was started")
         return OutcomeKind.CANCELLED.exit_code
     except SystemExit as end:
-        # Of argparse, after `--help`.
+        # argparse raises it after `--help`.
         return int(end.code or 0)
     return code
 

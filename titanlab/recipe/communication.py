@@ -1,4 +1,4 @@
-"""From a recipe to what its step sends: the plain data that the formulas of `titanlab.costs.traffic_account` take."""
+"""Converts a recipe to the input of the formulas for communication in `titanlab.costs.traffic_account`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from titanlab.recipe.recipe import Recipe, pieces_by_stage
 
 
 def step_of(recipe: Recipe) -> Step:
-    """What the traffic of a resolved recipe's step depends on."""
+    """The values on which the communication of a resolved recipe's step depends."""
     config, layout = recipe.parallelism, recipe.layout
     model = recipe.model.account()
     formats = recipe.precision.formats()

@@ -1,4 +1,4 @@
-"""What a layout asks of model, sequence, batch and schedule."""
+"""The rules of a layout for model, sequence, batch and schedule."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from titanlab.parallelism.schema import Parallelism
 from titanlab.recipe.stage_pieces import as_typed
 from titanlab.schedule.contract import PipelineSchedule
 
-# Passes of one microbatch through one stage, in a step: each is planned on its own before the step runs.
+# Passes of one microbatch through one stage, in a step. The schedule is a list of all of them, made before the step.
 MOST_ACTIONS = 1_000_000
 
 
 def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, seq_len: int, microbatch: int) -> None:
-    """Tensor parallelism: heads, matrices and sequence can be cut.
+    """Check that tensor parallelism can split heads, matrices and the sequence.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: it cannot.
     """
     degree = layout.tensor
     if degree == 1:
@@ -31,8 +31,8 @@ def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, 
     if not account.tensor_plan:
         raise ConfigError(key, degree, "the model has no plan of how to cut its layers", "try parallelism.tensor=1")
     cuts = _cuts(account, degree)
-    usable = [n for n in divisors(account.kv_heads) if not _uncut(account, cuts, n)]
-    rule = _uncut(account, cuts, degree)
+    usable = [n for n in divisors(account.kv_heads) if not _broken_rule(account, cuts, n)]
+    rule = _broken_rule(account, cuts, degree)
     if rule:
         raise ConfigError(key, degree, rule, _try(key, usable, degree))
     _check_fsdp_cuts(layout, cuts)
@@ -44,7 +44,7 @@ def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, 
 
 
 class _CutParameter(NamedTuple):
-    """A parameter that a style of the plan cuts, for all that are cut alike."""
+    """A parameter that the tensor plan splits; it represents all parameters of its shape and style."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,23 +66,23 @@ def _cuts(account: ModelAccount, degree: int) -> list[_CutParameter]:
     return list(cuts.values())
 
 
-def _uncut(account: ModelAccount, cuts: Iterable[_CutParameter], degree: int) -> str:
-    """The rule that such a degree breaks; empty: none."""
-    for heads, what in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
+def _broken_rule(account: ModelAccount, cuts: Iterable[_CutParameter], degree: int) -> str:
+    """The rule that a tensor-parallel degree breaks; empty: none."""
+    for heads, noun in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
         if heads % degree:
-            return f"must divide {heads} {what}"
+            return f"must divide {heads} {noun}"
     for name, shape, style in cuts:
         dim, allows_uneven = cut_dim(style, len(shape)), STYLES[style].allows_uneven
         if dim is not None and not allows_uneven and shape[dim] % degree:
             return f"must divide the {shape[dim]} {('rows', 'columns')[dim]} of {name}"
-        # The first ranks have equal parts, rounded up: with few rows nothing is left for the last.
+        # The first ranks get equal parts, rounded up. If there are few rows, none remain for the last rank.
         if allows_uneven and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
             return f"leaves a process without a row of {name}, which has {shape[0]}"
     return ""
 
 
 def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
-    """FSDP2 shards a parameter that is cut by rows once more: its rows in equal parts, else its columns."""
+    """Check that FSDP2 can split the parameters that tensor parallelism splits by rows: rows evenly, else columns."""
 
     def uneven(fsdp: int) -> Iterator[_CutParameter]:
         for cut in cuts:
@@ -106,13 +106,13 @@ def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
 
 
 def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel: str) -> None:
-    """Context parallelism: the sequence can be cut in two chunks for every process.
+    """Check that context parallelism can split the sequence into two chunks for each process.
 
     Args:
-        kernel: of the attention, as the recipe asks for it.
+        kernel: the recipe's attention kernel.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot, or it does not support the kernel.
     """
     chunks = 2 * layout.context
     if layout.context == 1:
@@ -135,10 +135,10 @@ def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel
 def check_pipeline(
     layout: Layout, config: Parallelism, account: ModelAccount, schedule: PipelineSchedule, *, microbatches: int
 ) -> None:
-    """Pipeline: enough pieces for every stage, and a schedule that fits.
+    """Check that the model has enough blocks for the stages, and that the schedule supports them.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the model or the schedule does not fit the pipeline.
     """
     degree = layout.pipeline
     if degree == 1:
@@ -154,7 +154,7 @@ def check_pipeline(
         raise ConfigError(key, degree, rule, "try parallelism.pipeline=1, or model.tied_embeddings=false")
     stages = schedule.stage_count(ranks=degree)
     if stages <= account.layers:
-        # Not for far too many ranks: that would take long.
+        # The schedule's own check takes long for a large number of ranks, so the simple limit comes first.
         schedule.check_pipeline(ranks=degree, microbatches=microbatches)
         stages = len(schedule.placement(ranks=degree))
     if stages > account.layers:
@@ -169,13 +169,13 @@ def check_pipeline(
 
 
 def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool) -> None:
-    """AsyncTP: hardware and compiler can do it.
+    """Check that hardware and compiler support AsyncTP.
 
     Args:
-        compiled: the backend that compiles blocks; False: none does.
+        compiled: the backend that compiles blocks; False: blocks are not compiled.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: they do not.
     """
     if not config.async_tensor:
         return
@@ -198,7 +198,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _try(key: str, usable: list[int], asked: int) -> str:
-    """The usable degrees next to the one that was asked for."""
-    nearest = sorted(sorted(usable, key=lambda n: (abs(n - asked), n))[:2])
+def _try(key: str, usable: list[int], given: int) -> str:
+    """The advice to try the two usable degrees that are nearest to the given degree."""
+    nearest = sorted(sorted(usable, key=lambda n: (abs(n - given), n))[:2])
     return f"try {key}=" + " or ".join(str(n) for n in nearest)

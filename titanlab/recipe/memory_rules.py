@@ -1,6 +1,6 @@
-"""What a recipe needs of memory at the very least: sizes that no machine has, or this one has not.
+"""Lower bounds of the memory that a recipe needs, checked before it starts.
 
-Lower bounds only: what passes may still not fit, and is then told as `oom`.
+A recipe that passes may still run out of memory; it then ends as `oom`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe
 
-# Beside tensors: an interpreter that has imported torch, without the pages that all processes share.
+# Memory of a process without tensors: an interpreter that has imported torch, less the pages that processes share.
 PROCESS_BYTES = 64 * 2**20
-_ADDRESSABLE = 2**63  # bytes; sizes are signed numbers of 64 bits
+_ADDRESSABLE = 2**63  # bytes; sizes are signed 64-bit integers
 
 
 def check_addressable(recipe: Recipe) -> None:
-    """Hold the model to sizes that can be written down, wherever it is to run.
+    """Check that the size of the parameters in bytes fits into 64 bits.
 
     Raises:
-        ConfigError: its parameters are more bytes than 64 bits count.
+        ConfigError: it does not.
     """
     parameters = recipe.model.account().parameter_count
     if parameters * recipe.precision.formats().master_bytes >= _ADDRESSABLE:
@@ -28,54 +28,54 @@ def check_addressable(recipe: Recipe) -> None:
 
 
 def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
-    """Hold what processes on this host's CPU need at least to what it has.
+    """Check that this host has the memory that training on its CPU needs at least; GPU memory is not checked.
 
-    Counted are the processes themselves, parameters and gradients, and the residual stream of one microbatch.
+    The bound is the sum of the processes, parameters, gradients, and the residual stream of one microbatch.
 
     Args:
         recipe: resolved.
-        processes: how many of its world start here.
+        processes: how many processes of the run start on this host.
 
     Raises:
-        ConfigError: the host has less. Of a GPU's memory nothing is said.
+        ConfigError: the host has less.
     """
     if host.memory_bytes is None or recipe.cluster.accelerator != "cpu":
         return
-    layout, here = recipe.layout, processes / recipe.layout.world
-    of_processes = processes * PROCESS_BYTES
+    layout, local_fraction = recipe.layout, processes / recipe.layout.world
+    process_bytes = processes * PROCESS_BYTES
     parameters = recipe.model.account().parameter_count
-    # Of a parameter and its gradient there is one in each copy of the model.
-    of_model = int(2 * recipe.precision.formats().master_bytes * parameters * layout.replicate * here)
-    computes = recipe.precision.formats().compute_bytes
+    # Each copy of the model has every parameter and its gradient once.
+    model_bytes = int(2 * recipe.precision.formats().master_bytes * parameters * layout.replicate * local_fraction)
+    compute_bytes = recipe.precision.formats().compute_bytes
     tokens = recipe.microbatch * recipe.training.seq_len
     width = recipe.model.account().dim
-    of_tokens = int(tokens * layout.data * (8 + width * computes) * here)
+    token_bytes = int(tokens * layout.data * (8 + width * compute_bytes) * local_fraction)
     has = f"and this machine has {_gib(host.memory_bytes)}"
     elsewhere = "a machine with more memory, such as with launch=slurm"
-    if of_processes > host.memory_bytes:
-        rule = f"processes take at least {_gib(of_processes)}, {has}"
+    if process_bytes > host.memory_bytes:
+        rule = f"processes take at least {_gib(process_bytes)}, {has}"
         raise ConfigError("world", processes, rule, f"try world={max(1, host.count)}, or take {elsewhere}")
-    if of_processes + of_model > host.memory_bytes:
-        rule = f"{parameters:,} parameters and their gradients take at least {_gib(of_model)} here, {has}"
+    if process_bytes + model_bytes > host.memory_bytes:
+        rule = f"{parameters:,} parameters and their gradients take at least {_gib(model_bytes)} here, {has}"
         raise ConfigError("model", recipe.model.kind, rule, f"take a smaller model, or {elsewhere}")
-    if of_processes + of_model + of_tokens > host.memory_bytes:
+    if process_bytes + model_bytes + token_bytes > host.memory_bytes:
         training = recipe.training
         key = "seq_len" if recipe.microbatch < training.seq_len else "global_batch"
         if key == "global_batch" and training.microbatch is not None:
             key = "microbatch"
-        rule = f"one microbatch is {tokens:,} tokens, which take at least {_gib(of_tokens)} here, {has}"
+        rule = f"one microbatch is {tokens:,} tokens, which take at least {_gib(token_bytes)} here, {has}"
         cure = f"give a smaller number, or training.microbatch=1, or take {elsewhere}"
         raise ConfigError(f"training.{key}", getattr(training, key), rule, cure)
 
 
 def _largest_size(model: object) -> tuple[str, int]:
-    """The largest whole number among a model's fields: where one is out of all proportion, it is that one."""
+    """The largest whole number among a model's fields: the likely mistake in a model that is too large."""
     sizes = {name: value for name, value in vars(model).items() if type(value) is int}
-    name = max(sizes, key=lambda each: sizes[each], default="kind")
+    name = max(sizes, key=lambda field: sizes[field], default="kind")
     return f"model.{name}", sizes.get(name, 0)
 
 
 def _gib(count: int) -> str:
-    """Bytes in GiB, of large numbers three digits."""
+    """Bytes in GiB as text; from a million GiB on in scientific notation."""
     gib = count / 2**30
     return f"{gib:,.1f} GiB" if gib < 1e6 else f"{gib:.1e} GiB"

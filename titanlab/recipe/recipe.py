@@ -1,4 +1,4 @@
-"""A recipe: the whole configuration of one run. What it has to obey is in `recipe_rules`."""
+"""A recipe: the whole configuration of one run. `recipe_rules` has its rules."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ if TYPE_CHECKING:
     from titanlab.schedule.contract import PipelineSchedule
     from titanlab.tracker.contract import TrackerConfig
 else:
-    # OmegaConf takes dataclasses and Any as types of fields, and no Protocol.
+    # OmegaConf accepts dataclasses and Any as types of fields, but no Protocol.
     ACConfig = DataConfig = ModelConfig = OptimizerConfig = PrecisionConfig = PipelineSchedule = TrackerConfig = Any
 
 
 @ranged("")
 @dataclass(kw_only=True)
 class Recipe:
-    """Root of a configuration; each field but the first few is a config group.
+    """Root of a configuration; each field after `init_from` is a config group.
 
     Attributes:
         name: label of the run, in its folder's name.
-        sweep: label of the collection that the run belongs to, a folder of its own.
+        sweep: label of the sweep that the run belongs to, the name of a folder in `runs`.
         runs: folder of all runs.
         seed: of initial values and of the order of data.
         repeat: number of this repetition of an otherwise equal run.
         world: number of processes; null: the product of the degrees.
-        init_from: weights that a new run begins with, and nothing else of where they are from: a folder that
-            `titanlab import` made, one of Hugging Face's, or a run; null: the seed makes them.
+        init_from: source of a new run's starting weights: a folder that `titanlab import` made, a Hugging Face
+            folder, or a run; null: the seed makes them. Nothing but the weights is read from there.
     """
 
     name: str = field(default="run", metadata={"identity": False})
     sweep: str = field(default="single", metadata={"identity": False})
     runs: str = field(default="runs", metadata={"identity": False})
-    # Its own rule says more.
+    # No upper limit here: `recipe_rules` checks it.
     seed: int = field(default=0, metadata={"most": None})
     repeat: int = 0
     world: int | None = None
-    # Not part of the identity by name: the weights' own fingerprint is.
+    # The identity has the fingerprint of the weights, not their path.
     init_from: str | None = field(default=None, metadata={"identity": False})
     training: Training = MISSING
     model: ModelConfig = MISSING
@@ -87,7 +87,7 @@ class Recipe:
 
     @property
     def microbatch(self) -> int:
-        """Sequences of one forward pass: what is given, or in a pipeline one, and else all."""
+        """Sequences of one forward pass: the given number, or by default 1 in a pipeline and otherwise all."""
         return self.training.microbatch or (1 if self.layout.pipeline > 1 else self.local_batch)
 
     @property
@@ -105,7 +105,7 @@ def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
     """Pieces of the model in every stage of a resolved recipe's pipeline.
 
     Raises:
-        ConfigError: the split that the recipe gives does not fit.
+        ConfigError: the recipe's split does not fit the model or the number of stages.
     """
     model, sizes = recipe.model, {"batch": recipe.microbatch, "seq_len": recipe.training.seq_len}
     return stage_pieces(
@@ -121,7 +121,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """The recipe that `to_mapping` wrote, checked field by field.
 
     Raises:
-        ConfigError: an option that is not installed, an unknown key or a value of the wrong type.
+        ConfigError: an option is not installed, a key is unknown or a value has the wrong type.
     """
     groups = discover()
     nodes: dict[str, Any] = {}
@@ -137,7 +137,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         recipe = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = error.full_key or "config"
-        # Of a key that no schema has, OmegaConf does not tell the value.
+        # OmegaConf's error has no value if no schema has the key.
         value = error.value if error.value is not None else mapping.get(key)
         raise ConfigError(
             key, value, str(error.msg).splitlines()[0], "compare it with `titanlab train --cfg job`"
@@ -147,7 +147,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
 
 
 def _literal(value: Any) -> Any:
-    """The same plain values, in which OmegaConf takes no text for an interpolation: all have been resolved."""
+    """The same plain values with `${` escaped: all interpolations are resolved, so OmegaConf must not find any."""
     if isinstance(value, Mapping):
         return {key: _literal(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -161,12 +161,15 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
 
 
 def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str) -> Recipe:
-    """The recipe with all that it leaves open filled in: degrees of -1, world, device, steps of warm-up.
+    """The recipe with all open values filled in: degrees of -1, world, device, steps of warm-up.
 
     Args:
-        world: processes that torchrun or Slurm have started; None: the recipe decides.
-        accelerator: `cpu` or `cuda`, what this host has; used where the recipe says `auto`.
-        device: the accelerator's name, used where the recipe gives none.
+        world: number of processes that torchrun or Slurm have started; None: the recipe decides.
+        accelerator: the kind that this host has, `cpu` or `cuda`; used if the recipe says `auto`.
+        device: the accelerator's name, used if the recipe gives none.
+
+    Raises:
+        ConfigError: the degrees or the recipe's `world` do not fit the number of processes.
     """
     if world is not None and recipe.world not in (None, world):
         raise ConfigError("world", recipe.world, f"{world} processes were started", f"try world={world}, or null")
@@ -188,7 +191,7 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
 
 
 def shortened_warmup(recipe: Recipe) -> str:
-    """The notice about a warm-up that the recipe leaves open and the run is too short for; else empty."""
+    """The notice that the default warm-up is shortened because the run has fewer steps; empty if it is not."""
     steps, schedule = recipe.training.steps, recipe.optimizer.schedule
     if schedule.warmup_steps is not None or steps >= WARMUP_STEPS:
         return ""
@@ -206,6 +209,6 @@ def _layout(recipe: Recipe, world: int | None) -> Layout:
     except ConfigError as error:
         if world is None or error.key != "world":
             raise
-        # Another world is not to be had by an override: it has been started.
+        # The processes have been started, so an override of `world` is no cure.
         cure = "start as many processes as the degrees make, or let one degree be -1"
         raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error

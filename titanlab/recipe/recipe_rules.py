@@ -1,4 +1,4 @@
-"""Every rule that crosses the groups of a recipe."""
+"""The rules that involve several groups of a recipe."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from titanlab.records.run_name import check_name
 from titanlab.schedule.action import Kind
 
 SEEDS = 2**63
-# Ten times the largest clusters: what is planned for every process is then still planned at once.
+# Ten times the largest clusters; up to this number, plans with an entry for every process are still made at once.
 MOST_PROCESSES = 1_000_000
 
 
 def check(recipe: Recipe) -> None:
-    """Hold a resolved recipe to every rule; those on the corpus itself apply once it has been prepared.
+    """Check a resolved recipe by every rule; rules about the content of the corpus apply after it is prepared.
 
     Raises:
         ConfigError: the first rule that it breaks.
@@ -30,19 +30,19 @@ def check(recipe: Recipe) -> None:
 
 
 def check_all_but_data(recipe: Recipe) -> None:
-    """Hold a resolved recipe to every rule that no data is needed for.
+    """Check a resolved recipe by every rule that needs no data.
 
     Raises:
         ConfigError: the first rule that it breaks.
     """
     for rule in (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _offload, _attention, _options):
         rule(recipe)
-    # Checked now, and not after the model has been built.
+    # Otherwise a missing package would be noticed only after the model has been built.
     recipe.tracker.check_installed()
 
 
 def check_data(recipe: Recipe) -> None:
-    """Hold a resolved recipe to the rules on its data; those on the corpus itself apply once it has been prepared.
+    """Check a resolved recipe by the rules about data; rules about the content apply after it is prepared.
 
     Raises:
         ConfigError: the first rule that it breaks.
@@ -144,15 +144,15 @@ def _attention(recipe: Recipe) -> None:
 
 
 def _options(recipe: Recipe) -> None:
-    """What the options themselves ask of the rest."""
-    asked = setting(recipe)
-    configs = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
-    for config in (*configs, recipe.data, recipe.tracker, recipe.launch):
-        config.check(asked)
+    """Apply the rules that options have about the rest of the recipe."""
+    values = setting(recipe)
+    options = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
+    for option in (*options, recipe.data, recipe.tracker, recipe.launch):
+        option.check(values)
 
 
 def setting(recipe: Recipe) -> Setting:
-    """A resolved recipe as its options see it."""
+    """The values of a resolved recipe that the rules of options may use."""
     groups = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     formats = recipe.precision.formats()
     return Setting(

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which pieces of the model each has, by cost or as the recipe says."""
+"""Splits the pieces of a model into the stages of a pipeline, by cost or as the recipe says."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from titanlab.errors import ConfigError
 from titanlab.schedule.split import split as balanced
 
 KEY = "parallelism.split"
-# The cost of an element that is read and written, in FLOPs: not only products take time. A core moves some 1e9
-# elements a second and computes 5e10 to 1e11 FLOP/s; a GPU is a little more one-sided.
+# FLOPs that take as long as reading and writing one element. A core moves about 1e9 elements a second and computes
+# 5e10 to 1e11 FLOP/s; for a GPU the ratio is a little higher.
 ELEMENT_FLOPS = 100
 
 
@@ -31,7 +31,7 @@ def stage_pieces(
         split: see `Parallelism.split`.
         placement: rank of every stage.
         block: the operations of a block of the model.
-        edges: the operations outside of blocks, each named as its piece.
+        edges: the operations outside of blocks; each has the name of its piece.
 
     Raises:
         ConfigError: the split does not fit the model or the number of stages.
@@ -39,30 +39,30 @@ def stage_pieces(
     pieces, stages = account.pieces, len(placement)
     if split is None:
         first = list(_balanced(tuple(_costs(account, block, edges)), tuple(placement)))
-    elif all(isinstance(each, int) for each in split):
+    elif all(isinstance(item, int) for item in split):
         first = _by_counts(account, list(split), stages)
     else:
-        first = _by_names(account, [str(each) for each in split], stages)
+        first = _by_names(account, [str(item) for item in split], stages)
     return [pieces[begin:end] for begin, end in zip(first, [*first[1:], len(pieces)], strict=True)]
 
 
 @functools.cache
 def _balanced(costs: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
-    """First piece of every stage; kept, since a search may take some tenths of a second, and a sweep asks often."""
+    """First piece of every stage; cached, because a sweep calls it often and a search can take tenths of a second."""
     return tuple(balanced(costs, stages=len(placement), placement=placement))
 
 
 def _costs(account: ModelAccount, block: Sequence[Operation], edges: Sequence[Operation]) -> list[float]:
-    named = {each.name: _cost([each]) for each in edges}
-    return [_cost(block) if piece.startswith("layers.") else named.get(piece, 0.0) for piece in account.pieces]
+    edge_costs = {operation.name: _cost([operation]) for operation in edges}
+    return [_cost(block) if piece.startswith("layers.") else edge_costs.get(piece, 0.0) for piece in account.pieces]
 
 
 def _cost(operations: Sequence[Operation]) -> float:
-    return sum(each.flops + ELEMENT_FLOPS * math.prod(each.output) for each in operations)
+    return sum(operation.flops + ELEMENT_FLOPS * math.prod(operation.output) for operation in operations)
 
 
 def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[int]:
-    """Numbers of blocks. What comes before the first block joins the first stage, what follows the last, the last."""
+    """First pieces of stages with given numbers of blocks; other pieces belong to the first or the last stage."""
     if len(counts) != stages:
         rule = f"has {len(counts)} numbers of blocks, and the schedule has {stages} stages"
         raise ConfigError(KEY, as_typed(counts), rule, f"try null for a balanced split, or give {stages} numbers")
@@ -100,7 +100,7 @@ def _increasing(account: ModelAccount, given: Sequence[object], first: list[int]
 
 def as_typed(split: Sequence[object]) -> str:
     """A split as it is written in an override."""
-    return f"[{','.join(str(each) for each in split)}]"
+    return f"[{','.join(map(str, split))}]"
 
 
 def _listed(pieces: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Config of the training loop: how long, how much a step, what is checked."""
+"""Config of the training loop: steps, batch, validation, timeouts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from titanlab.options import option
 @option("training")
 @dataclass(kw_only=True)
 class Training:
-    """How a run steps.
+    """The training loop.
 
     Attributes:
         steps: optimizer steps in all.
         seq_len: tokens in a sequence.
         global_batch: sequences in one optimizer step, over all processes.
-        microbatch: sequences in one forward pass of one process; null: all that the process has of a
-            step. A smaller one accumulates gradients.
+        microbatch: sequences in one forward pass of one process; null: all sequences that the process has in a
+            step. With a smaller number, gradients are accumulated.
         max_grad_norm: gradients are scaled down to this norm; null: never.
-        deterministic: only algorithms that give the same bits every time.
+        deterministic: use only algorithms that give the same bits every time.
         validate_every: steps between validations; 0: never.
         validation_sequences: held-out sequences of one validation.
         log_every: steps in one row of metrics.
-        unmeasured_steps: first steps whose time is left out of the throughput.
-        gc_every: steps between garbage collections, which are off in between.
-        step_timeout_seconds: a step that takes longer ends the run as `hang`; null: none does.
-        first_step_timeout_seconds: the same for what takes longer than a step: the start, the first step with its
-            compilation, validation, checkpoints.
+        unmeasured_steps: number of first steps that the throughput leaves out.
+        gc_every: steps between garbage collections; automatic collection is off.
+        step_timeout_seconds: a step that takes longer ends the run as `hang`; null: no limit.
+        first_step_timeout_seconds: the limit for the start, the first step with its compilation, validation and
+            checkpoints.
     """
 
     steps: int = 1000

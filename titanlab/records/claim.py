@@ -1,4 +1,4 @@
-"""A lock on a folder: one process at a time has it, for as long as it lives."""
+"""An exclusive lock on a folder: one process at a time has it, at most until that process ends."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 from titanlab.errors import ConfigError
 
 FILE = ".claim"
-# Whoever only asks whether a folder is claimed holds it for an instant: one refusal says nothing.
+# `is_claimed` takes the lock for an instant, so a single failure to get it proves nothing.
 PATIENCE_SECONDS = 0.5
 _RETRY_SECONDS = 0.05
 
 
 class CannotWriteError(ConfigError):
-    """The folder is another person's, on a disk that is read-only or full, or gone."""
+    """The lock file cannot be opened: no permission, a full or read-only disk, or no such folder."""
 
 
 @contextlib.contextmanager
 def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECONDS, file: str = FILE) -> Iterator[None]:
-    """Hold a folder for this process; the claim ends with the block, or with the process however it dies.
+    """Lock a folder for this process; the kernel releases the lock when the block or the process ends.
 
     Args:
-        key: what the folder is, in the words of the error.
-        patience_seconds: how long to wait for another holder.
+        key: the key that the error names.
+        patience_seconds: how long to wait for a process that has the lock.
 
     Raises:
-        ConfigError: another process holds it.
-        CannotWriteError: it cannot be written.
+        ConfigError: another process has the lock.
+        CannotWriteError: the folder cannot be written.
     """
     try:
         descriptor = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -51,14 +51,13 @@ def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECOND
 
 
 def is_claimed(folder: Path, *, file: str = FILE) -> bool:
-    """Whether a live process holds the folder; False where the file system has no locks."""
+    """Whether a live process has locked the folder; False where the file system has no locks."""
     try:
         descriptor = os.open(folder / file, os.O_RDONLY)
     except OSError:
-        # Missing, or of somebody who lets nobody look.
-        return False
+        return False  # There is no lock file, or no permission to read it.
     try:
-        # Shared, so that several who ask do not see each other.
+        # A shared lock, so that several processes can call this function at the same time.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -79,6 +78,6 @@ def _locked(descriptor: int, patience_seconds: float) -> bool:
                 return False
             time.sleep(_RETRY_SECONDS)
         except OSError:
-            return True  # A file system without locks: nobody can hold it.
+            return True  # The file system has no locks.
         else:
             return True

@@ -1,4 +1,4 @@
-"""config.yaml of a run: plain values as text that every YAML reader understands alike."""
+"""config.yaml of a run, written so that YAML 1.1 and YAML 1.2 readers get the same values."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import yaml
 
 from titanlab.errors import ConfigError
 
-# libyaml reads eight times as fast, which tells in a table of a thousand runs; it is not in every PyYAML.
+# libyaml reads eight times as fast, which matters in a table of a thousand runs; not every PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes block style, fields in their own order, and quotes what some reader might take for a number."""
+    """Writes block style, keeps the order of fields, and quotes text that a reader could take for a number."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # `&id001` is no help to a person.
+        return True  # Anchors such as `&id001` are hard to read.
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    # PyYAML takes 1e-5 for text, OmegaConf (as YAML 1.2) for a number: quoted, it is text for both.
+    # PyYAML reads 1e-5 as text, OmegaConf (like YAML 1.2) as a number; both read '1e-5' as text.
     style = "'" if _looks_like_number(value) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -42,7 +42,7 @@ def config_text(config: Mapping[str, Any]) -> str:
     """The YAML text of nested plain values.
 
     Raises:
-        yaml.representer.RepresenterError: a value that is not plain.
+        yaml.representer.RepresenterError: a value is no plain value.
     """
     text: str = yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
@@ -52,7 +52,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The values in a config.yaml.
 
     Raises:
-        ConfigError: it is missing, cannot be read, or holds no mapping.
+        ConfigError: the file is missing, cannot be read, or has no mapping at its root.
     """
     try:
         config = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)

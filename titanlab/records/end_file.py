@@ -1,4 +1,4 @@
-"""result.json, and the notes of ranks that failed: written for good, also on a disk that has become full."""
+"""result.json and the failure notes of ranks: synced to disk, and written even if the disk is full."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from titanlab.records.outcome import KINDS, SCHEMA, Outcome, from_mapping
 from titanlab.system.atomic_file import write_bytes, write_json
 from titanlab.system.disk import disk_fault
 
-# Room for the record of an end on a full disk: results with a traceback, twice, and some ranks' notes.
+# A file that is deleted to free space on a full disk: enough for two results with a traceback and some ranks' notes.
 _RESERVE = ".reserve"
 _RESERVE_BYTES = 1 << 17
 
 
 def read_end(path: Path) -> Outcome | None:
-    """How something ended; None where there is no such file.
+    """The outcome in a file; None if there is no file.
 
     Raises:
-        ConfigError: the file is damaged, or of another version.
+        ConfigError: the file is damaged, or another version of titanlab wrote it.
     """
     value = read_object(path)
     if value is None:
@@ -34,10 +34,10 @@ def read_end(path: Path) -> Outcome | None:
 
 
 def write_end(run: Path, path: Path, outcome: Outcome) -> None:
-    """Write how something ended, on a full disk into the room that was reserved.
+    """Write an outcome; on a full disk, free the reserved space first.
 
     Args:
-        run: folder of the run, which has the room.
+        run: folder of the run, which has the reserved space.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,17 +51,17 @@ def write_end(run: Path, path: Path, outcome: Outcome) -> None:
 
 
 def reserve_room(run: Path) -> None:
-    """Take the room that the record of an end needs, while there is some.
+    """Reserve the disk space that writing an outcome needs.
 
     Raises:
-        OSError: there is none.
+        OSError: the disk is full.
     """
     if not (run / _RESERVE).exists():
-        # Random bytes, which no file system can compress.
+        # Random bytes: a file system that compresses could store zeros in no space.
         write_bytes(run / _RESERVE, os.urandom(_RESERVE_BYTES), durable=True)
 
 
 def make_room(run: Path) -> None:
-    """Give back the room that was reserved for the record of an end."""
+    """Free the space that `reserve_room` has taken."""
     with contextlib.suppress(OSError):
         (run / _RESERVE).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""By what an exception is known: names of types and phrases of messages, so that torch need not be imported.
+"""Classifies exceptions by the names of their types and the text of their messages, so that torch is not imported.
 
-The words are those of torch 2.11 to 2.13, NCCL, gloo, CUDA and the libraries that read data.
+The texts are those of torch 2.11 to 2.13, NCCL, gloo, CUDA and the libraries that read data.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _OOM = re.compile(
     r"|unable to allocate .* for an array",
     re.IGNORECASE,
 )
-# What loading a library says where the address space is used up; elsewhere it names another reason after this.
-_NO_ROOM = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
-_NO_THREAD = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
+# The loader's message when the address space is used up. With another cause, that cause follows these words.
+_NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
+_THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
 _NODE = re.compile(
     r"uncorrectable (?:ECC|NVLink)|ECC error|GPU is lost|fallen off the bus|cudaErrorDevicesUnavailable"
     r"|CUDA-capable device\(s\) is/are busy or unavailable|stale file handle|Input/output error|NVLink error",
@@ -32,8 +32,8 @@ _HANG = re.compile(
     r"|wait timeout after|Socket Timeout|timed out after \d+|client socket has timed out",
     re.IGNORECASE,
 )
-# A peer that is gone: the reason is on another rank.
-_ECHO = re.compile(
+# A peer has gone: another rank has the cause.
+_PEER_GONE = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError"
     r"|connection closed by (?:remote )?peer|failed to recv, got 0 bytes|NCCL communicator was aborted"
     r"|recvValue failed",
@@ -46,13 +46,13 @@ _DATA_PACKAGES = frozenset(
     {"datasets", "huggingface_hub", "pyarrow", "sentencepiece", "tokenizers", "fsspec", "zlib", "lzma"}
     | {"requests", "httpx", "aiohttp"}
 )
-# What bad content raises, as opposed to what a mistake in our code raises.
+# Types that bad content raises; other types point to a mistake in titanlab's code.
 _CONTENT_ERRORS = (OSError, ValueError, EOFError)
 _DATA_MODULE = "titanlab.data"
 
 
 def kind_name(error: BaseException) -> str:
-    """The outcome's word for an exception."""
+    """The kind of outcome (a value of `OutcomeKind`) for an exception."""
     if isinstance(error, ConfigError):
         return "data" if error.key.split(".")[0] == "data" else "infeasible"
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
@@ -73,14 +73,14 @@ def kind_name(error: BaseException) -> str:
     return "crash"
 
 
-def mere_echo(error: BaseException) -> bool:
-    """Whether the exception only tells that another rank is gone."""
+def is_secondary(error: BaseException) -> bool:
+    """Whether the exception is a secondary failure: another rank has the cause."""
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "SignalException":
         return True
     if isinstance(error, TitanlabError) or kind_name(error) == "data":
         return False
-    # A collective that timed out has waited for another rank.
-    return isinstance(error, ConnectionError) or bool(_ECHO.search(str(error)) or _HANG.search(str(error)))
+    # A collective times out because another rank does not take part.
+    return isinstance(error, ConnectionError) or bool(_PEER_GONE.search(str(error)) or _HANG.search(str(error)))
 
 
 def _is_oom(error: BaseException, message: str) -> bool:
@@ -88,37 +88,37 @@ def _is_oom(error: BaseException, message: str) -> bool:
         return True
     if getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    if isinstance(error, ImportError) and _NO_ROOM.search(message):
+    if isinstance(error, ImportError) and _NO_ADDRESS_SPACE.search(message):
         return True
-    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _is_without_stack(message)
+    return (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message))) or _lacks_thread_memory(message)
 
 
 def says_oom(text: str) -> bool:
-    """Whether the last words of a process, in its log, say that memory ran out."""
-    return bool(_OOM.search(text) or _NO_ROOM.search(text)) or _is_without_stack(text)
+    """Whether the end of a process's log says that memory ran out."""
+    return bool(_OOM.search(text) or _NO_ADDRESS_SPACE.search(text)) or _lacks_thread_memory(text)
 
 
-def _is_without_stack(message: str) -> bool:
-    """Whether a thread could not be started for want of memory: its stack had no place within a limit of addresses.
+def _lacks_thread_memory(message: str) -> bool:
+    """Whether a thread could not start because its stack did not fit into the limit of address space (RLIMIT_AS).
 
-    Without such a limit it is one of processes that was reached, and no word here fits.
+    Without such a limit the cause is a limit on the number of processes, which is not a lack of memory.
     """
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    return limited and bool(_NO_THREAD.search(message))
+    return limited and bool(_THREAD_NOT_STARTED.search(message))
 
 
 def _is_data(error: BaseException) -> bool:
-    if any(_package(each) in _DATA_PACKAGES or each.__name__ == "DataError" for each in type(error).__mro__):
+    if any(_package(base) in _DATA_PACKAGES or base.__name__ == "DataError" for base in type(error).__mro__):
         return True
     return isinstance(error, _CONTENT_ERRORS) and _in_data_module(error.__traceback__)
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _package(error_type: type) -> str:
+    return error_type.__module__.partition(".")[0]
 
 
 def _in_data_module(trace: TracebackType | None) -> bool:
-    """Whether the innermost code of ours on the stack reads data."""
+    """Whether the innermost titanlab frame of the traceback is in `titanlab.data`."""
     innermost = ""
     while trace is not None:
         module = str(trace.tb_frame.f_globals.get("__name__", ""))

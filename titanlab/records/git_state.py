@@ -1,4 +1,4 @@
-"""The state of the git repository that a package's code stands in."""
+"""The state of the git repository that has a package's code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titanlab.system.command import output_of
 
-# What a snapshot of the code says about the repository that it was taken from.
+# In a snapshot of the code, this file has the git state of the repository that was copied.
 RECORD = "code.json"
 PATCH_LIMIT = 1_000_000
 _UNTRACKED_LIMIT = 100
@@ -21,15 +21,15 @@ _CODE_SUFFIXES = (".py", ".yaml", ".yml", ".toml")
 
 @dataclass(frozen=True, kw_only=True)
 class GitState:
-    """Commit and difference to it.
+    """The commit, and how the code differs from it.
 
     Attributes:
-        sha: the commit; None in a repository without one.
-        branch: None for a detached commit.
-        dirty: whether tracked files differ from the commit, or code lies beside them untracked.
-        untracked: such files, code only.
-        patch: what `git apply` makes the commit this code with; untracked code included.
-        patch_complete: False where the patch was cut off, for size or time.
+        sha: the commit; None in a repository without commits.
+        branch: None for a detached HEAD.
+        dirty: whether tracked files differ from the commit, or there is untracked code.
+        untracked: untracked files with code.
+        patch: `git apply` of it to the commit gives this code, with the untracked code.
+        patch_complete: False if size or time has cut the patch off.
     """
 
     sha: str | None
@@ -41,10 +41,9 @@ class GitState:
 
 
 def git_state(package: Path) -> GitState | None:
-    """The state of the repository that tracks a package, or None: an installed one, no git, no time.
+    """The state of the repository that tracks a package; for a snapshot, the state recorded when it was made.
 
-    A package installed somewhere inside another's repository (a `.venv` in a project) is not that
-    project's code. For a snapshot it is what was recorded when that was taken.
+    None: the package is installed (also in a `.venv` inside another project's repository), or git is missing or slow.
     """
     root = package.resolve().parent
     if (root / RECORD).is_file():
@@ -71,7 +70,7 @@ def git_state(package: Path) -> GitState | None:
 def _recorded(record: Path) -> GitState | None:
     try:
         git = json.loads(record.read_text(encoding="utf-8")).get("git")
-        known = {each.name: git[each.name] for each in fields(GitState)} if git else None
+        known = {field.name: git[field.name] for field in fields(GitState)} if git else None
     except (OSError, ValueError, KeyError, AttributeError):
         return None
     return None if known is None else GitState(**{**known, "untracked": tuple(known["untracked"])})
@@ -92,7 +91,7 @@ def _patch(root: Path, changed: str | None, untracked: Sequence[str]) -> tuple[s
 
 
 def _as_added(root: Path, name: str) -> str | None:
-    """The patch that adds one file, as git writes it; None for what is no text of moderate size."""
+    """The patch that adds one file, as git writes it; None for a large file, or for a file that is no text."""
     path = root / name
     try:
         if path.stat().st_size > _FILE_LIMIT:
@@ -110,9 +109,9 @@ def _as_added(root: Path, name: str) -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Output of a git command, or None where it failed, took too long or is not installed."""
-    # GIT_DIR and its like, which git sets for hooks, would point it to another repository.
+    """Output of a git command; None if it failed, took too long or git is not installed."""
+    # Git sets GIT_DIR and similar variables for hooks; they would select another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    # No lock on the index: a run must not get in the way of a person's own git.
+    # Without this, git would lock the index, and the user's own git commands could fail.
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     return output_of("git", "-C", str(root), *arguments, seconds=_TIMEOUT_SECONDS, environ=environ)

@@ -1,16 +1,15 @@
-"""What makes two runs the same run: the hash in a run folder's name, fixed when the run is born.
+"""A run's identity: the hash in the name of its folder, computed when the folder is made.
 
-Hashed are the resolved recipe without the fields marked `metadata={"identity": False}` (whole groups may
-be), the data's fingerprint, that of weights which the run begins with, the kind of hardware and the repeat's
-number. The name, the tracker, paths, logging and the code are not.
+The hash covers the resolved recipe, the fingerprints of the data and of the starting weights, the kind of hardware
+and the number of the repeat. It leaves out fields (or whole groups) marked `metadata={"identity": False}`: the name,
+the tracker, paths and logging. It does not cover the code.
 
-Every other field is hashed whether or not it has its default value: leaving defaults out would give two
-recipes the same hash when a default changes between versions, and an old result would pass for a new
-one. A field that is added later names the value under which everything stays as it was before:
+Fields with their default value are hashed too. Otherwise, when a version changes a default, two different recipes
+would have the same hash. A field that is added later names the value that means the earlier behaviour:
 
     fused: bool = field(default=True, metadata={"before": False})
 
-With that value the field is left out of the hash, so that the hashes of older runs hold.
+With that value the field is left out of the hash, so that older runs keep their hashes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Identity:
 
     Attributes:
         sha256: 64 hexadecimal digits.
-        content: what was hashed, as plain values; kept in the run's folder to compare with.
+        content: the hashed plain values; the run's folder keeps them for comparison.
     """
 
     sha256: str
@@ -54,11 +53,11 @@ def identify(recipe: Any, *, data: str, hardware: str, repeat: int = 0, weights:
     """The identity of a resolved recipe.
 
     Args:
-        recipe: nested dataclasses; no value may be left open (a degree of -1, `auto`).
+        recipe: nested dataclasses, resolved: no degree of -1, no `auto`.
         data: the data's fingerprint.
         hardware: kind of device, such as `NVIDIA H100 80GB HBM3` or `cpu`.
         repeat: number of this repetition of an otherwise equal run.
-        weights: fingerprint of those that the run begins with; None: the recipe's seed makes them.
+        weights: fingerprint of the starting weights; None: the recipe's seed makes them.
     """
     content = {"schema": SCHEMA, "recipe": canonical(recipe), "data": data, "hardware": hardware, "repeat": int(repeat)}
     if weights is not None:
@@ -72,13 +71,13 @@ def canonical_json(value: Any) -> str:
 
 
 def canonical(value: Any) -> Any:
-    """The plain values that a dataclass (or a part of one) stands for in a hash.
+    """A dataclass, or a value of its fields, as the plain values that are hashed.
 
-    Numbers follow the declared type of their field: 1 in a float field is 1.0. Without one (`Any`), a
-    whole number is an integer. Keys of mappings are text; -0.0 is 0.0; what is not finite is its name.
+    Numbers get the declared type of their field: 1 in a float field becomes 1.0. Without a declared type (`Any`), a
+    whole number becomes an integer. Keys of mappings become text, -0.0 becomes 0.0, NaN and infinity become text.
 
     Raises:
-        TypeError: a value that no configuration can hold.
+        TypeError: a configuration cannot contain such a value.
     """
     return _plain(value, Any)
 
@@ -99,29 +98,29 @@ def _plain(value: Any, declared: Any) -> Any:
     if isinstance(value, PurePath):
         return value.as_posix()
     if isinstance(value, Mapping):
-        of_values = _argument(declared, 1)
-        return {_key(key): _plain(inner, of_values) for key, inner in value.items()}
+        value_type = _argument(declared, 1)
+        return {_key(key): _plain(inner, value_type) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        of_items = _argument(declared, 0)
-        return [_plain(inner, of_items) for inner in value]
+        item_type = _argument(declared, 0)
+        return [_plain(item, item_type) for item in value]
     raise TypeError(f"{type(value).__qualname__} {value!r}: no value of a configuration, so it cannot be hashed")
 
 
 @functools.cache
 def _hashed_fields(schema: type) -> tuple[tuple[str, Any, Any], ...]:
-    """Name, declared type and `before` value of each field that counts."""
+    """Name, declared type and `before` value of each field of the identity."""
     declared = typing.get_type_hints(schema)
     return tuple(
-        (each.name, declared[each.name], _plain(each.metadata["before"], declared[each.name]))
-        if "before" in each.metadata
-        else (each.name, declared[each.name], _NOTHING)
-        for each in dataclasses.fields(schema)
-        if each.metadata.get("identity", True)
+        (field.name, declared[field.name], _plain(field.metadata["before"], declared[field.name]))
+        if "before" in field.metadata
+        else (field.name, declared[field.name], _NOTHING)
+        for field in dataclasses.fields(schema)
+        if field.metadata.get("identity", True)
     )
 
 
 def _same(plain: Any, before: Any) -> bool:
-    # Compared as text, in which True is not 1 and 1.0 is not 1.
+    # Text, because in Python True == 1 == 1.0.
     return before is not _NOTHING and canonical_json(plain) == canonical_json(before)
 
 
@@ -137,7 +136,7 @@ def _number(value: int | float, declared: Any) -> int | float | str:
 
 
 def _alternatives(declared: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type that it is."""
+    """The types of a union; for any other type, that type alone."""
     if typing.get_origin(declared) in (typing.Union, types.UnionType):
         return typing.get_args(declared)
     return (declared,)
@@ -145,9 +144,9 @@ def _alternatives(declared: Any) -> tuple[Any, ...]:
 
 def _argument(declared: Any, position: int) -> Any:
     """Type of a list's items (0) or of a mapping's values (1)."""
-    for each in _alternatives(declared):
-        arguments = typing.get_args(each)
-        if typing.get_origin(each) is not None and len(arguments) > position:
+    for alternative in _alternatives(declared):
+        arguments = typing.get_args(alternative)
+        if typing.get_origin(alternative) is not None and len(arguments) > position:
             return arguments[position]
     return Any
 

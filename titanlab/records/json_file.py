@@ -1,4 +1,4 @@
-"""JSON files that may be damaged, or of another version: read, or refused in one line that names the file."""
+"""Reads JSON files; a damaged file, or a file of another version, gives an error of one line that names the file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "a mappin
 
 
 def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no such file.
+    """The object in a JSON file; None if there is no file.
 
     Args:
-        cure: what to do about a file that is damaged.
+        cure: the error's advice about a damaged file.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or contains no object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -39,15 +39,15 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
 def check_object(
     path: Path, value: Mapping[str, Any], *, schema: int, kinds: Mapping[str, Any], cure: str = RESTORE
 ) -> None:
-    """Hold an object to the schema that is read here, and some of its keys to their types.
+    """Check the number of an object's schema, and the types of some of its keys.
 
     Args:
-        path: its file, for the error.
-        kinds: type of each key; a tuple of a type and None for one that may be null. Keys may be missing.
-        cure: what to do about a value of another type.
+        path: the object's file, for the error.
+        kinds: type of each key; a tuple of a type and None if the value may be null. Keys may be missing.
+        cure: the error's advice about a value of another type.
 
     Raises:
-        ConfigError: another schema, or a value of another type.
+        ConfigError: the schema or the type of a value is another.
     """
     if value.get("schema", schema) != schema:
         rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
@@ -63,7 +63,7 @@ def check_object(
 
 
 def read_optional(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file that nothing depends on; None where it is missing or cannot be read."""
+    """The object in a JSON file that nothing depends on; None if the file is missing or cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,7 @@
-"""metrics.jsonl: one JSON object a line, added by the one rank that writes, readable while it grows.
+"""metrics.jsonl: one JSON object a line; one rank appends rows, and others may read at the same time.
 
-Every row has `kind`, `step`, `attempt` and `time`. An attempt opens with a row of kind `attempt`, whose
-step is the one it went on from: rows that an earlier attempt has written for later steps no longer
-count, although they stay in the file.
+Every row has `kind`, `step`, `attempt` and `time`. The first row of an attempt has the kind `attempt`, and its step
+is the step that the attempt resumed from. Rows of earlier attempts for later steps stay in the file but are ignored.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ VALIDATION = "validation"
 
 
 class MetricsWriter:
-    """Adds rows to a metrics.jsonl.
+    """Appends rows to a metrics.jsonl, each in one write: at most the last row can be incomplete after a crash.
 
-    Each row is one write to the end of the file: a reader, or a crash, sees whole rows but perhaps for
-    the last one. Numbers that are not finite become null.
+    Numbers that are not finite become null.
     """
 
     def __init__(
@@ -38,10 +36,10 @@ class MetricsWriter:
         self.write(ATTEMPT, resumed_step, {})
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add one row.
+        """Append one row.
 
         Raises:
-            OSError: the disk is full, or gone.
+            OSError: the disk is full or unreachable.
         """
         row = {"kind": kind, "step": step, "attempt": self._attempt, "time": round(self._clock(), 3), **metrics}
         line = json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
@@ -50,7 +48,7 @@ class MetricsWriter:
             rest = rest[os.write(self._descriptor, rest) :]
 
     def close(self) -> None:
-        """Give the file back; further calls do nothing."""
+        """Close the file; a second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -62,34 +60,34 @@ class MetricsWriter:
         self.close()
 
     def _end_torn_line(self) -> None:
-        """Close the line that an attempt was writing when it died, so that ours does not become part of it."""
+        """End the incomplete line of an attempt that crashed, so that the next row starts a new line."""
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             os.write(self._descriptor, b"\n")
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The rows that count, by step: at most one for each kind and step, that of the latest attempt.
+    """The valid rows, sorted by step: for each kind and step, the row of the latest attempt.
 
-    Lines torn by a crash are passed over; a missing file has no rows.
+    Incomplete lines are skipped; a missing file has no rows.
 
     Args:
-        kind: only rows of this kind; None: all but those that open an attempt. `attempt`: just those, all of them.
+        kind: only rows of this kind; None: all kinds but `attempt`. `attempt`: the first row of every attempt.
     """
     rows = list(_rows(path))
-    openings = [row for row in rows if row["kind"] == ATTEMPT]
+    attempts = [row for row in rows if row["kind"] == ATTEMPT]
     if kind == ATTEMPT:
-        return openings
-    resumed = {row["attempt"]: row["step"] for row in openings}
-    counted: dict[tuple[str, int], dict[str, Any]] = {}
+        return attempts
+    resumed = {row["attempt"]: row["step"] for row in attempts}
+    latest: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
         wanted = row["kind"] != ATTEMPT if kind is None else row["kind"] == kind
         if not wanted or any(row["attempt"] < later and row["step"] > step for later, step in resumed.items()):
             continue
         key = (row["kind"], row["step"])
-        if key not in counted or counted[key]["attempt"] <= row["attempt"]:
-            counted[key] = row
-    return sorted(counted.values(), key=lambda row: row["step"])
+        if key not in latest or latest[key]["attempt"] <= row["attempt"]:
+            latest[key] = row
+    return sorted(latest.values(), key=lambda row: row["step"])
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -105,10 +103,10 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         if (
             isinstance(row, dict)
             and isinstance(row.get("kind"), str)
-            and _are_whole(row.get("step"), row.get("attempt"))
+            and _are_integers(row.get("step"), row.get("attempt"))
         ):
             yield row
 
 
-def _are_whole(*values: object) -> bool:
+def _are_integers(*values: object) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) for value in values)

@@ -1,7 +1,7 @@
-"""How runs end: the whole taxonomy, and the schema of result.json.
+"""How runs end: the kinds of outcome, and the schema of result.json.
 
-Every end is a result. `classify` names the end of a process that raised, `from_exit` the end of one that
-left nothing but its exit code, `first_cause` the rank whose failure made all the others fail.
+Every run gets an outcome: `classify` finds the kind from an exception, `from_exit` from the exit code of a process
+that wrote no result, and `first_cause` selects the rank whose failure made the others fail.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from titanlab.errors import TitanlabError
-from titanlab.records.failure_signs import kind_name, mere_echo
+from titanlab.records.failure_signs import is_secondary, kind_name
 from titanlab.system.atomic_file import finite
 from titanlab.system.disk import disk_fault
 
 SCHEMA = 1
-# Types of its keys in JSON; a pair with None may be null.
+# Types of the keys in JSON; a pair with None may be null.
 KINDS: Mapping[str, Any] = {
     "kind": str,
     "step": int,
@@ -39,7 +39,7 @@ _TRACEBACK_LIMIT = 20_000
 
 
 class OutcomeKind(enum.StrEnum):
-    """The word for an end, with what it means, how the process exits, and what may follow."""
+    """How a run ended; each kind has a meaning, an exit code, and a rule for retries."""
 
     DONE = "done"
     OOM = "oom"
@@ -60,17 +60,17 @@ class OutcomeKind(enum.StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """Of the process; each kind has its own, so that a process without a result still says it."""
+        """Exit code of the process; it identifies the kind even if the process wrote no result."""
         return _TRAITS[self].exit_code
 
     @property
     def may_continue(self) -> bool:
-        """Whether going on from the last checkpoint can succeed with the same recipe."""
+        """Whether the same recipe can succeed if it resumes from the last checkpoint."""
         return _TRAITS[self].may_continue
 
     @property
     def automatic(self) -> bool:
-        """Whether a scheduler should continue it without asking a person: the run was not at fault."""
+        """Whether a scheduler should resume the run without asking a person: the run did not cause its end."""
         return _TRAITS[self].automatic
 
 
@@ -82,8 +82,8 @@ class _Traits:
     automatic: bool = False
 
 
-# Codes keep clear of what others mean by theirs: 2 is bad usage everywhere, 65 and 75 are sysexits.h's
-# words for bad data and for "try again", 124 to 127 belong to timeout and the shell, 128+N to signal N.
+# The codes respect common conventions: 2 is bad usage everywhere, 65 and 75 mean bad data and "try again" in
+# sysexits.h, `timeout` and the shell use 124 to 127, and 128+N means signal N.
 _TRAITS: Mapping[OutcomeKind, _Traits] = {
     OutcomeKind.DONE: _Traits(0, "all steps are done", False),
     OutcomeKind.CRASH: _Traits(1, "an error that no other word fits; the traceback says which", True),
@@ -102,21 +102,20 @@ _BY_EXIT_CODE = {traits.exit_code: kind for kind, traits in _TRAITS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of one attempt at a run; what result.json holds.
+    """The end of one attempt at a run; the content of result.json.
 
     Attributes:
-        kind: the word for it.
         step: last finished optimizer step.
-        steps: how many there were to be; None where unknown.
+        steps: planned number of steps; None if unknown.
         attempt: number of the attempt, from 1.
-        rank: whose failure it was; None for ends that are no rank's own.
-        cause: its first line; None for a run that is done.
+        rank: the rank that failed; None if no rank failed.
+        cause: first line of the error; None for a run that is done.
         traceback: of the failing rank.
-        exit_code: of the failing process; -N where signal N ended it; None while it was alive to tell.
-        echo: the process failed because another one had: a lost connection, a handed-on signal.
+        exit_code: of the failing process; -N if signal N ended it; None if unknown.
+        echo: a secondary failure: another process has the cause (a lost connection, a forwarded signal).
         ended: seconds since the epoch.
-        metrics: medians after warm-up, last loss and the like, under the names of metrics.jsonl.
-        scheduler: what the scheduler says of the job: `job_id`, `state`, `exit_code`; None where it was not asked.
+        metrics: medians after warm-up, last loss and others, under the names of metrics.jsonl.
+        scheduler: the scheduler's record of the job: `job_id`, `state`, `exit_code`; None if there is none.
     """
 
     kind: OutcomeKind
@@ -133,27 +132,27 @@ class Outcome:
     scheduler: Mapping[str, Any] | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """What result.json holds: plain values, null where a number is not finite."""
+        """The content of result.json: plain values; numbers that are not finite become null."""
         mapping: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self), "kind": self.kind.value})
         return mapping
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Outcome:
-    """The outcome in a result.json; keys that a later version may have added are ignored.
+    """The outcome in a result.json; unknown keys, which a later version may have added, are ignored.
 
     Raises:
-        TitanlabError: it was written under a schema that this version does not know.
+        TitanlabError: this version does not know the file's schema.
     """
     if mapping.get("schema") != SCHEMA:
         written = mapping.get("schema")
         raise TitanlabError(f"result.json: schema {written} is not {SCHEMA}; use the titanlab that wrote it")
-    known = {f.name for f in fields(Outcome)}
+    known = {field.name for field in fields(Outcome)}
     values = {key: value for key, value in mapping.items() if key in known}
     return Outcome(**{**values, "kind": OutcomeKind(values["kind"])})
 
 
 def classify(error: BaseException) -> OutcomeKind:
-    """The word for an exception that ended a run, by its type's name and its message: torch is not imported."""
+    """The kind of outcome for an exception that ended a run, from its type's name and its message."""
     return OutcomeKind(kind_name(error))
 
 
@@ -166,15 +165,15 @@ def from_exception(error: BaseException, *, step: int = 0, rank: int | None = No
         rank=rank,
         attempt=attempt,
         cause=disk_fault(error) or first_line(error),
-        # A person's mistake is told in one line; where the code stood does not matter.
+        # A user's mistake is reported in one line; a traceback would not help.
         traceback=None if isinstance(error, TitanlabError) else text[-_TRACEBACK_LIMIT:],
         exit_code=exit_code(error),
-        echo=mere_echo(error),
+        echo=is_secondary(error),
     )
 
 
 def exit_code(error: BaseException) -> int:
-    """With what code a process should end after an exception: always 2 after a person's mistake."""
+    """The exit code of a process after an exception: always 2 after a user's mistake."""
     if isinstance(error, TitanlabError) and error.exit_code == OutcomeKind.INFEASIBLE.exit_code:
         return error.exit_code
     return classify(error).exit_code
@@ -183,14 +182,14 @@ def exit_code(error: BaseException) -> int:
 def from_exit(
     code: int, *, step: int = 0, rank: int | None = None, attempt: int = 1, memory: str | None = None
 ) -> Outcome:
-    """The outcome of a process that left nothing but its exit code.
+    """The outcome of a process that wrote no result, from its exit code.
 
     Args:
-        code: 128+N and -N both mean that signal N ended it, as shells and Python say it.
-        memory: what shows that a SIGKILL was for want of memory, see `MemoryKills.rose`; None: nothing does.
+        code: both 128+N (shells) and -N (Python) mean that signal N ended the process.
+        memory: evidence that the kernel sent SIGKILL because memory ran out, see `MemoryKills.rose`; None: no evidence.
     """
     number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
-    # An exit code of 0 without a result is no success: an out-of-memory handler may have ended the process so.
+    # Exit code 0 without a result is no success: an out-of-memory handler may end a process with 0.
     kind = _BY_EXIT_CODE.get(code, OutcomeKind.CRASH) if code else OutcomeKind.CRASH
     if number is not None:
         kind, cause, echo = _from_signal(number)
@@ -212,41 +211,34 @@ def from_exit(
 
 
 def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
-    """Of several ranks' failures the one that made the others fail.
+    """Among the failures of several ranks, the failure that made the others fail.
 
-    A failure with a reason of its own wins over a mere echo of another's, one that a rank could still
-    report over a bare exit code, then the earliest. Of ranks that hang, one that does not answer, then the one that
-    got least far.
+    A primary failure comes before a secondary one, a failure with a traceback before a bare exit code, then the
+    earliest comes first. Among ranks that hang, a rank that did not answer comes first, then the rank that did the
+    fewest steps.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are no failures.
     """
     known = list(outcomes)
-    first = min(known, key=lambda each: (each.echo, each.traceback is None, each.ended, each.rank or 0))
+    first = min(known, key=lambda end: (end.echo, end.traceback is None, end.ended, end.rank or 0))
     if first.kind is not OutcomeKind.HANG:
         return first
-    hung = [each for each in known if each.kind is OutcomeKind.HANG]
+    hung = [end for end in known if end.kind is OutcomeKind.HANG]
     return min(
         hung,
-        key=lambda each: (
-            each.echo,
-            not is_silent(each),
-            each.traceback is None,
-            each.step,
-            each.ended,
-            each.rank or 0,
-        ),
+        key=lambda end: (end.echo, not is_silent(end), end.traceback is None, end.step, end.ended, end.rank or 0),
     )
 
 
 def is_silent(outcome: Outcome) -> bool:
-    """Whether it is the note of a rank that did not answer, which somebody else wrote while others hung."""
-    told_nothing = outcome.traceback is None and outcome.exit_code is None
-    return outcome.kind is OutcomeKind.HANG and told_nothing and not outcome.echo
+    """Whether another process wrote this outcome, for a rank that did not answer while others hung."""
+    has_no_evidence = outcome.traceback is None and outcome.exit_code is None
+    return outcome.kind is OutcomeKind.HANG and has_no_evidence and not outcome.echo
 
 
 def first_line(error: BaseException) -> str:
-    """Type and first line of an exception's message, of bounded length; a person's mistake as it is."""
+    """Type and first line of an exception's message, of bounded length; for a user's mistake without the type."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -283,5 +275,5 @@ _SIGNALS: Mapping[int, tuple[OutcomeKind, str, bool]] = {
 def _from_signal(number: int) -> tuple[OutcomeKind, str, bool]:
     if number in _SIGNALS:
         return _SIGNALS[number]
-    names = {int(each): each.name for each in signal.Signals}
+    names = {int(known): known.name for known in signal.Signals}
     return OutcomeKind.CRASH, f"ended by {names.get(number, f'signal {number}')}", False

@@ -1,4 +1,4 @@
-"""points.jsonl of a sweep's folder: a line for each point of its space, with the run it came to, or why to none."""
+"""points.jsonl of a sweep: a line for each point of its space, with the run, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlab.records.run_folder import RunFolder
 
 
 def read_points(sweep: Path) -> list[dict[str, Any]]:
-    """The lines, in the order of the plan; none where runs were started one by one."""
+    """The lines, in the order of the plan; empty if the folder's runs were started one by one."""
     try:
         lines = (sweep / "points.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -20,7 +20,7 @@ def read_points(sweep: Path) -> list[dict[str, Any]]:
 
 
 def point_of(run: RunFolder) -> Mapping[str, Any]:
-    """The values of the sweep's keys under which a run was planned; empty for a run of no sweep."""
+    """The values of the swept keys for a run; empty if no sweep planned it."""
     for line in read_points(run.path.parent):
         if line.get("run") == run.path.name:
             values: dict[str, Any] = line.get("point") or {}

@@ -1,4 +1,4 @@
-"""env.json: what code on what machine made a run. Recorded, never part of a run's identity, never secret."""
+"""env.json: the code, versions and machine of a run. It is not part of the run's identity and contains no secrets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PACKAGES = (
     *("datasets", "huggingface-hub", "sentencepiece", "tokenizers", "pyarrow", "pandas"),
     *("wandb", "tensorboard", "rich", "matplotlib"),
 )
-# Environment variables that change what a training computes, or how fast: these names, and no others. A family such as
-# NCCL_* would let in what anybody calls so, a key among it.
+# Environment variables that change what a training computes, or how fast. Full names, because a pattern such as NCCL_*
+# would also match a variable with a secret in it.
 _VARIABLES = frozenset(
     """
     CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
@@ -60,35 +60,35 @@ _VARIABLES = frozenset(
     SLURM_CLUSTER_NAME SLURM_SUBMIT_HOST
     """.split()
 )
-# `token` as a word of its own: tokenizers and tokens_seen are no secrets.
+# `token` only as a whole word: `tokenizers` and `tokens_seen` are no secrets.
 _SECRET_NAME = (
     r"[\w.-]*(?:(?<![a-z])token(?![a-z])|(?:access|auth|hub|api)token|secret|passw(?:or)?d|passphrase|credential"
     r"|(?:api|access|private|auth)[_-]?key)[\w.-]*"
 )
-# Forms that say what they are: Hugging Face, GitHub, OpenAI-like, wandb, AWS, Slack, a login in an address …
+# Keys with a known form: Hugging Face, GitHub, OpenAI-like, wandb, AWS, Slack, a login in an address …
 _SECRETS = (
     re.compile(
         r"()(\bhf_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bsk-[\w-]{16,}|\bwandb_v1_\w{8,})"
     ),
     re.compile(r"()(\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bxox[abprs]-[\w-]{10,})"),
     re.compile(r"(\b[a-z][a-z0-9+.-]*://)([^/\s@]+)(?=@)"),
-    # … an older wandb key, which is 40 hexadecimal digits as a git commit is, beside the word …
+    # … an older wandb key, only after the word `wandb`, because a git commit also has 40 hexadecimal digits …
     re.compile(r"(?i)(wandb[^\n]{0,40}?\b)([0-9a-f]{40})\b"),
-    # … and long literals with digits under a telling name. Code such as `token = decode(x)` stays.
+    # … and long literals with digits, assigned to a secret's name. Code such as `token = decode(x)` stays.
     re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)((?=[\w+/=-]*\d)[\w+/=-]{{16,}})"),
 )
-# On a command line there is no code: whatever has a telling name goes.
+# For command lines, which contain no code: every value that is assigned to a secret's name.
 _NAMED = re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}[\"']?\s*[=:]\s*)([^\s,}}]+)")
 _HIDDEN = "[hidden]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a run comes from.
+    """The code and the machine of a run.
 
     Attributes:
         record: the content of env.json.
-        patch: the difference of the code to its commit, of bounded size; None where there is none.
+        patch: the difference of the code to its commit, of bounded size; None if there is no difference.
     """
 
     record: Mapping[str, Any]
@@ -102,10 +102,10 @@ def collect(
     arguments: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """What there is to know about this process, its code and its host; takes some 50 ms.
+    """The provenance of a run of this process; takes about 50 ms.
 
     Args:
-        devices: facts about the accelerators that only the caller knows: name, count, memory_gib …
+        devices: facts about the accelerators: name, count, memory_gib …
         launcher: what started the ranks: `local`, `torchrun`, `slurm`.
         arguments: the command line; None: this process's.
         environ: environment variables; None: this process's.
@@ -140,29 +140,29 @@ def collect(
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of those packages that are installed; none is imported."""
-    found = {}
+    installed = {}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that matter to a training; those that may hold a secret are never among them."""
+    """The environment variables that change a training, with secrets in their values hidden."""
     return {name: redact(value) for name, value in sorted(environ.items()) if name in _VARIABLES}
 
 
 def redact(text: str) -> str:
-    """The text with everything that looks like a password, key or token taken out."""
+    """The text without anything that looks like a password, key or token."""
     for pattern in _SECRETS:
         text = pattern.sub(lambda match: match[1] + _HIDDEN, text)
     return text
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line without secrets, also where option and value are two words."""
+    """A command line without secrets, also if option and value are separate arguments."""
     shown = []
     hides_next = False
     for argument in arguments:
@@ -172,7 +172,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def code_fingerprint(package: Path) -> str:
-    """Hash of a package's Python files: tells whether two runs were made by the same code, with git or without."""
+    """Hash of a package's Python files: equal for runs of the same code, with git or without."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0")

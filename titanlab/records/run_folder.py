@@ -1,7 +1,7 @@
-"""The folder of a run, `runs/<sweep>/<name>-<hash8>/`: how it is made, and who may write what when.
+"""Makes and writes the folder of a run, `runs/<sweep>/<name>-<hash8>/`.
 
 The submitter makes it, or the process that launches the ranks. One rank writes metrics, status and
-result; every rank may leave a note of its own failure. docs/run-folder.md has the schema of every file.
+result; every rank may write a note of its own failure. docs/run-folder.md has the schema of every file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titanlab.records.run_records import SAVED, SCHEMA, RunRecords
 from titanlab.records.run_status import Status, write_status
 from titanlab.system.atomic_file import write_json, write_text
 
-_OF_YOURS = "give a folder of yours: try runs=~/runs"
+_GIVE_WRITABLE = "give a folder of yours: try runs=~/runs"
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
 
 
@@ -40,11 +40,11 @@ class RunFolder(RunRecords):
     def begin_attempt(
         self, config: Mapping[str, Any], env: Mapping[str, Any] | None, *, patch: str | None = None
     ) -> int:
-        """Open the next attempt: its own config and environment. Safe to race: each caller gets its own number.
+        """Make the folder of the next attempt; processes that call this at the same time get different numbers.
 
         Args:
-            env: None for one whose processes never were.
-            patch: difference of the code to its commit, kept as `code.patch`.
+            env: content of env.json; None for an attempt whose processes never started.
+            patch: difference of the code to its commit, written as `code.patch`.
         """
         for attempt in range(max(self.attempts(), default=0) + 1, 1_000_000):
             folder = self.attempt_folder(attempt)
@@ -62,16 +62,16 @@ class RunFolder(RunRecords):
                     write_text(folder / "code.patch", patch)
                 self.write_status(Status(state="starting", attempt=attempt))
             except OSError:
-                # A full disk: an attempt without a config would be taken for the newest.
+                # The disk is full. An attempt without a config must not become the latest attempt.
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            # The last attempt's end is not this one's; it stays in that attempt's folder.
+            # This is the result of an earlier attempt, whose own folder keeps it.
             (self.path / "result.json").unlink(missing_ok=True)
             return attempt
         raise AssertionError("a million attempts")
 
     def open_metrics(self, attempt: int, *, resumed_step: int = 0) -> MetricsWriter:
-        """The writer of metrics.jsonl for an attempt that goes on from a step."""
+        """The writer of metrics.jsonl for an attempt that resumes from a step."""
         return MetricsWriter(self.path / "metrics.jsonl", attempt=attempt, resumed_step=resumed_step)
 
     def write_status(self, status: Status) -> None:
@@ -79,9 +79,9 @@ class RunFolder(RunRecords):
         write_status(self.path / "status.json", status)
 
     def write_result(self, outcome: Outcome) -> None:
-        """Record how an attempt ended, for good: its own result, the run's, and the status.
+        """Write the end of an attempt into the attempt's result, the run's result, and the status.
 
-        With attempt 0 it is the end of a run that waited: no attempt's, and only the run's.
+        Attempt 0 means that the run ended while it waited, outside any attempt; then only the run gets a result.
         """
         if outcome.attempt:
             folder = self.attempt_folder(outcome.attempt)
@@ -103,30 +103,30 @@ class RunFolder(RunRecords):
         make_room(self.path)
 
     def note_saved(self, attempt: int, step: int) -> None:
-        """Note that an attempt has saved a step: its checkpoints may be removed, and must not be missed in silence."""
+        """Note which step an attempt saved last, so that a later attempt notices if that checkpoint was removed."""
         folder = self.attempt_folder(attempt)
-        # Whoever calls `train` from a program of their own has begun no attempt.
+        # The folder is missing if a program calls `train` without `begin_attempt`.
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / SAVED, {"schema": SCHEMA, "step": step, "time": time.time()})
 
     def write_failure(self, outcome: Outcome) -> None:
-        """Note a rank's own failure, for `outcome.first_cause` to choose among."""
+        """Write a rank's failure, one of those from which `outcome.first_cause` selects the cause."""
         folder = self.attempt_folder(outcome.attempt) / "failures"
         write_end(self.path, folder / f"rank-{outcome.rank or 0}.json", outcome)
 
     def ask_to_cancel(self) -> None:
-        """Ask whoever works on the run to save and end it as cancelled, also in an attempt that begins just now."""
+        """Ask the processes of the run, also of an attempt that starts now, to save and end as cancelled."""
         write_json(self.path / "cancel.json", {"by": f"titanlab cancel on {socket.gethostname()}", "time": time.time()})
 
     def withdraw_cancel(self) -> None:
-        """Forget an earlier request to cancel, of a run that is submitted or started again."""
+        """Remove an earlier request to cancel, before the run is submitted or started again."""
         (self.path / "cancel.json").unlink(missing_ok=True)
 
     def claim(self, *, patience_seconds: float = claim.PATIENCE_SECONDS) -> AbstractContextManager[None]:
-        """Claim the run for this process; the claim ends with the block, or with the process however it dies.
+        """Lock the run for this process, as `claim.claimed` does.
 
         Raises:
-            ConfigError: another process holds it.
+            ConfigError: another process has the lock.
         """
         return claim.claimed(self.path, "run", patience_seconds=patience_seconds)
 
@@ -135,31 +135,29 @@ def check_runs(runs: Path | str) -> None:
     """Check that the folder of all runs can be written, without making it.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the folder cannot be written.
     """
     folder = Path(runs).expanduser()
     if not str(runs).strip():
         raise ConfigError("runs", runs, "names no folder", "try runs")
-    # What is there already decides: a folder that may be written, or something else in its place.
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    rule = None if there.is_dir() else f"cannot be written ({there} is no folder)"
-    if rule is None and not os.access(there, os.W_OK | os.X_OK):
-        rule = f"cannot be written (no permission in {there})"
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    rule = None if existing.is_dir() else f"cannot be written ({existing} is no folder)"
+    if rule is None and not os.access(existing, os.W_OK | os.X_OK):
+        rule = f"cannot be written (no permission in {existing})"
     if rule is not None:
-        raise ConfigError("runs", runs, rule, _OF_YOURS)
+        raise ConfigError("runs", runs, rule, _GIVE_WRITABLE)
 
 
 def create_run(
     runs: Path | str, *, sweep: str = "single", name: str, identity: Identity, config: Mapping[str, Any]
 ) -> RunFolder:
-    """The folder of a run, made if it is not there: whole at once, so that racing processes get the same one.
+    """The folder of a run, made if it is missing; a rename publishes it, so that all processes get the same folder.
 
     Args:
-        config: the resolved recipe as plain values; frozen in config.yaml.
+        config: the resolved recipe as plain values; written to config.yaml.
 
     Raises:
-        ConfigError: a label that is no folder's name, a place that cannot be written, or a folder that
-            belongs to another run.
+        ConfigError: a label cannot be a folder's name, the folder cannot be written, or it belongs to another run.
     """
     check_name("sweep", sweep)
     check_name("name", name)
@@ -169,16 +167,16 @@ def create_run(
         if not (final / "config.yaml").exists():
             for folder in _SUBFOLDERS:
                 (part / folder).mkdir(parents=True)
-            born = {"sha256": identity.sha256, "content": identity.content, "created": time.time()}
-            write_json(part / "identity.json", {"schema": SCHEMA, **born})
+            content = {"sha256": identity.sha256, "content": identity.content, "created": time.time()}
+            write_json(part / "identity.json", {"schema": SCHEMA, **content})
             write_text(part / "config.yaml", config_text(config))
             RunFolder(part).write_status(Status(state="prepared"))
-            # Fails where another process was faster: a folder with files in it is never replaced.
+            # Fails if another process was faster: a rename replaces no folder with files in it.
             part.rename(final)
     except OSError as error:
         if not (final / "config.yaml").exists():
             rule = f"cannot be written ({error.strerror or type(error).__name__})"
-            raise ConfigError("runs", runs, rule, _OF_YOURS) from None
+            raise ConfigError("runs", runs, rule, _GIVE_WRITABLE) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     run = open_run(final)
@@ -192,7 +190,7 @@ def open_run(path: Path | str) -> RunFolder:
     """The run in a folder.
 
     Raises:
-        ConfigError: no run's folder.
+        ConfigError: it is no folder of a run.
     """
     path = Path(path).expanduser()
     if not (path / "config.yaml").is_file():

@@ -1,4 +1,4 @@
-"""The rule for names of runs and sweeps, which become folders."""
+"""The rule for names of runs and sweeps, which become names of folders."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_name(key: str, value: str) -> None:
-    """Check that a name can be a folder's.
+    """Check that a name can be the name of a folder.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it has other characters, or too many.
     """
     if not _NAME.fullmatch(value):
         rule = "becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'"

@@ -1,4 +1,4 @@
-"""What a run has on disk, `runs/<sweep>/<name>-<hash8>/`, read. docs/run-folder.md has the schema of every file."""
+"""Reads the folder of a run, `runs/<sweep>/<name>-<hash8>/`. docs/run-folder.md has the schema of every file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAVED = "saved.json"
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of one run; cheap to make, reads files when asked."""
+    """The records of one run; each method reads its file when it is called."""
 
     path: Path
 
@@ -37,18 +37,18 @@ class RunRecords:
 
     @property
     def hash8(self) -> str:
-        """First digits of the identity; empty for a folder that somebody has renamed."""
+        """First digits of the identity; empty if the folder was renamed."""
         match = FOLDER_NAME.fullmatch(self.path.name)
         return match["hash8"] if match else ""
 
     @property
     def sweep(self) -> str:
-        """The collection that it belongs to."""
+        """Name of the sweep that the run belongs to."""
         return self.path.parent.name
 
     @property
     def logs(self) -> Path:
-        """Text that processes print."""
+        """Folder of the text that processes print."""
         return self.path / "logs"
 
     @property
@@ -67,16 +67,16 @@ class RunRecords:
         return self.path / "traces"
 
     def attempt_folder(self, attempt: int) -> Path:
-        """What belongs to one attempt only: its config, environment, result and ranks' failures."""
+        """Folder of one attempt's config, environment, result and failures of ranks."""
         return self.path / "attempts" / str(attempt)
 
     def config(self, attempt: int | None = None) -> dict[str, Any]:
-        """The resolved recipe as the run was born with it, or as one attempt ran it."""
+        """The resolved recipe with which the run was made, or the recipe of one attempt."""
         folder = self.path if attempt is None else self.attempt_folder(attempt)
         return read_config(folder / "config.yaml")
 
     def identity(self) -> Identity | None:
-        """The full hash and what was hashed; None where that was not noted.
+        """The full hash and the hashed values; None if the folder has no identity.json.
 
         Raises:
             ConfigError: the file is damaged, or of another version.
@@ -85,7 +85,7 @@ class RunRecords:
         return None if value is None else Identity(sha256=value["sha256"], content=value["content"])
 
     def created(self) -> float | None:
-        """When the folder was made, in seconds since the epoch; None where that was not yet noted."""
+        """When the folder was made, in seconds since the epoch; None if it was not recorded."""
         return (self._identity() or {}).get("created")
 
     def _identity(self) -> dict[str, Any] | None:
@@ -99,12 +99,12 @@ class RunRecords:
         return value
 
     def env(self, attempt: int | None = None) -> dict[str, Any] | None:
-        """Code, versions and machine of the latest attempt, or of one."""
+        """Code, versions and machine of the latest attempt, or of the given attempt."""
         folder = self.path if attempt is None else self.attempt_folder(attempt)
         return read_optional(folder / "env.json")
 
     def status(self) -> Status | None:
-        """Where the run stands; None where nobody has said it.
+        """The run's status; None if there is no status.json.
 
         Raises:
             ConfigError: the file is damaged, or of another version.
@@ -112,14 +112,14 @@ class RunRecords:
         return read_status(self.path / "status.json")
 
     def known_status(self) -> Status | None:
-        """The status for those who go on without one, or replace it: None also for a file that is damaged."""
+        """The run's status; None if status.json is missing or damaged, for callers that will replace it."""
         try:
             return self.status()
         except ConfigError:
             return None
 
     def result(self, attempt: int | None = None) -> Outcome | None:
-        """How the latest attempt ended, or a given one; None while it has not.
+        """How the latest attempt, or the given attempt, ended; None if it has not ended.
 
         Raises:
             ConfigError: the file is damaged, or of another version.
@@ -128,7 +128,7 @@ class RunRecords:
         return read_end(folder / "result.json")
 
     def check_files(self) -> None:
-        """Check that what the run says of itself can be read.
+        """Check that config, identity, status and result can be read.
 
         Raises:
             ConfigError: a file is damaged, or of another version.
@@ -139,7 +139,7 @@ class RunRecords:
         self.result()
 
     def failures(self, attempt: int) -> list[Outcome]:
-        """What the ranks of an attempt have noted about their own ends, by rank."""
+        """The failures that the ranks of an attempt have written, sorted by rank."""
         notes = [read_optional(path) for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json")]
         return sorted((outcome_from_mapping(note) for note in notes if note), key=lambda outcome: outcome.rank or 0)
 
@@ -152,13 +152,13 @@ class RunRecords:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def job(self, attempt: int | None = None) -> dict[str, Any] | None:
-        """The job that made the latest attempt, or a given one; None for one that no job made."""
+        """The job that ran the latest attempt, or the given attempt; None if no job did."""
         return read_optional(
             self.attempt_folder(max(self.attempts(), default=0) if attempt is None else attempt) / "job.json"
         )
 
     def saved_step(self) -> int:
-        """The step that was saved last, whether or not that checkpoint is still there; 0: none was."""
+        """The step that was saved last, even if its checkpoint was removed since; 0: no step was saved."""
         for attempt in reversed(self.attempts()):
             step = (read_optional(self.attempt_folder(attempt) / SAVED) or {}).get("step")
             if isinstance(step, int):
@@ -166,14 +166,14 @@ class RunRecords:
         return 0
 
     def asked_to_cancel(self) -> str | None:
-        """Who has asked that the run be cancelled since it was last submitted, or started by hand."""
+        """Who has asked to cancel the run since its last submission or start; None: nobody."""
         request = read_optional(self.path / "cancel.json")
         return None if request is None else str(request.get("by"))
 
     def is_claimed(self) -> bool:
-        """Whether a live process works on it."""
+        """Whether a live process has locked the run."""
         return claim.is_claimed(self.path)
 
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """The rows that count, as `metrics_file.read_metrics` has them."""
+        """The valid rows of metrics.jsonl, as `metrics_file.read_metrics` returns them."""
         return read_metrics(self.path / "metrics.jsonl", kind)

@@ -1,4 +1,4 @@
-"""Finding runs: all of a folder, or the one that a person means."""
+"""Finds runs: all runs in a folder, or the run that a user names."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _HASH = re.compile(r"[0-9a-f]{4,64}")
 
 
 def list_runs(runs: Path | str, sweep: str | None = None) -> list[RunFolder]:
-    """All runs under a folder of runs, or those of one sweep, by path. None where there is no such folder."""
+    """All runs in a folder of runs, or the runs of one sweep, sorted by path; empty if there is no such folder."""
     pattern = f"{sweep or '*'}/*/config.yaml"
-    found = (path.parent for path in Path(runs).expanduser().glob(pattern))
-    # A name with a leading dot is a folder in the making.
-    return [RunFolder(path) for path in sorted(found) if not path.name.startswith(".")]
+    folders = (path.parent for path in Path(runs).expanduser().glob(pattern))
+    # `create_run` fills a folder under a name with a leading dot, and then renames it.
+    return [RunFolder(path) for path in sorted(folders) if not path.name.startswith(".")]
 
 
 def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
-    """The run that a person names: by path, by `sweep/folder`, folder's name, label, or first digits of its hash.
+    """The run that a user names by path, `sweep/folder`, folder's name, label, or first digits of its hash.
 
-    The first of these ways that fits anything decides.
+    They are tried in this order; the first that matches any run decides.
 
     Raises:
-        ConfigError: no run fits, or several do; or its files are damaged, or of another version.
+        ConfigError: no run matches, or several runs do; or its files are damaged, or of another version.
     """
-    run = _fitting(text, runs)
+    run = _matching_run(text, runs)
     run.check_files()
     return run
 
 
-def _fitting(text: str, runs: Path | str) -> RunFolder:
+def _matching_run(text: str, runs: Path | str) -> RunFolder:
     for path in (Path(text).expanduser(), Path(runs).expanduser() / text):
         if text and (path / "config.yaml").is_file():
             return RunFolder(path)
@@ -48,7 +48,7 @@ def _fitting(text: str, runs: Path | str) -> RunFolder:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            raise ConfigError("run", text, f"fits {len(matches)} runs under {runs}", f"try {_some(matches)}")
+            raise ConfigError("run", text, f"fits {len(matches)} runs under {runs}", f"try {_joined_names(matches)}")
     raise ConfigError("run", text, f"fits no run under {runs}", _advice(text, known))
 
 
@@ -64,7 +64,7 @@ def _has_hash(run: RunFolder, digits: str) -> bool:
     return identity is None or identity.sha256.startswith(digits)
 
 
-def _some(runs: Iterable[RunFolder]) -> str:
+def _joined_names(runs: Iterable[RunFolder]) -> str:
     names = [f"{run.sweep}/{run.path.name}" for run in runs]
     return " or ".join(names[:4]) + (" …" if len(names) > 4 else "")
 
@@ -75,4 +75,4 @@ def _advice(text: str, known: list[RunFolder]) -> str:
     names = {run.path.name: run for run in known}
     near = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
     latest = sorted(known, key=lambda run: run.path.stat().st_mtime, reverse=True)[:3]
-    return f"try {_some([names[name] for name in near] or latest)}"
+    return f"try {_joined_names([names[name] for name in near] or latest)}"

@@ -1,4 +1,4 @@
-"""status.json: where a run stands now."""
+"""status.json: the current state and progress of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanlab.system.atomic_file import write_json
 
 SCHEMA = 1
 STATES = ("prepared", "starting", "running", "saving", "ended")
-# Types of its keys in JSON; a pair with None may be null.
+# Types of the keys in JSON; a pair with None may be null.
 KINDS: Mapping[str, Any] = {
     "state": str,
     "step": int,
@@ -31,17 +31,17 @@ KINDS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What status.json holds: where a run stands now.
+    """The content of status.json.
 
     Attributes:
         state: one of STATES.
         step, steps: optimizer steps done, and in all.
         attempt: number of the attempt, from 1; 0 before the first.
-        pid, host: the process that wrote this.
-        updated: when, in seconds since the epoch.
-        seconds_left: the estimate; None where there is none.
-        outcome: the word for its end, once it has ended.
-        metrics: the latest row, so that a table of many runs need not read their metrics.jsonl.
+        pid, host: the process that wrote the file.
+        updated: when it was written, in seconds since the epoch.
+        seconds_left: an estimate; None if there is none.
+        outcome: the kind of outcome; None before the run has ended.
+        metrics: the latest row of metrics.jsonl, so that a table of many runs need not read that file.
     """
 
     state: str
@@ -57,10 +57,10 @@ class Status:
 
 
 def read_status(path: Path) -> Status | None:
-    """The status in a file; None where there is no such file.
+    """The status in a file; None if there is no file.
 
     Raises:
-        ConfigError: the file is damaged, or of another version.
+        ConfigError: the file is damaged, or another version of titanlab wrote it.
     """
     cure = "remove that file: it is written anew when the run goes on"
     value = read_object(path, cure=cure)

@@ -1,1 +1,1 @@
-"""Sweeps as data frames and figures; for notebooks, and whoever writes Python."""
+"""Sweeps as data frames and figures, for notebooks and Python programs."""

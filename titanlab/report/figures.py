@@ -1,7 +1,7 @@
-"""A sweep as figures of matplotlib; each function returns one, which belongs to no window.
+"""Figures of a sweep with matplotlib; each function returns one figure, without a window.
 
-Colours are those of Okabe and Ito (Color Universal Design, 2008), which all eyes tell apart; nothing is told by colour
-alone.
+The colours of Okabe and Ito (Color Universal Design, 2008) suit all kinds of colour vision; a hatch, a line style or a
+width also shows each difference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SKY, _RED, _PURPLE, _GREY = "#56b4e9", "#d55e00", "#cc79a7", "#999999"
 _LINES = (_BLUE, _RED, _GREEN, _PURPLE, _ORANGE, _SKY, "#000000")
 _STYLES = ("solid", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 _TONES = {"good": _GREEN, "busy": _SKY, "idle": _GREY, "halted": _YELLOW, "bad": _RED}
-# So that ends are told apart in black and white, and two bad ones from each other.
+# Outcomes also differ in black and white, and bad outcomes, which share a colour, differ from each other.
 _HATCHES = {
     "crash": "xx",
     "oom": "//",
@@ -36,9 +36,9 @@ _HATCHES = {
     "node_fail": "oo",
     "infeasible": "--",
 }
-_CROWDED: dict[str, Any] = {"facecolor": "#d9e6ef", "hatch": "////", "edgecolor": _BLUE}
+_OVERSUBSCRIBED: dict[str, Any] = {"facecolor": "#d9e6ef", "hatch": "////", "edgecolor": _BLUE}
 _INK = "#333333"
-_WIDTH, _BAR, _FRAME = 8.0, 0.36, 1.3  # inches: of a figure, of one bar, of all around the bars
+_WIDTH, _BAR, _FRAME = 8.0, 0.36, 1.3  # inches: width of a figure, height of one bar, height around all bars
 _MOST_BARS = 60
 _MOST_LINES = 14
 
@@ -47,8 +47,8 @@ def throughput_by_layout(runs: DataFrame, *, together: bool = False) -> Figure:
     """Tokens per second of each recipe: bars are medians over repeats, points the runs.
 
     Args:
-        runs: of `sweep_frame`.
-        together: of all devices instead of one.
+        runs: the frame of `sweep_frame`.
+        together: show the speed of all devices together instead of one device.
     """
     column, of = ("tokens_per_second_all", "all devices") if together else ("tokens_per_second", "one device")
     compared = groups(_rows(runs))
@@ -64,21 +64,21 @@ def memory_by_layout(runs: DataFrame) -> Figure:
     """Peak memory of each recipe: bars are medians over repeats, points the runs.
 
     Args:
-        runs: of `sweep_frame`.
+        runs: the frame of `sweep_frame`.
     """
     compared = groups(_rows(runs))
     on_gpu = {row["accelerator"] for group in compared for row in group.rows} == {"cuda"}
-    what = "reserved by the allocator" if on_gpu else "resident memory of the process on a CPU"
-    label = f"GiB at the peak, of the rank that logs: {what}"
-    # The number of processes has nothing to do with how much one of them takes.
+    kind = "reserved by the allocator" if on_gpu else "resident memory of the process on a CPU"
+    label = f"GiB at the peak, of the rank that logs: {kind}"
+    # Oversubscribed cores change the speed, not the memory of a process.
     return _bars(compared, "memory_gib", "memory", label, lambda _, value: f"{value:.2f}", hatched=False)
 
 
 def loss_by_tokens(steps: DataFrame) -> Figure:
-    """Training loss against tokens, a line a run. Lines that lie on each other are told by their widths.
+    """Training loss against tokens, one line for each run; lines that cover each other have different widths.
 
     Args:
-        steps: of `metrics_frame`.
+        steps: the frame of `metrics_frame`.
     """
     figure, axis = _figure(_WIDTH, 4.6)
     names = list(dict.fromkeys(steps["run"]))
@@ -90,7 +90,7 @@ def loss_by_tokens(steps: DataFrame) -> Figure:
             rows[meter.LOSS],
             color=_LINES[place % len(_LINES)],
             linestyle=_STYLES[place // len(_LINES) % len(_STYLES)],
-            # The same training under two layouts is the same curve: the wider line looks out on both sides.
+            # The same training under two layouts gives the same curve: the wider line stays visible on both sides.
             linewidth=1.4 + max(0, min(len(names), _MOST_LINES) - 1 - place) * 0.6,
             solid_capstyle="butt",
             dash_capstyle="butt",
@@ -104,16 +104,16 @@ def loss_by_tokens(steps: DataFrame) -> Figure:
         more = f"… and {len(names) - _MOST_LINES} more" if len(names) > _MOST_LINES else None
         figure.legend(loc="outside right upper", fontsize=8.5, frameon=False, title=more, title_fontsize=8.5)
     else:
-        _say(axis, "no step has been logged")
-    _titled(axis, "loss against tokens")
+        _show_text(axis, "no step has been logged")
+    _set_title(axis, "loss against tokens")
     return figure
 
 
 def outcomes(runs: DataFrame) -> Figure:
-    """How the runs of each recipe ended, or where they stand; points that were dropped have lines of their own.
+    """The outcomes or current states of each recipe's runs; dropped points have bars of their own.
 
     Args:
-        runs: of `sweep_frame`.
+        runs: the frame of `sweep_frame`.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -129,8 +129,8 @@ def outcomes(runs: DataFrame) -> Figure:
     shown = counts[:_MOST_BARS]
     figure, axis = _figure(_WIDTH, _FRAME + _BAR * max(1, len(shown)))
     for name in order:
-        starts = [sum(found[each] for each in order[: order.index(name)]) for _, found in shown]
-        lengths = [found[name] for _, found in shown]
+        starts = [sum(by_word[earlier] for earlier in order[: order.index(name)]) for _, by_word in shown]
+        lengths = [by_word[name] for _, by_word in shown]
         if any(lengths):
             axis.barh(
                 range(len(shown)),
@@ -140,14 +140,14 @@ def outcomes(runs: DataFrame) -> Figure:
                 color=colours.get(name, _GREY),
                 edgecolor="white",
                 hatch=_HATCHES.get(name),
-                label=f"{name} ({sum(found[name] for _, found in counts)})",
+                label=f"{name} ({sum(by_word[name] for _, by_word in counts)})",
             )
-    _lines(axis, [label for label, _ in shown], len(counts))
+    _label_bars(axis, [label for label, _ in shown], len(counts))
     axis.set_xlabel("runs, or points")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     if shown:
         figure.legend(loc="outside right upper", fontsize=8.5, frameon=False)
-    _titled(axis, "outcomes")
+    _set_title(axis, "outcomes")
     return figure
 
 
@@ -160,9 +160,9 @@ def _bars(
     *,
     hatched: bool = True,
 ) -> Figure:
-    """A horizontal bar for each recipe that has the figure; what has none says how it ended."""
+    """A horizontal bar for each recipe; a recipe without a value shows its outcomes as text."""
     shown = compared[:_MOST_BARS]
-    crowded = [hatched and group.is_oversubscribed for group in shown]
+    oversubscribed = [hatched and group.is_oversubscribed for group in shown]
     figure, axis = _figure(_WIDTH, _FRAME + _BAR * max(1, len(shown)))
     medians = [group.median(column) for group in shown]
     longest = max((value for value in medians if value is not None), default=1.0)
@@ -171,7 +171,7 @@ def _bars(
             ends = ", ".join(sorted({word(row) for row in group.rows}))
             axis.text(0.01 * longest, place, ends, va="center", fontsize=8.5, style="italic", color="#666666")
             continue
-        look: dict[str, Any] = _CROWDED if crowded[place] else {"facecolor": _BLUE}
+        look: dict[str, Any] = _OVERSUBSCRIBED if oversubscribed[place] else {"facecolor": _BLUE}
         axis.barh(place, value, height=0.72, linewidth=0.8, **look)
         points = group.values(column)
         if len(points) > 1:
@@ -179,16 +179,16 @@ def _bars(
         end = max([value, *points])
         axis.text(end + 0.015 * longest, place, text(group, value), va="center", fontsize=8.5, color=_INK)
     axis.set_xlim(0, longest * 1.28)
-    _lines(axis, [group.label for group in shown], len(compared))
+    _label_bars(axis, [group.label for group in shown], len(compared))
     axis.set_xlabel(label)
     axis.xaxis.set_major_formatter(lambda value, _: grouped(value) if longest >= 10 else significant(value, 2))
-    if any(crowded):
+    if any(oversubscribed):
         from matplotlib.patches import Patch
 
-        told = "oversubscribed: more processes than cores, so that the speed says nothing"
-        handles = [Patch(label=told, **_CROWDED)]
+        legend = "oversubscribed: more processes than cores, so that the speed says nothing"
+        handles = [Patch(label=legend, **_OVERSUBSCRIBED)]
         figure.legend(handles=handles, loc="outside lower left", fontsize=8.5, frameon=False)
-    _titled(axis, f"{title} by layout")
+    _set_title(axis, f"{title} by layout")
     return figure
 
 
@@ -203,8 +203,8 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axis
 
 
-def _lines(axis: Axes, labels: Sequence[str], count: int) -> None:
-    """Name the bars, the first one on top."""
+def _label_bars(axis: Axes, labels: Sequence[str], count: int) -> None:
+    """Write the labels of the bars, with the first bar on top."""
     axis.set_yticks(range(len(labels)), list(labels))
     axis.set_ylim(max(1, len(labels)) - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
@@ -212,21 +212,21 @@ def _lines(axis: Axes, labels: Sequence[str], count: int) -> None:
         axis.set_ylabel(f"the first {len(labels)} of {count}", fontsize=8.5)
     if not labels:
         axis.set_yticks([])
-        _say(axis, "no run")
+        _show_text(axis, "no run")
 
 
-def _say(axis: Axes, text: str) -> None:
+def _show_text(axis: Axes, text: str) -> None:
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color="#666666")
 
 
-def _titled(axis: Axes, title: str) -> None:
+def _set_title(axis: Axes, title: str) -> None:
     axis.set_title(title, loc="left", fontsize=11)
     axis.xaxis.label.set_fontsize(9)
     axis.yaxis.label.set_fontsize(9)
 
 
 def _rows(frame: DataFrame) -> list[dict[Any, Any]]:
-    """A frame's rows with None for what is not there."""
+    """A frame's rows, with None for missing values."""
     plain = frame.astype(object)
     records: list[dict[Any, Any]] = plain.where(plain.notna(), None).to_dict("records")
     return records

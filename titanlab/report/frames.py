@@ -19,21 +19,21 @@ from titanlab.sweep.table.run_columns import recipe_columns
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# What every frame of metrics has, also one without rows.
+# Columns of every frame of metrics, also of an empty one.
 _METRICS = ("step", "attempt", "time", meter.LOSS, meter.TOKENS_SEEN)
 
 
 def sweep_frame(path: Path | str) -> DataFrame:
     """One row for each run and each dropped point; docs/comparing.md has the columns.
 
-    Whole numbers and truth values are nullable (`Int64`, `boolean`), numbers are floats; the types never depend on the
-    values. Only files are read: no scheduler is asked.
+    Whole numbers and booleans are nullable (`Int64`, `boolean`), other numbers are floats; the types never depend on
+    the values. The frame comes from files only; no scheduler is asked.
 
     Args:
         path: a sweep's folder, or a parquet file that `titanlab collect` wrote.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the path is neither.
     """
     import pandas as pd
     import pyarrow as pa
@@ -56,22 +56,22 @@ def sweep_frame(path: Path | str) -> DataFrame:
 def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
     """One row for each logged step of each run, under the names of metrics.jsonl.
 
-    Before those stand `run`, `name`, `layout.label` (of the attempt that wrote the row) and the point's columns. Only
-    rows that count are in it: none of an attempt that another one has gone over again.
+    The columns `run`, `name`, `layout.label` (of the attempt that wrote the row) and those of the point come first.
+    Rows that a later attempt has replaced are left out.
 
     Args:
         path: a sweep's folder.
         kind: `train` or `validation`.
 
     Raises:
-        ConfigError: it is no sweep's folder.
+        ConfigError: the path is no sweep's folder.
     """
     import pandas as pd
 
     sweep = _folder(Path(path).expanduser())
-    found = []
+    steps = []
     for row in Table(sweep).rows():
-        # A run whose files cannot be read has no layout, and no metrics that one could trust.
+        # A run with unreadable files has no layout, and its metrics cannot be trusted.
         if row["run"] is None or row["layout.label"] is None:
             continue
         run = sweep.run(row["run"])
@@ -81,8 +81,8 @@ def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
             attempt = metrics["attempt"]
             if attempt not in labels:
                 labels[attempt] = _layout_of(run, attempt, row)
-            found.append({"run": row["run"], "name": row["name"], "layout.label": labels[attempt], **points, **metrics})
-    return pd.DataFrame(found) if found else pd.DataFrame(columns=["run", "name", "layout.label", *_METRICS])
+            steps.append({"run": row["run"], "name": row["name"], "layout.label": labels[attempt], **points, **metrics})
+    return pd.DataFrame(steps) if steps else pd.DataFrame(columns=["run", "name", "layout.label", *_METRICS])
 
 
 def _folder(path: Path) -> SweepFolder:

@@ -10,7 +10,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.shape import Shape, shape_of
 from titanlab.launch.submission import Submission
-from titanlab.recipe.composition.frozen import frozen_recipe, hold_changeable
+from titanlab.recipe.composition.frozen import check_changeable, frozen_recipe
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import snapshot
@@ -156,7 +156,7 @@ def _check(outcomes: Collection[str], overrides: Sequence[str], *, chooses: bool
         if outcome not in FAILED:
             rule = "is done" if outcome == OutcomeKind.DONE.value else "is no outcome"
             raise ConfigError("--outcome", outcome, rule, f"known: {', '.join(FAILED)}")
-    hold_changeable(overrides, CHANGEABLE)
+    check_changeable(overrides, CHANGEABLE)
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "launch.kind":

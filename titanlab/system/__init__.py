@@ -1,1 +1,1 @@
-"""Processes, files, imports and the hub, as this package uses them."""
+"""Access to processes, files, imports and the Hugging Face hub."""

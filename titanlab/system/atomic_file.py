@@ -1,4 +1,4 @@
-"""Files that a reader finds whole, or not at all."""
+"""Writes files atomically: a reader never sees a part of one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file in one step, so that no reader ever sees half of it.
+    """Replace a file atomically.
 
     Args:
-        path: the file; its folder exists.
+        path: the file; its folder must exist.
         text: its whole new content, written as UTF-8.
-        durable: also wait until the disk has it, so that it survives a power cut.
+        durable: also wait until the data is on the disk, so that it survives a power failure.
     """
     write_bytes(path, text.encode(), durable=durable)
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replace a file in one step, as `write_text` does. Where that fails the file is what it was."""
+    """Replace a file atomically, as `write_text` does; if this fails, the file is unchanged."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -38,12 +38,12 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Replace a JSON file in one step; numbers that are not finite are written as null."""
+    """Replace a JSON file atomically; numbers that are not finite are written as null."""
     write_text(path, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n", durable=durable)
 
 
 def finite(value: Any) -> Any:
-    """The value with NaN and infinities as None, which JSON has no word for, and tuples as lists."""
+    """The value with None for NaN and infinity, which JSON does not have, and lists for tuples."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Asking another program, such as git or squeue, for a few lines."""
+"""Runs another program, such as git or squeue, and reads its output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a program said.
+    """The result of a program.
 
     Attributes:
-        code: its exit code, -N where signal N ended it.
-        output, errors: what it printed on each stream, line ends as they came; bytes that are no UTF-8 become �.
+        code: its exit code; -N if signal N ended it.
+        output, errors: its standard output and standard error, with unchanged line ends; invalid UTF-8 becomes �.
     """
 
     code: int
@@ -22,7 +22,7 @@ class Answer:
 
     @property
     def complaint(self) -> str:
-        """Why it failed, in one line."""
+        """The program's error message, in one line."""
         return " ".join((self.errors or self.output).split())
 
 
@@ -31,11 +31,11 @@ def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = 
 
     Args:
         words: its name and arguments.
-        seconds: how long it may take; then it is killed.
-        environ: all of its variables; None: those of this process.
+        seconds: timeout; then the program is killed.
+        environ: all its environment variables; None: those of this process.
 
     Returns:
-        None where it is not here, cannot be run, or took too long.
+        None if the program is missing, cannot run, or takes too long.
     """
     try:
         ended = subprocess.run(words, capture_output=True, timeout=seconds, check=False, env=environ)
@@ -49,6 +49,6 @@ def ask(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = 
 
 
 def output_of(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> str | None:
-    """What a program prints, as for `ask`; None also where it fails."""
+    """The standard output of a program, as for `ask`; None also if it fails."""
     answer = ask(*words, seconds=seconds, environ=environ)
     return answer.output if answer is not None and answer.code == 0 else None

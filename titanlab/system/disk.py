@@ -1,4 +1,4 @@
-"""A disk that takes nothing more: full, over its quota, read-only. How such an error is known, and told in a line."""
+"""Recognises errors of a full or read-only disk or a used-up quota, and describes them in one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CURES = {
     errno.EFBIG: "raise the limit (ulimit -f)",
 }
 _PROBE_BYTES = 1 << 16
-# What is left of the number where a library has made text of the error.
+# A library may keep only the text of an error, without its number.
 _MESSAGES = (
     (re.compile(r"No space left on device"), errno.ENOSPC),
     (re.compile(r"Disk quota exceeded"), errno.EDQUOT),
@@ -31,53 +31,53 @@ _MESSAGES = (
 
 
 def disk_fault(error: BaseException) -> str | None:
-    """What is wrong with the disk, and what to do about it, in a line; None where an error is of another kind.
+    """The fault of the disk and its cure, in one line; None if the error has another cause.
 
-    Errors that this one was raised from count, and those that torch's checkpoints carry for other ranks.
+    It also looks at the causes of the error, and at the other ranks' errors in torch's CheckpointException.
     """
-    for each in _causes(error):
-        number = each.errno if isinstance(each, OSError) else None
+    for cause in _causes(error):
+        number = cause.errno if isinstance(cause, OSError) else None
         if number not in _WORDS:
-            number = next((number for text, number in _MESSAGES if text.search(str(each))), None)
+            number = next((number for text, number in _MESSAGES if text.search(str(cause))), None)
         if number is not None:
-            file = each.filename if isinstance(each, OSError) else None
+            file = cause.filename if isinstance(cause, OSError) else None
             where = f" ({file})" if isinstance(file, str) else ""
             return f"{_WORDS[number]}{where}: {_CURES[number]}, then go on with titanlab resume or retry"
     return None
 
 
 def tells_of_disk(cause: str | None) -> bool:
-    """Whether the cause of an outcome is a line of `disk_fault`."""
+    """Whether the cause of an outcome is a text that `disk_fault` has returned."""
     return cause is not None and cause.startswith(tuple(_WORDS.values()))
 
 
 def refusal(folder: Path) -> OSError | None:
-    """The error with which a disk refuses to lengthen the files of a folder that is given up; None: it does not.
+    """The error when bytes are appended to the files of a discarded folder; None if they can be appended.
 
-    Writers in native code hide why they failed (torch's of 2.11 to 2.13: "unexpected pos 704 vs 598").
+    It finds the cause that writers in native code hide (torch 2.11 to 2.13: "unexpected pos 704 vs 598").
     """
     try:
         for path in sorted(folder.iterdir()):
             with path.open("ab", buffering=0) as file:
                 file.write(bytes(_PROBE_BYTES))
     except OSError as error:
-        # A write names no file.
+        # The error of a write has no file name.
         error.filename = str(folder.parent)
         return error
     return None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those behind it; each once."""
+    """The error and all its causes, without duplicates."""
     waiting, seen = [error], set[int]()
     while waiting:
-        each = waiting.pop(0)
-        if id(each) in seen:
+        current = waiting.pop(0)
+        if id(current) in seen:
             continue
-        seen.add(id(each))
-        yield each
+        seen.add(id(current))
+        yield current
         # CheckpointException: (error, traceback) of each rank that failed.
-        failures: Any = getattr(each, "failures", None)
+        failures: Any = getattr(current, "failures", None)
         if isinstance(failures, dict):
             waiting += [pair[0] for pair in failures.values() if isinstance(pair, tuple) and pair]
-        waiting += [behind for behind in (each.__cause__, each.__context__) if behind is not None]
+        waiting += [cause for cause in (current.__cause__, current.__context__) if cause is not None]

@@ -1,4 +1,4 @@
-"""How another library keeps what a model has: words for the modules that map one to the other."""
+"""Describes a model's parameters in another library, for modules that convert between the two."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """One parameter as another library keeps it.
+    """One parameter in another library.
 
     Attributes:
-        name: there.
-        head: width of the heads whose rows are in two halves there, (0, w/2), (1, w/2 + 1), …, and in pairs here,
-            (0, 1), (2, 3), …; 0: rows have the same order.
+        name: the parameter's name in that library.
+        head: width w of a head if the order of its rows differs: rotary pairs are (0, w/2), (1, w/2 + 1), … there
+            and (0, 1), (2, 3), … here; 0: the same order.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it can be reached, and what it says when it gives nothing, as one line for people."""
+"""The Hugging Face hub: checks that it can be reached, and turns its errors into ConfigErrors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _PORTS = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080, "socks4": 1
 
 
 def kinds_of(error: Exception) -> set[str]:
-    """Names of an error's classes: the library's have no base in common, and importing them takes a second."""
-    return {each.__name__ for each in type(error).__mro__}
+    """Names of an error's classes: huggingface_hub's errors share no base class, and importing them takes a second."""
+    return {base.__name__ for base in type(error).__mro__}
 
 
 def is_absent(error: Exception) -> bool:
-    """Whether the hub has the model, and no file of this name in it."""
+    """Whether the error says that the hub has the model, but no such file in it."""
     kinds = kinds_of(error)
     return "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds
 
 
 def explained(error: Exception, repo: str, key: str = "repo") -> ConfigError:
-    """The error for a person: a model that is gated, that is not there, or a hub that cannot be reached."""
+    """The ConfigError for an error of huggingface_hub: a gated or missing model, or an unreachable hub."""
     kinds = kinds_of(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
     if "GatedRepoError" in kinds or status in (401, 403):
@@ -50,17 +50,16 @@ def explained(error: Exception, repo: str, key: str = "repo") -> ConfigError:
 
 
 def silence() -> float | None:
-    """Seconds within which nothing answered at the hub's address, or at that of the proxy before it.
+    """The seconds that it waited for an answer from the hub, or from the proxy, without success; None: it answers.
 
-    None: something answers, whatever it says. huggingface_hub and datasets try again for half a minute before they say
-    that there is no network, and for minutes where something accepts a connection and says nothing.
+    huggingface_hub and datasets retry for half a minute before they report a missing network, and for minutes if the
+    connection is accepted but no response comes.
     """
-    # HF_HUB_ETAG_TIMEOUT is how long the library itself waits.
-    for does_answer, usual in ((_connects, CONNECT_SECONDS), (_speaks, ANSWER_SECONDS)):
-        seconds = _seconds(usual)
+    for does_answer, default in ((_connects, CONNECT_SECONDS), (_responds, ANSWER_SECONDS)):
+        seconds = _seconds(default)
         answers: list[bool] = []
-        # In a thread: looking up a name takes what time the system's resolver takes.
-        probe = threading.Thread(target=_keep_answer, args=(does_answer, seconds, answers), daemon=True)
+        # In a thread, because name resolution ignores the timeout.
+        probe = threading.Thread(target=_append_answer, args=(does_answer, seconds, answers), daemon=True)
         probe.start()
         probe.join(seconds)
         if not answers or not answers[0]:
@@ -68,7 +67,7 @@ def silence() -> float | None:
     return None
 
 
-def _keep_answer(does_answer: Callable[[float], bool], seconds: float, answers: list[bool]) -> None:
+def _append_answer(does_answer: Callable[[float], bool], seconds: float, answers: list[bool]) -> None:
     answers.append(does_answer(seconds))
 
 
@@ -80,31 +79,31 @@ def _connects(seconds: float) -> bool:
     return True
 
 
-class _AsItIs(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: that there is one is an answer."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: a redirect is an answer."""
 
     def redirect_request(self, *_: object, **__: object) -> None:
         return None
 
 
-def _speaks(seconds: float) -> bool:
+def _responds(seconds: float) -> bool:
     endpoint, proxy = _endpoint(), _proxy()
     proxies = urllib.request.ProxyHandler({urlsplit(endpoint).scheme: proxy} if proxy else {})
     try:
         request = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.build_opener(_AsItIs(), proxies).open(request, timeout=seconds).close()
+        urllib.request.build_opener(_NoRedirect(), proxies).open(request, timeout=seconds).close()
     except TimeoutError:
         return False
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
-        # What else is wrong the library tells: it may know other certificates, or proxies of another kind.
+        # Other errors are left to the library, which may have other certificates, or support other proxies.
         return not isinstance(getattr(error, "reason", None), TimeoutError)
     return True
 
 
 def unreachable(name: str, key: str = "repo") -> ConfigError | None:
-    """The error for a person where the hub does not answer, before a library tries for long; None: it does."""
+    """The error if the hub does not answer, found faster than by a library's retries; None: it answers."""
     if is_offline():
         rule = "is to be fetched from the hub, and HF_HUB_OFFLINE is set"
         return ConfigError(key, name, rule, "unset it, or copy the files by hand")
@@ -120,10 +119,10 @@ def unreachable(name: str, key: str = "repo") -> ConfigError | None:
 
 
 def check_reachable(name: str, key: str = "repo") -> None:
-    """Hold the hub to answer.
+    """Check that the hub answers.
 
     Raises:
-        ConfigError: nothing answers, or HF_HUB_OFFLINE is set.
+        ConfigError: it does not answer, or HF_HUB_OFFLINE is set.
     """
     problem = unreachable(name, key)
     if problem is not None:
@@ -131,16 +130,17 @@ def check_reachable(name: str, key: str = "repo") -> None:
 
 
 def is_offline() -> bool:
-    """Whether a person has told the hub's library to use its cache only."""
+    """Whether an environment variable tells huggingface_hub or transformers to use only the cache."""
     values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
-def _seconds(usual: float) -> float:
+def _seconds(default: float) -> float:
+    """The timeout of huggingface_hub itself, if it is set."""
     try:
         return max(float(os.environ["HF_HUB_ETAG_TIMEOUT"]), 0.1)
     except (KeyError, ValueError):
-        return usual
+        return default
 
 
 def _endpoint() -> str:
@@ -156,7 +156,7 @@ def _is_address(endpoint: str) -> bool:
 
 
 def _proxy() -> str | None:
-    """The proxy before the hub; None: there is none, or the hub is not to be reached through it."""
+    """The proxy for connections to the hub; None: they use no proxy."""
     endpoint = urlsplit(_endpoint())
     proxies = urllib.request.getproxies()
     proxy = proxies.get(endpoint.scheme) or proxies.get("all")
@@ -166,8 +166,8 @@ def _proxy() -> str | None:
 
 
 def _address() -> tuple[str, int]:
-    """Where a connection to the hub goes first."""
-    endpoint, through = urlsplit(_endpoint()), urlsplit(_proxy() or "")
-    if through.hostname:
-        return through.hostname, through.port or _PORTS.get(through.scheme, 80)
+    """Host and port of the proxy, or without a proxy of the hub."""
+    endpoint, proxy = urlsplit(_endpoint()), urlsplit(_proxy() or "")
+    if proxy.hostname:
+        return proxy.hostname, proxy.port or _PORTS.get(proxy.scheme, 80)
     return endpoint.hostname or "huggingface.co", endpoint.port or _PORTS.get(endpoint.scheme, 443)

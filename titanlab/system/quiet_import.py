@@ -1,4 +1,4 @@
-"""Imports of libraries that talk while they are imported."""
+"""Imports libraries that print or warn while they are imported."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import ModuleType
 
 
 def import_quietly(name: str) -> ModuleType:
-    """Import a module without the notes that it and what it imports write.
+    """Import a module without warnings and log messages of it and of its imports.
 
-    torchao tells of compiled extensions for other hardware that it cannot load here, and of what it will rename.
+    torchao reports compiled extensions for other hardware, which it cannot load, and names that it will change.
 
     Raises:
-        ImportError: it is not installed, or not for this torch.
+        ImportError: the module is not installed, or does not fit this torch.
     """
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))

@@ -1,1 +1,1 @@
-"""What a person sees on a terminal."""
+"""Output on a terminal: text, tables, numbers, progress."""

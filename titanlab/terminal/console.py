@@ -1,8 +1,7 @@
-"""What a person sees: a table at the start, a line that lives, a panel at the end.
+"""Output of a run for people: a table at the start, a line of progress, a panel at the end.
 
-On a terminal the line is redrawn in place; in a pipe or a log there is one plain line for each group of
-steps. `NO_COLOR` and dumb terminals are honoured. Nothing here can end a run: output that nobody takes
-any more is dropped.
+On a terminal the progress line is redrawn in place; a pipe or a log gets one plain line for each group of steps.
+`NO_COLOR` and dumb terminals are respected. Failed output cannot end a run: text that cannot be written is dropped.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ _SIGNS = {"warning": "\x1b[33m", "error": "\x1b[31m"}
 
 
 class Console:
-    """One process's voice; give ranks that have nothing to say `quiet=True`.
+    """The output of one process.
 
     Args:
         stream: for everything but warnings and errors; None: standard output.
         errors: for warnings and errors; None: standard error.
-        log_file: also gets every line, plain and with the time of day; added to if it is there.
-        quiet: only warnings and errors.
-        environ: where NO_COLOR and TERM are read; None: this process's.
-        clock: seconds that only go forward, for the pace of redrawing.
-        time_of_day: the text before each line of the log file.
+        log_file: also gets every line, without colours and with the time of day; an existing file is appended to.
+        quiet: print only warnings and errors.
+        environ: environment variables, for NO_COLOR and TERM; None: this process's.
+        clock: monotonic time in seconds, which limits the rate of redrawing.
+        time_of_day: makes the text before each line of the log file.
     """
 
     def __init__(
@@ -70,21 +69,21 @@ class Console:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a line that is redrawn in place."""
+        """Whether the progress line is redrawn in place."""
         return self._capable and not self._quiet
 
     def start(self, title: str, rows: Rows) -> None:
-        """The table of a run's facts: (label, value) each."""
+        """Print a table of (label, value) rows."""
         self._block(title, rows, border="cyan")
 
     def step(self, progress: Progress) -> None:
-        """A step is over. Redraws the live line, at most five times a second; elsewhere does nothing."""
+        """Redraw the progress line after a step, at most five times a second; without such a line, do nothing."""
         self._latest = progress
         if self.is_live and self._clock() - self._drawn_at >= _REDRAW_SECONDS:
             self._draw()
 
     def log(self, progress: Progress) -> None:
-        """A group of steps is over: one plain line where nothing is live, and in the log file."""
+        """Write a plain line after a group of steps to the log file, and to a stream without a progress line."""
         if progress.loss is not None:
             self._losses.append(progress.loss)
         line = plain_line(progress)
@@ -95,39 +94,39 @@ class Console:
             self._write(self._stream, line + "\n")
 
     def validated(self, step: int, steps: int, loss: float) -> None:
-        """The held-out part's loss after a step."""
+        """Print the validation loss after a step."""
         self.note(f"step {step:>{len(str(steps))}}/{steps}  validation loss {loss_text(loss)}")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print lines above the progress line."""
         self._to_log(text)
         if not self._quiet:
             self._above(self._stream, text + "\n")
 
     def warn(self, text: str) -> None:
-        """One line on standard error: something is not as it should be, and the run goes on."""
+        """Print a warning in one line on standard error."""
         self._message("warning", text)
 
     def error(self, text: str) -> None:
-        """One line on standard error."""
+        """Print an error in one line on standard error."""
         self._message("error", text)
 
     def end(self, title: str, rows: Rows, *, tone: Tone = "good", next_steps: Sequence[str] = ()) -> None:
-        """The panel of a run's end, and commands to try next; those stand alone, so that they can be copied."""
+        """Print the panel of a run's end, and below it commands to try next, so that they are easy to copy."""
         self.settle()
         self._block(title, rows, border=_TONES[tone])
         if next_steps:
             self.note("\n".join(["next:", *(f"  {line}" for line in next_steps)]))
 
     def settle(self) -> None:
-        """Draw the live line for the last time and leave it where it is; the next one starts below."""
+        """Draw the progress line for the last time and end it; a later one starts below."""
         if self.is_live and self._latest is not None:
             self._draw()
             self._write(self._stream, "\n")
         self._latest, self._drawn = None, False
 
     def close(self) -> None:
-        """Leave the cursor on a line of its own and give the log file back."""
+        """End the progress line and close the log file."""
         self.settle()
         if self._log is not None:
             with contextlib.suppress(OSError):
@@ -150,7 +149,7 @@ class Console:
         self._drawn, self._drawn_at = True, self._clock()
 
     def _above(self, stream: TextIO, text: str) -> None:
-        """Write whole lines; a live line makes room and comes back below them."""
+        """Write whole lines above the progress line."""
         was_drawn = self._drawn
         if was_drawn:
             self._write(self._stream, _CLEAR_LINE)
@@ -175,7 +174,7 @@ class Console:
         self._write(self._stream, self._panel(title, rows, border))
 
     def _panel(self, title: str, rows: Rows, border: str) -> str:
-        # Not at the top: `titanlab --help` comes without it.
+        # Imported here: rich takes time to import, and `titanlab --help` does not need it.
         from rich import box
         from rich.console import Console as RichConsole
         from rich.panel import Panel
@@ -214,16 +213,16 @@ class Console:
             stream.write(text if _can_show(stream, text) else _simplified(text, stream))
             stream.flush()
         except BrokenPipeError:
-            # Whoever read this has gone (`| head`). Without a place to go, what is still in the buffer
-            # would fail again when the interpreter ends and spoil its exit code.
+            # The reader of the pipe has ended (`| head`). The interpreter flushes the buffer again when it exits; that
+            # would fail and change the exit code.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except (OSError, ValueError):
-            pass  # A full disk, a terminal that is gone, a closed file: the run matters more.
+            pass  # A full disk, a closed terminal or file: lost output must not end the run.
 
 
 def error_line(text: str, *, errors: TextIO | None = None, environ: Mapping[str, str] | None = None) -> None:
-    """One line on standard error, for a process that has no console."""
+    """Print an error in one line on standard error, for a process that has no `Console`."""
     stream = sys.stderr if errors is None else errors
     line = _message_line("error", " ".join(text.split()), stream, os.environ if environ is None else environ)
     with contextlib.suppress(OSError, ValueError):
@@ -267,8 +266,8 @@ def _can_show(stream: TextIO, text: str) -> bool:
 
 
 def _simplified(text: str, stream: TextIO) -> str:
-    """The text without what the stream's encoding has no sign for."""
+    """The text with replacements for characters that the stream's encoding does not have."""
     encoding = stream.encoding or "ascii"
-    # One sign for one, so that tables stay straight.
+    # One character for one, so that the columns of tables stay aligned.
     text = text.translate(str.maketrans("·×µ…−–", "-xu.--"))
     return text.encode(encoding, errors="replace").decode(encoding)

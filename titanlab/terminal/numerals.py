@@ -1,4 +1,4 @@
-"""Numbers as people read them. The same words on the terminal, in logs and in reports."""
+"""Formats numbers for people, in the same way on the terminal, in logs and in reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _THOUSANDS = ("", "K", "M", "B", "T", "P", "E")
 
 
 def grouped(value: float) -> str:
-    """A whole number with its thousands apart: 8,030,261,248."""
+    """A whole number with separated thousands: 8,030,261,248."""
     return f"{value:,.0f}" if math.isfinite(value) else str(value)
 
 
@@ -18,7 +18,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def short(value: float, *, digits: int = 3) -> str:
-    """A count to some significant digits with its magnitude: 8.03B, 512, 16.8M, 1.00K."""
+    """A count, rounded to significant digits, with K, M, B, …: 8.03B, 512, 16.8M, 1.00K."""
     if not math.isfinite(value):
         return str(value)
     power = 0
@@ -30,7 +30,7 @@ def short(value: float, *, digits: int = 3) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number rounded to significant digits: 0.0123, 1.23, 123, 12300; very large and small ones as 1.23e+09."""
+    """A number rounded to significant digits: 0.0123, 1.23, 123, 12300; a very large or small number as 1.23e+09."""
     if not math.isfinite(value):
         return str(value)
     rounded = float(f"{value:.{digits - 1}e}")
@@ -43,7 +43,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A span of time as a clock shows it: 0:07, 12:30, 1:02:03, 3d 4:05:06."""
+    """A duration in days, hours, minutes and seconds: 0:07, 12:30, 1:02:03, 3d 4:05:06."""
     if not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(max(0, round(seconds)), 60)
@@ -55,10 +55,10 @@ def duration(seconds: float) -> str:
 
 
 def short_span(seconds: float) -> str:
-    """A short span in the unit that fits: 812 µs, 12.3 ms, 1.23 s."""
+    """A short duration in µs, ms or s: 812 µs, 12.3 ms, 1.23 s."""
     if not math.isfinite(seconds):
         return "?"
-    # By the rounded value: 0.9999 s is 1.00 s, not 1000 ms.
+    # The rounded value selects the unit: 0.9999 s becomes 1.00 s, not 1000 ms.
     rounded = float(f"{seconds:.2e}")
     if rounded < 0.001:
         return f"{significant(seconds * 1e6)} µs"

@@ -1,4 +1,4 @@
-"""Paths as a person sees them."""
+"""Formats paths for people."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def shown_path(path: Path) -> str:
-    """The path from the current folder, if it is below it, also by way of a link; else the whole path."""
+    """The path relative to the current folder if it is inside it (links resolved); otherwise the whole path."""
     return os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)

@@ -1,4 +1,4 @@
-"""Where a run stands, as one line: a bar with figures for a terminal, words and figures for a log."""
+"""Formats a run's progress as one line: a bar with numbers for a terminal, words and numbers for a log."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _GAP = "  "
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Figures of a step, or of the steps since the last log line; what is None is not shown.
+    """Numbers of a step, or of the steps since the last log line; None is not shown.
 
     Attributes:
         step, steps: optimizer steps done, and in all.
         loss, grad_norm, learning_rate: of the last step.
         tokens_per_second: of one device.
-        devices: how many there are; with more than one, the line says that its speed is one device's.
+        devices: number of devices; if there are several, the line shows the speed as tok/s/device.
         mfu_percent: model FLOPs utilisation.
-        step_seconds, data_seconds: of one step, and how much of it was waiting for data.
+        step_seconds, data_seconds: time of one step, and the part of it spent waiting for data.
         memory_gib: peak of one device, or resident memory on CPU.
         seconds_left: estimate for the rest of the run.
-        warming_up: the figures of speed include warm-up steps.
+        warming_up: whether the speeds include warm-up steps.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Style:
-    """Escape sequences of a terminal with colours; all empty without."""
+    """Escape sequences for colours of a terminal; all empty for no colours."""
 
     done: str = ""
     rest: str = ""
@@ -62,7 +62,7 @@ COLOURS = Style(done="\x1b[36m", rest="\x1b[2m", strong="\x1b[1m", faint="\x1b[2
 
 
 def plain_line(progress: Progress) -> str:
-    """One line of a log, every figure with its unit."""
+    """One line of a log, each number with its unit."""
     p = progress
     parts = [_steps(p)]
     if p.loss is not None:
@@ -91,14 +91,14 @@ def plain_line(progress: Progress) -> str:
 def live_line(
     progress: Progress, losses: Sequence[float], *, columns: int, style: Style = PLAIN, unicode: bool = True
 ) -> str:
-    """One line of a terminal, shorter than `columns`; the least important figures go first where it is narrow.
+    """One line of a terminal, shorter than `columns`; if it is too long, the least important numbers are left out.
 
     Args:
         losses: of the last log windows, drawn as a small curve.
-        unicode: whether the terminal can show lines and blocks.
+        unicode: whether the terminal can show line and block characters.
     """
     p = progress
-    # (how soon it is dropped, text), in the order of the line
+    # (priority, text) in the order of the line; the part with the highest number is dropped first
     parts: list[tuple[int, str]] = [(0, f"{p.step:>{len(str(p.steps))}}/{p.steps}")]
     if p.loss is not None:
         parts.append((1, f"{style.strong}loss {loss_text(p.loss)}{style.off}"))
@@ -114,7 +114,7 @@ def live_line(
         parts.append((6, f"{style.faint}warming up{style.off}"))
     room = columns - 1
     narrowest, widest = _BAR_WIDTHS
-    # Where it is narrow, the bar outlives some figures and is dropped before others.
+    # In a narrow terminal, parts of a priority number above _BAR_PLACE are dropped before the bar, others after it.
     for allowed, most in ((room - narrowest - len(_GAP), _BAR_PLACE), (room, 0)):
         while (least := max(parts, key=lambda part: part[0]))[0] > most and _width(parts, style) > allowed:
             parts.remove(least)
@@ -126,33 +126,33 @@ def live_line(
 
 
 def bar(step: int, steps: int, width: int, *, style: Style = PLAIN, unicode: bool = True) -> str:
-    """A bar of `width` characters, in half characters where the terminal has them."""
+    """A bar of `width` characters; with Unicode it grows by half characters."""
     share = min(1.0, max(0.0, step / steps)) if steps > 0 else 0.0
     if not unicode:
         full = int(share * width)
         return "[" + ("=" * full)[: width - 2].ljust(width - 2, ".") + "]"
     halves = int(share * width * 2)
     done = "━" * (halves // 2) + "╸" * (halves % 2)
-    # Without colours only the shape tells what is done.
+    # Without colours, another character marks the rest of the bar.
     rest = ("━" if style.rest else "┄") * (width - len(done))
     return f"{style.done}{done}{style.off}{style.rest}{rest}{style.off}"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The last values as blocks between their lowest and highest; a gap for what is not finite."""
+    """The last values as blocks, scaled from the lowest to the highest; a space for a value that is not finite."""
     shown = list(values)[-_SPARK_WIDTH:]
     known = [value for value in shown if math.isfinite(value)]
     if not known:
         return " " * len(shown)
     low, span = min(known), max(known) - min(known)
     top = len(_BLOCKS) - 1
-    # A flat curve lies at the bottom; what is not finite stays so.
+    # Equal values get the lowest block. `0.0 * value` keeps NaN, and turns infinity into NaN.
     shares = [(value - low) / span if 0 < span < math.inf else 0.0 * value for value in shown]
     return "".join(_BLOCKS[round(top * share)] if math.isfinite(share) else " " for share in shares)
 
 
 def loss_text(loss: float) -> str:
-    """A loss to four places, or its name where it is not finite."""
+    """A loss with four decimal places; `nan` or `inf` if it is not finite."""
     return f"{loss:.4f}" if math.isfinite(loss) else str(loss)
 
 

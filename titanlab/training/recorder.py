@@ -27,7 +27,7 @@ from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import World
 from titanlab.recipe.recipe import Recipe
-from titanlab.records.failure_signs import mere_echo
+from titanlab.records.failure_signs import is_secondary
 from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
@@ -214,7 +214,7 @@ class LoggingRecorder(Recorder):
     def abandon(self, error: BaseException) -> None:
         """This rank has raised: close what is open; whoever started it writes the result."""
         # A secondary failure: another rank holds the cause.
-        kind = {} if mere_echo(error) else {"outcome": classify(error).value}
+        kind = {} if is_secondary(error) else {"outcome": classify(error).value}
         # On a full disk these fail too; the message is to name the run's own error.
         with contextlib.suppress(OSError):
             self._metrics.close()

@@ -1,1 +1,1 @@
-"""From values that a person gives to a recipe: what Hydra is told, and what it says translated."""
+"""Composes a recipe from the user's overrides with Hydra, and turns Hydra's errors into ConfigErrors."""

@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors as one line with key, value, rule and cure."""
+"""Turns errors of Hydra and OmegaConf into ConfigErrors: one line with key, value, rule and cure."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from titanlab.errors import ConfigError
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS, COMPARE, HELP, file_that_names, first_line, read_message
 from titanlab.recipe.composition.keys import find_key, unknown_key
 
-# Hydra also raises plain errors for what a person typed (OverflowError: 400 digits for a number with a fraction); files
-# bring errors of their own.
-_OF_COMPOSITION = (
+# Hydra also raises Python's own errors for bad overrides (OverflowError: a float of 400 digits). OSError and YAMLError
+# come from reading files.
+_COMPOSITION_ERRORS = (
     *(HydraException, OmegaConfBaseException, ValueError, OverflowError, RuntimeError),
     *(OSError, yaml.YAMLError),
 )
-# Options of a group that one line can name.
-_SHOWN = 20
+# Number of a group's options that fit into one line.
+_MOST_SHOWN = 20
 _SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
 _KEY = re.compile(r"[+~]*[\w./@:-]+")
 
 
 @contextlib.contextmanager
 def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None] | None = None) -> Iterator[None]:
-    """Turn what goes wrong while a recipe is composed into a ConfigError.
+    """Turn an error while a recipe is composed into a ConfigError.
 
     Args:
         overrides: the `key=value` arguments.
@@ -47,9 +47,9 @@ def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None]
     """
     try:
         yield
-    except _OF_COMPOSITION as error:
+    except _COMPOSITION_ERRORS as error:
         if isinstance(error, OSError) and error.filename is None and not isinstance(error, HydraException):
-            # Of no file: a pipe that nobody reads any more, say.
+            # It concerns no file, for example a pipe whose reader has ended.
             raise
         raise _translated(error, overrides, flags or {}) from error
 
@@ -79,7 +79,7 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
 
 
 def _quoted(key: str, value: str) -> str:
-    """The override with quotes for Hydra inside and, around them, for the shell."""
+    """The override with inner quotes for Hydra and outer quotes for the shell."""
     text = value.strip("\"'").replace("'", "")
     return f"\"{key}='{text}'\""
 
@@ -101,13 +101,13 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     near = difflib.get_close_matches(option, options, n=1)
     cure = f"try {near[0]}; " if near else ""
     known = ", ".join(options) or "none"
-    if len(options) > _SHOWN:
-        known = f"{', '.join(options[:_SHOWN])} and {len(options) - _SHOWN} more; {HELP}"
+    if len(options) > _MOST_SHOWN:
+        known = f"{', '.join(options[:_MOST_SHOWN])} and {len(options) - _MOST_SHOWN} more; {HELP}"
     return ConfigError(group or "config", option, "is no option of this group", f"{cure}known: {known}")
 
 
 def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
-    """The error for a value or a key that does not fit, given what a person typed."""
+    """The error for a wrong value or key; it shows the value as the user typed it."""
     given = _values(overrides)
     key = _full_key(cause, given)
     value = given.get(key, cause.value)
@@ -119,7 +119,7 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
             key, given.get(key, "${…}"), first_line(cause), "name a key as in ${model.dim}, or a resolver"
         )
     if isinstance(cause, ValidationError):
-        # In a sweep the override has all values, and one of them is wrong.
+        # A sweep's override has several values; show only the wrong one.
         return _wrong_type(key, cause.value if _SWEEP.match(str(value)) else value, cause)
     if isinstance(cause, MissingMandatoryValue):
         return ConfigError(key, "???", "has no value", f"give {key}=…")
@@ -131,7 +131,7 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
 
 
 def _refusal(error: BaseException | None) -> ConfigError | None:
-    """What a resolver of ours said, which OmegaConf has wrapped."""
+    """The ConfigError of a titanlab resolver, which OmegaConf has wrapped; None if there is none."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__ or error.__context__
     return error
@@ -140,7 +140,7 @@ def _refusal(error: BaseException | None) -> ConfigError | None:
 def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> ConfigError:
     known = find_key(key, cause.object_type)
     if known is None:
-        # A key of something that has none, as in training.steps.x=1, or one of Hydra's.
+        # Either a key below a value that has no keys (training.steps.x=1), or a key of Hydra.
         is_value = find_key(str(cause.full_key)) is not None
         return unknown_key(key, value) if is_value else ConfigError(key, value, first_line(cause), COMPARE)
     if dataclasses.is_dataclass(known.declared):
@@ -157,9 +157,9 @@ def _values(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _full_key(cause: OmegaConfBaseException, given: Mapping[str, str]) -> str:
-    """The key as it was given: of `trainig.steps=3` OmegaConf names `trainig`, of a group merged alone `steps`."""
-    # An item of a list is numbered: optimizer.betas[0].
+    """The key as the user gave it: OmegaConf may name a part, `trainig` or `steps` for `trainig.steps=3`."""
+    # Without the index of an item in a list, as in optimizer.betas[0].
     key = (cause.full_key or str(cause.key or "config")).partition("[")[0]
     if key in given:
         return key
-    return next((each for each in given if each.endswith("." + key) or each.startswith(key + ".")), key)
+    return next((name for name in given if name.endswith("." + key) or name.startswith(key + ".")), key)

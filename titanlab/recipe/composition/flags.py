@@ -1,4 +1,4 @@
-"""Hydra's flags, read before Hydra reads them: a mistake is one line, and they may stand anywhere."""
+"""Parses Hydra's flags before Hydra does, so that an error is one line and flags may stand between overrides."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from titanlab.recipe.composition import hydra_settings, strangers
 from titanlab.recipe.composition.hydra_internal import flag_parser
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS, HELP
 
-# What Hydra does instead of running; it does one of them at a time.
+# Flags that make Hydra print something instead of running; it obeys only one of them at a time.
 _ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What is on the command line.
+    """The parsed command line.
 
     Attributes:
-        overrides: `key=value` and the like, in their order.
-        flags: all the rest, in its order.
-        values: what follows each flag that says where configs are.
-        starts: whether something is to run; else Hydra shows something.
-        helps: whether what it shows is our help.
-        multirun: -m is among them.
+        overrides: `key=value` and other overrides, in the given order.
+        flags: all other arguments, in the given order.
+        values: the values of `--config-dir`, `--config-name` and `--config-path`, by flag.
+        starts: whether the command starts a run; otherwise Hydra prints something.
+        helps: whether titanlab's help is asked for.
+        multirun: whether -m is given.
     """
 
     overrides: list[str]
@@ -42,21 +42,21 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     """Read the command line of a verb that takes a recipe.
 
     Raises:
-        ConfigError: an unknown flag, one without its value, flags that do not go together, or an override that
-            names code, or sets what titanlab does not read.
+        ConfigError: a flag is unknown or lacks its value, flags exclude each other, or an override names code or sets
+            something that titanlab does not read.
     """
     try:
         given, unknown = flag_parser().parse_known_intermixed_args(list(arguments))
     except argparse.ArgumentError as error:
         raise _bad_flag(error, arguments) from error
-    # argparse keeps what it does not know; an override has no dash.
+    # argparse puts unknown arguments that begin with a dash here; overrides never begin with one.
     if unknown:
         raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", HELP)
     _check_together(given, arguments)
     strangers.check_overrides(given.overrides)
     hydra_settings.check_overrides(given.overrides)
     left = list(given.overrides)
-    flags = [argument for argument in arguments if not _taken(argument, left)]
+    flags = [argument for argument in arguments if not _remove_first(argument, left)]
     return Flags(
         overrides=[_with_home(override) for override in given.overrides],
         flags=flags,
@@ -77,7 +77,7 @@ def _check_together(given: argparse.Namespace, arguments: Sequence[str]) -> None
     if given.package is not None and not given.cfg:
         raise ConfigError("--package", given.package, "goes with --cfg", f"try --cfg job --package {given.package}")
     if given.experimental_rerun is not None:
-        # It would unpickle a file, which can run any code.
+        # Hydra would unpickle a file, which can run any code.
         rule = "a run is not repeated from a pickle"
         raise ConfigError("--experimental-rerun", given.experimental_rerun, rule, "try titanlab resume RUN")
     modes = [name for name in ("run", "multirun", *_ANSWERS[2:]) if getattr(given, name) not in (None, False)]
@@ -95,8 +95,8 @@ def _bad_flag(error: argparse.ArgumentError, arguments: Sequence[str]) -> Config
     return ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), HELP)
 
 
-def _taken(argument: str, left: list[str]) -> bool:
-    """Whether the argument is one of the overrides left, which loses it."""
+def _remove_first(argument: str, left: list[str]) -> bool:
+    """Remove an argument from a list; False if it is not in the list."""
     if argument not in left:
         return False
     left.remove(argument)
@@ -104,7 +104,7 @@ def _taken(argument: str, left: list[str]) -> bool:
 
 
 def _with_home(override: str) -> str:
-    """`runs=~/runs` with the home folder in it: not every shell puts it there, and Hydra cannot read a `~`."""
+    """The override with `~` replaced by the home folder: not every shell does this, and Hydra rejects `~`."""
     key, equals, value = override.partition("=")
     home = equals and (value == "~" or value.startswith("~/"))
     return f"{key}={Path.home()}{value[1:]}" if home else override

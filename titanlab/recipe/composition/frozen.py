@@ -1,4 +1,4 @@
-"""Overrides of a recipe that is frozen: a run has it, in plain values, and only some of its keys may still change."""
+"""Applies overrides to the frozen recipe of an existing run, of which only some keys may change."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from titanlab.recipe.composition.errors import value_error
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.run_folder import RunFolder
 
-# How a key of such a group is given; of the others the name of the group says enough.
+# Examples in the error for groups whose name alone would not help.
 _EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
 
 
-def hold_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None:
-    """Hold overrides to the keys that may change.
+def check_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None:
+    """Check that overrides set only keys that may change.
 
     Args:
         overrides: `key=value` arguments.
-        changeable: keys, and beginnings of keys, which end in a dot.
+        changeable: keys, and prefixes of keys, which end in a dot.
 
     Raises:
-        ConfigError: one is no override, or of another key.
+        ConfigError: an argument is no override, or sets another key.
     """
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -43,10 +43,10 @@ def hold_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None
 
 
 def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int | None = None) -> Recipe:
-    """The recipe of a run, or of one attempt at it, with some keys changed.
+    """The recipe of a run, or of one of its attempts, with some keys changed.
 
     Raises:
-        ConfigError: an override does not fit; or the config is damaged, or none of this version's.
+        ConfigError: an override does not fit; or the config is damaged, or of another version.
     """
     folder = run.path if attempt is None else run.attempt_folder(attempt)
     return overridden(run.config(attempt), overrides, file=folder / "config.yaml")
@@ -56,10 +56,10 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Pat
     """The recipe of a run's frozen config, with some keys changed.
 
     Args:
-        file: where the config is from, for errors that are not an override's.
+        file: the config's file, for errors that no override has caused.
 
     Raises:
-        ConfigError: an override cannot be read, or its value does not fit; or the config is none of this version's.
+        ConfigError: an override cannot be read, or its value does not fit; or the config is of another version.
     """
     try:
         merged = OmegaConf.merge(OmegaConf.create(dict(config)), OmegaConf.from_dotlist(list(overrides)))
@@ -71,8 +71,8 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Pat
         return from_mapping(changed)
     except ConfigError as error:
         cause = error.__cause__
-        if isinstance(cause, OmegaConfBaseException) and any(each.startswith(error.key) for each in overrides):
-            # A person typed the key just now, and is told what it takes.
+        if isinstance(cause, OmegaConfBaseException) and any(text.startswith(error.key) for text in overrides):
+            # The user gave this key, so the error says which values it accepts.
             raise value_error(cause, overrides) from error
         keys = [override.partition("=")[0] for override in overrides]
         if any(key == error.key or key.startswith(f"{error.key}.") for key in keys):

@@ -1,12 +1,12 @@
-"""What titanlab uses of Hydra that is not public, and why. Everything else uses Hydra's public API.
+"""All uses of Hydra's private API, and their reasons. Other modules use the public API only.
 
-- The parser of Hydra's flags. `hydra.main` keeps it to itself, and a mistake in a flag has to be one line of ours.
-- The sources from which Hydra reads configs. Hydra offers no public way to check a file before it is used, to read a
-  file once for many compositions, or to replace a source. The classes here have the names of Hydra's own: Hydra then
-  takes them for registered already, and finds the source of schemas by its name.
-- The conversion of one value of a sweep: Hydra's public iterator gives it as it was parsed.
+- The parser of Hydra's flags: only `hydra.main` uses it, but a mistake in a flag has to become a ConfigError.
+- The sources from which Hydra reads configs: Hydra has no public way to check a file before it is used, to read a
+  file once for many compositions, or to replace a source. The classes here have the names of Hydra's own classes, so
+  that Hydra does not register its own again and finds the source of schemas by its name.
+- The conversion of one value of a sweep: Hydra's public iterator returns it as it was parsed, with quotes.
 
-Written for Hydra 1.3. Each part can go when Hydra makes the same public.
+Written for Hydra 1.3. Each part can go when Hydra makes the same function public.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from titanlab.recipe.composition import strangers
 
 
 def replace_sources() -> None:
-    """Have Hydra read configs by the classes of this file, from now on; a second call changes nothing."""
+    """Make Hydra read configs with the classes of this file; a second call changes nothing."""
     types = SourcesRegistry.instance().types
     types["file"] = FileConfigSource
     types["pkg"] = ImportlibResourcesConfigSource
@@ -40,10 +40,7 @@ def replace_sources() -> None:
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """A parser of Hydra's flags that raises errors, and accepts whole names only.
-
-    An abbreviation means one thing today, and another one after a flag has been added.
-    """
+    """A parser of Hydra's flags that raises errors and rejects abbreviations, whose meaning a new flag could change."""
     parser = get_args_parser()
     parser.exit_on_error = False
     parser.allow_abbrev = False
@@ -51,19 +48,19 @@ def flag_parser() -> argparse.ArgumentParser:
 
 
 def plain_value(value: Any) -> Any:
-    """A parsed value of an override as Python has it: quoted texts without their quotes, also in lists and mappings."""
+    """A parsed value of an override as a Python value: texts without quotes, also in lists and mappings."""
     return Override._convert_value(value)
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Folders of YAMLs: titanlab's own and a person's. Each file is read and checked once."""
+    """Folders of YAMLs, titanlab's and the user's. Each file is read and checked once."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
         self._results: dict[str, ConfigResult] = {}
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The content of a file; Hydra takes the defaults list out of it, so that everybody gets a copy."""
+        """The content of a file, as a copy, because Hydra removes the defaults list from it."""
         if config_path not in self._results:
             result = super().load_config(config_path)
             content = OmegaConf.to_container(result.config, resolve=False)
@@ -75,17 +72,17 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
-    """Folders of YAMLs in packages. To look into one imports the package."""
+    """Folders of YAMLs in packages. Reading one imports the package."""
 
     def __init__(self, provider: str, path: str) -> None:
-        # What a person types after --config-path is their own decision.
+        # A package after --config-path is the user's own decision, and is not checked.
         if provider.startswith("hydra.searchpath"):
             strangers.check_search_path([path])
         super().__init__(provider, path)
 
 
 class StructuredConfigSource(structured_config_source.StructuredConfigSource):
-    """Schemas. Hydra's store makes a config of every schema when it is stored; here only of those that are used."""
+    """Schemas, converted to configs when they are used. Hydra's store would convert all when they are registered."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
@@ -94,7 +91,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
         }
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The config of a schema, in place of the empty one that `recipes.register` has stored."""
+        """The config of a schema, which replaces the empty one that `recipes.register` has stored."""
         option = self._schemas.get(config_path.removesuffix(".yaml"))
         result = super().load_config(config_path)
         if option is not None and OmegaConf.get_type(result.config) is not option.schema:

@@ -1,7 +1,7 @@
-"""Which of Hydra's own settings titanlab reads. Any other would do nothing here, and is refused.
+"""Rejects settings of Hydra that titanlab does not read: they would have no effect.
 
-Read are `hydra.searchpath`, the sweep's `hydra.sweeper`, `hydra.job.name` (as `${hydra:job.name}`) and the texts of the
-help pages. Launchers are held by `titanlab.sweep.study.request`, which knows the points.
+titanlab reads `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as `${hydra:job.name}`) and the texts
+of the help pages. `titanlab.sweep.study.request` checks `hydra.launcher`, because it knows the points.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titanlab.errors import ConfigError
 _READ = ("searchpath", "sweeper", "launcher", "job.name", "help", "hydra_help")
 _FOLDER = "a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME"
 _LOGS = "leave it out: a run has its logs in its own folder"
-# What a person may have wanted, by the beginning of the key.
+# Advice by the first part of the key.
 _CURES = {
     "run": _FOLDER,
     "sweep": _FOLDER,
@@ -36,7 +36,7 @@ _CURES = {
 }
 _RULE = "is a setting of Hydra's that titanlab does not read"
 _LOGGING = ("job_logging", "hydra_logging")
-# What they are where no file sets them: in titanlab's own config.yaml, and in others, which have Hydra's defaults.
+# Values that mean "not set": those of titanlab's config.yaml, and Hydra's defaults, which other primary configs have.
 _UNSET: Mapping[str, tuple[Any, ...]] = {
     "run.dir": (".", "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"),
     "sweep.dir": (".", "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"),
@@ -51,32 +51,32 @@ _UNSET: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Hold overrides to the settings of Hydra's that are read.
+    """Check that overrides set only those settings of Hydra that titanlab reads.
 
     Raises:
-        ConfigError: one sets another. (What is no setting of Hydra's is left to Hydra.)
+        ConfigError: an override sets another setting. (Hydra itself reports unknown settings.)
     """
     known = {field.name for field in dataclasses.fields(HydraConf)}
     for override in overrides:
         key, _, value = override.partition("=")
         group, _, name = key.lstrip("+~").partition(".")
-        if group.partition("@")[0] in [f"hydra/{each}" for each in _LOGGING]:
+        if group.partition("@")[0] in [f"hydra/{logging}" for logging in _LOGGING]:
             raise ConfigError(group, value, _RULE, _LOGS)
-        if group == "hydra" and name.partition(".")[0] in known and not _starts(name, _READ):
+        if group == "hydra" and name.partition(".")[0] in known and not _matching_key(name, _READ):
             raise ConfigError(f"hydra.{name}", value, _RULE, _cure(name))
         if key.lstrip("+~") == "hydra":
             raise ConfigError("hydra", value, _RULE, "leave it out: titanlab train --help has the keys of a recipe")
 
 
 def check_files(whole: DictConfig, flags: Mapping[str, str | None]) -> None:
-    """Hold what files set of Hydra's to the settings that are read.
+    """Check that config files set only those settings of Hydra that titanlab reads.
 
     Args:
-        whole: a composition, Hydra's part included.
+        whole: a composition with Hydra's part.
         flags: values of the flags that say where configs are, by flag.
 
     Raises:
-        ConfigError: a file sets another one.
+        ConfigError: a file sets another setting.
     """
     composed: Any = OmegaConf.to_container(whole.hydra, resolve=False)
     for key, unset in _UNSET.items():
@@ -92,17 +92,17 @@ def check_files(whole: DictConfig, flags: Mapping[str, str | None]) -> None:
             raise ConfigError(f"hydra/{group}", option, f"{_RULE}{_set_by('defaults', flags, group)}", _LOGS)
 
 
-def _starts(name: str, keys: Sequence[str] | Mapping[str, str]) -> str:
-    """The one of the keys that a name is, or is below of; empty if there is none."""
+def _matching_key(name: str, keys: Sequence[str] | Mapping[str, str]) -> str:
+    """The first of the keys that equals a name or contains it; empty if there is none."""
     return next((key for key in keys if name == key or name.startswith(f"{key}.")), "")
 
 
 def _cure(name: str) -> str:
-    return _CURES.get(_starts(name, _CURES), "leave it out")
+    return _CURES.get(_matching_key(name, _CURES), "leave it out")
 
 
 def _set_by(key: str, flags: Mapping[str, str | None], text: str = "") -> str:
-    """The file that sets a key of Hydra's, for a message; files are read once more, as something is wrong anyway."""
+    """The part of an error that names the file that sets a key of Hydra; it reads the config files again."""
     for flag in ("--config-dir", "--config-path"):
         folder = flags.get(flag)
         for path in sorted(Path(folder).rglob("*.yaml")) if folder else ():

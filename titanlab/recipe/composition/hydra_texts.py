@@ -1,8 +1,8 @@
-"""Hydra's messages, recognised by their texts: the only place that depends on how Hydra words an error.
+"""Recognises Hydra's errors by their texts; no other module depends on the wording of an error.
 
-Hydra raises one type, ConfigCompositionException, for most mistakes in overrides and defaults lists, and puts the key,
-the value and the file into the text alone. `tests/recipe/composition/test_hydra_texts.py` makes the installed Hydra
-raise every one of them; a text that is worded anew is still reported, with the override that it quotes.
+Hydra raises one type, ConfigCompositionException, for most mistakes in overrides and defaults lists, and only its text
+has the key, the value and the file. `tests/recipe/composition/test_hydra_texts.py` makes the installed Hydra raise
+each of these errors. If a later Hydra words one differently, the error still shows the override that Hydra quotes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from titanlab.options import discover
 from titanlab.recipe.composition.keys import advice, unknown_key
 
 ARGUMENTS = "arguments"
-"""The key of a mistake that belongs to no key."""
+"""The key of an error that concerns no single key."""
 COMPARE = "compare with `titanlab train --cfg job`"
 HELP = "see `titanlab train --help`"
 _QUOTED = re.compile(r"'([^']*)'")
 
 
 def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
-    """The error that a message of Hydra's means, given the `key=value` arguments."""
+    """The ConfigError for a message of Hydra, given the `key=value` arguments."""
     culprit = _culprit(message, overrides)
     key, _, value = culprit.partition("=")
     bare = key.lstrip("+~")
@@ -59,7 +59,7 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
 
 
 def _unknown_in_file(key: str, file: str) -> ConfigError:
-    """A YAML sets a key that is not there."""
+    """The error for a key in a YAML file that no schema has."""
     if key.startswith("hydra.sweeper."):
         rule = f"is no key of the sweeper, and {file}.yaml sets it"
         return ConfigError(key, "", rule, "space, where and repeats go with defaults: [override /hydra/sweeper: space]")
@@ -68,7 +68,7 @@ def _unknown_in_file(key: str, file: str) -> ConfigError:
 
 
 def _no_option_name(overrides: Sequence[str]) -> ConfigError:
-    """A group was given a value that is no name; Hydra does not say which."""
+    """The error for a group whose value is no name; Hydra does not say which group."""
     groups = discover()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key, value = override.key_or_group, override.value()
@@ -78,7 +78,7 @@ def _no_option_name(overrides: Sequence[str]) -> ConfigError:
 
 
 def _culprit(message: str, overrides: Sequence[str]) -> str:
-    """The override that a message quotes, or else whose key or value it quotes or has; empty if none."""
+    """The override that a message quotes; else one with a key or value that it quotes, or a key that it contains."""
     quoted = _QUOTED.findall(message)
     rules: tuple[Callable[[str, str], bool], ...] = (
         lambda text, key: text in quoted or f"+{text}" in quoted,
@@ -100,6 +100,6 @@ def first_line(error: BaseException | str) -> str:
 
 
 def file_that_names(message: str) -> str | None:
-    """The file whose defaults list names a config that is not there; None where a person named it."""
+    """The file whose defaults list names a missing config; None if an override names it."""
     named = re.match(r"In '([^']+)'", message)
     return None if named is None else named[1]

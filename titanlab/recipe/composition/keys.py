@@ -1,4 +1,4 @@
-"""Every key that a recipe can have, for messages: what it takes, and which ones are like a misspelt one."""
+"""All keys that a recipe can have, for error messages: accepted values, and suggestions for a misspelt key."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key.
+    """One key of a recipe.
 
     Attributes:
         name: with its group, such as `optimizer.schedule.floor`.
         declared: type of its field.
-        default: as it is typed; None where the schema has none.
-        option: schema that has it; None for the recipe's own fields.
+        default: as text for an override; None if the schema has no default.
+        option: the option whose schema has the key; None for the recipe's own fields.
     """
 
     name: str
@@ -37,28 +37,28 @@ class Key:
 
     @property
     def wanted(self) -> str:
-        """What it takes, in words."""
+        """The values that the key accepts, in words."""
         return _words(self.declared)
 
 
 def known_keys() -> list[Key]:
-    """All keys of all options, those of the recipe itself first; the same name comes once for each option."""
+    """The recipe's own keys, then the keys of all options; a name occurs once for each option that has it."""
     keys = list(_keys(Recipe, "", None))
     for group, kinds in discover().items():
-        for found in kinds.values():
-            keys += _keys(found.schema, f"{group}.", found)
+        for option in kinds.values():
+            keys += _keys(option.schema, f"{group}.", option)
     return keys
 
 
 def find_key(name: str, schema: type | None = None) -> Key | None:
-    """The key of this name, that of an option's schema where several options have it."""
-    found = [key for key in known_keys() if key.name == name]
-    own = [key for key in found if key.option is not None and key.option.schema is schema]
-    return next(iter(own or found), None)
+    """The key with this name; if several options have it, preferably the key of the given schema."""
+    keys = [key for key in known_keys() if key.name == name]
+    of_schema = [key for key in keys if key.option is not None and key.option.schema is schema]
+    return next(iter(of_schema or keys), None)
 
 
 def advice(name: str) -> str:
-    """What to do about a key that the recipe does not have."""
+    """The advice for a key that the recipe does not have."""
     keys = known_keys()
     for key in keys:
         if key.name == name and key.option is not None and key.option.kind is not None:
@@ -66,18 +66,18 @@ def advice(name: str) -> str:
     within = name.rpartition(".")[0]
     if any(key.name == within and typing.get_origin(key.declared) is dict for key in keys):
         return f"new keys of {within} are added with a plus: +{name}=…"
-    # A kind is chosen with its group.
+    # `group=kind` sets a kind, so no `group.kind` is suggested.
     names = [name for name in dict.fromkeys(key.name for key in keys) if not name.endswith(".kind")]
     group, _, end = name.rpartition(".")
-    beside = [each.rpartition(".")[2] for each in names if group and each.rpartition(".")[0] == group]
-    near = [each for each in names if each.endswith(f".{name}")]  # Its end is what a person remembers of a key.
+    siblings = [known.rpartition(".")[2] for known in names if group and known.rpartition(".")[0] == group]
+    near = [known for known in names if known.endswith(f".{name}")]  # Users may remember only the end of a key.
     near += difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-    near += [f"{group}.{each}" for each in difflib.get_close_matches(end, beside, n=1)]
-    if not near and not beside:
-        near = [each for each in difflib.get_close_matches(name, names, n=1) if not name.startswith(f"{each}.")]
+    near += [f"{group}.{sibling}" for sibling in difflib.get_close_matches(end, siblings, n=1)]
+    if not near and not siblings:
+        near = [known for known in difflib.get_close_matches(name, names, n=1) if not name.startswith(f"{known}.")]
     if near:
         return f"did you mean {near[0]}?"
-    return f"keys of {group}: {', '.join(beside)}" if beside else "see `titanlab train --cfg job` for all keys"
+    return f"keys of {group}: {', '.join(siblings)}" if siblings else "see `titanlab train --cfg job` for all keys"
 
 
 def unknown_key(key: str, value: object) -> ConfigError:
@@ -95,7 +95,7 @@ def _keys(schema: type, prefix: str, option: Option | None) -> Iterator[Key]:
         name = prefix + field.name
         inner: Any = declared[field.name]
         yield Key(name=name, declared=inner, default=_default(field), option=option)
-        # The recipe's own dataclasses are groups, whose options come by themselves.
+        # Dataclasses in the recipe itself are groups; `known_keys` adds the keys of their options.
         if isinstance(inner, type) and dataclasses.is_dataclass(inner) and option is not None:
             yield from _keys(inner, f"{name}.", option)
 
@@ -111,7 +111,7 @@ def _default(field: dataclasses.Field[Any]) -> str | None:
         return str(value).lower()
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
-    # An empty text, or the sign for a value that must be given, is nothing to try.
+    # An empty text and `???` (OmegaConf's sign for a missing value) are no values to suggest.
     return str(value) if isinstance(value, int | float | str) and value not in ("", "???") else None
 
 

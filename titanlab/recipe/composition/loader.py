@@ -1,6 +1,6 @@
-"""Composes recipes: Hydra as a function from overrides to a config, without a job, a folder or a log.
+"""Composes recipes from overrides with Hydra's public API, without Hydra's jobs, folders and logs.
 
-Single runs and the points of sweeps are composed here, on Hydra's public API.
+Single runs and the points of sweeps are composed here.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _CONSTANTS = ("true", "false", "null", "nan", "inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """What Hydra composed.
+    """A composition by Hydra.
 
     Attributes:
-        config: of the recipe.
-        whole: the same with Hydra's own part.
+        config: the recipe's config.
+        whole: the config with Hydra's own part.
         choices: option by group.
-        asks_hydra: some value is `${hydra:…}`.
+        asks_hydra: whether a value contains `${hydra:…}`.
     """
 
     config: DictConfig
@@ -53,11 +53,11 @@ class Composed:
 
 
 class Loader:
-    """Composes with the overrides and the flags of one command line.
+    """Composes recipes with the flags and the overrides of one command line.
 
     Args:
         flags: the command line.
-        overrides: those of its overrides that all points share.
+        overrides: the overrides that all points share.
     """
 
     def __init__(self, flags: Flags, overrides: Sequence[str]) -> None:
@@ -68,22 +68,22 @@ class Loader:
         self._hydra = _hydra_loader(flags)
         self._known_choices: Mapping[str, Any] = {}
         self._is_group = functools.cache(self._find_group)
-        self._fills_own_group = functools.cache(self._look_into)
+        self._fills_own_group = functools.cache(self._has_own_keys_only)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """Hydra's own reading of overrides.
+        """The overrides as Hydra parses them.
 
         Raises:
-            ConfigError: one of them is none.
+            ConfigError: one of them cannot be parsed.
         """
         with composition_errors(overrides, self._flags.values):
             return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(overrides))
 
     def recipe(self) -> Recipe | None:
-        """The recipe that the overrides describe; None where they, or a file of theirs, ask for several.
+        """The recipe that the overrides describe; None if they, or a config file, ask for several (multirun).
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the recipe cannot be composed, or breaks its schema.
         """
         composed = self.compose(())
         check_files(composed.whole, self._flags.values)
@@ -94,7 +94,7 @@ class Loader:
 
     @contextlib.contextmanager
     def answers_hydra(self, composed: Composed) -> Iterator[None]:
-        """Have `${hydra:…}` mean this composition within the block."""
+        """Make `${hydra:…}` refer to this composition within the block."""
         if not composed.asks_hydra:
             yield
             return
@@ -109,25 +109,25 @@ class Loader:
             global_config.cfg = before
 
     def base(self) -> DictConfig:
-        """What all points share, before anything is swept: Hydra's part of it says what the sweep is.
+        """The config that all points share; Hydra's part of it describes the sweep.
 
-        Values are left out, which may be those of a group that is swept.
+        Overrides of single values are left out, because their keys may exist only in a swept option.
 
         Raises:
-            ConfigError: it cannot be composed.
+            ConfigError: the config cannot be composed.
         """
         parsed = self.parse(self.overrides)
-        kept = [text for text, each in zip(self.overrides, parsed, strict=True) if self._is_of_defaults(each)]
+        kept = [text for text, override in zip(self.overrides, parsed, strict=True) if self._changes_defaults(override)]
         composed = self._compose(kept)
         check_files(composed.whole, self._flags.values)
         self._known_choices = composed.choices
         return composed.whole
 
     def compose(self, overrides: Sequence[str]) -> Composed:
-        """The composition of these overrides, behind those that all points share.
+        """The composition of the shared overrides followed by these overrides.
 
         Raises:
-            ConfigError: Hydra cannot.
+            ConfigError: Hydra cannot compose them.
         """
         return self._compose([*self.overrides, *overrides])
 
@@ -137,8 +137,8 @@ class Loader:
 
     def options(self, group: str) -> list[str]:
         """Names of a group's options."""
-        # Schemas are there for YAMLs to build on.
-        return [each for each in self._hydra.get_group_options(group) if not each.endswith("schema")]
+        # Schemas are no options: YAML files name them in their defaults.
+        return [option for option in self._hydra.get_group_options(group) if not option.endswith("schema")]
 
     def choices_of(self, point: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         """The options that a point chooses, by group."""
@@ -149,23 +149,23 @@ class Loader:
         return [(key, value) for key, value in point.items() if not self.is_group(key)]
 
     def overrides_of(self, point: Mapping[str, Any]) -> list[str]:
-        """A point as Hydra takes it."""
+        """The overrides that set a point's values."""
         return [self._sign(key) + override_text(key, value) for key, value in point.items()]
 
     def is_own(self, group: str, option: str) -> bool:
-        """Whether all that an option does is to fill its own group."""
+        """Whether an option sets keys of its own group only."""
         return "/" not in group and "@" not in group and self._fills_own_group(f"{group}/{option}")
 
     def _find_group(self, key: str) -> bool:
         return "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
 
     def _read(self, path: str) -> ConfigResult | None:
-        """A config as its file has it; None where there is none of that name."""
+        """A config as Hydra reads it from its file; None if there is no config of that name."""
         sources = (source for source in self._hydra.get_sources() if source.is_config(path))
         source = next(sources, None)
         return None if source is None else source.load_config(path)
 
-    def _look_into(self, path: str) -> bool:
+    def _has_own_keys_only(self, path: str) -> bool:
         group = path.partition("/")[0]
         result = self._read(path)
         if result is None or result.header.get("package") not in (None, group, "_group_"):
@@ -181,12 +181,12 @@ class Loader:
                 return False
         return True
 
-    def _is_of_defaults(self, override: Override) -> bool:
+    def _changes_defaults(self, override: Override) -> bool:
         key = override.key_or_group
         return override.is_hydra_override() or override.package is not None or self.is_group(key)
 
     def _sign(self, key: str) -> str:
-        """A group that is in no defaults list, such as recipe, has to be added."""
+        """`+` for a group that is in no defaults list, such as `recipe`; else empty."""
         return "+" if self.is_group(key) and key not in self._known_choices else ""
 
     def _compose(self, overrides: Sequence[str]) -> Composed:
@@ -197,8 +197,9 @@ class Loader:
         with read_write(config), open_dict(config):
             del config["hydra"]
         assert isinstance(choices, dict)
-        asks = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
-        return Composed(config=config, whole=whole, choices={str(k): v for k, v in choices.items()}, asks_hydra=asks)
+        asks_hydra = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
+        by_group = {str(group): option for group, option in choices.items()}
+        return Composed(config=config, whole=whole, choices=by_group, asks_hydra=asks_hydra)
 
 
 def _hydra_loader(flags: Flags) -> ConfigLoader:
@@ -222,7 +223,7 @@ def _hydra_loader(flags: Flags) -> ConfigLoader:
 
 
 def override_text(key: str, value: Any) -> str:
-    """`key=value` as Hydra's grammar has it."""
+    """`key=value` in Hydra's grammar of overrides."""
     return f"{key}={_value_text(value)}"
 
 

@@ -1,4 +1,4 @@
-"""Composed configs as recipes: schemas and folders that Hydra is shown, and what a config has to be to be a recipe."""
+"""Registers schemas and config folders with Hydra, and converts composed configs to recipes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titanlab.recipe.recipe import Recipe
 
 
 def register() -> None:
-    """Make schemas and the folders of other packages known to Hydra, and have it run no code of a YAML."""
+    """Register schemas and folders of other packages with Hydra, and keep it from running code that a YAML names."""
     hydra_internal.replace_sources()
     strangers.replace_resolvers()
     store = ConfigStore.instance()
@@ -35,7 +35,7 @@ def register() -> None:
     for group, kinds in discover().items():
         for option in kinds.values():
             if store.get_type(f"{group}/{option.schema_name}.yaml") is not ObjectType.CONFIG:
-                # Made when it is read: a composition uses a dozen of four dozen.
+                # An empty node: `StructuredConfigSource` makes the real one when a composition uses it.
                 store.store(group=group, name=option.schema_name, node={})
     Plugins.instance().register(PackagesOnSearchPath)
 
@@ -48,15 +48,14 @@ def conf_folder() -> Path:
 
 
 def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) -> Recipe:
-    """A composed config as dataclasses; no DictConfig goes further than this.
+    """Convert a composed config to dataclasses; from here on no code uses a DictConfig.
 
     Args:
-        choices: option by group, as they were composed.
-        name: of the config that was composed, for messages.
+        choices: the composed option of each group.
+        name: name of the composed config, for errors.
 
     Raises:
-        ConfigError: a value breaks its schema's rule, a key that was added belongs to no schema, or a group's
-            value was made without one.
+        ConfigError: a value breaks its schema's rule, an added key belongs to no schema, or a group has no schema.
     """
     if OmegaConf.get_type(config) is not Recipe:
         raise ConfigError("--config-name", name, "composes no recipe", "begin its defaults with recipe_schema")
@@ -72,10 +71,10 @@ def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) 
 
 
 def to_group(node: DictConfig, group: str, kinds: Mapping[str | None, Option]) -> Any:
-    """The node of one group as the dataclass of its schema.
+    """Convert the node of one group to the dataclass of its schema.
 
     Raises:
-        ConfigError: a value breaks a rule, as `to_recipe` has it.
+        ConfigError: in the same cases as `to_recipe`.
     """
     _check_schema(OmegaConf.get_type(node), group, kinds, None)
     config = OmegaConf.to_object(node)
@@ -85,15 +84,15 @@ def to_group(node: DictConfig, group: str, kinds: Mapping[str | None, Option]) -
 
 
 class PackagesOnSearchPath(SearchPathPlugin):
-    """Adds the folders with which other packages extend our groups, and the one that `--config-dir` names."""
+    """Adds the folders with which other packages extend titanlab's groups, and the folder of `--config-dir`."""
 
-    # Hydra makes the plugin itself, without arguments.
+    # A class attribute, because Hydra makes the plugin itself, without arguments.
     _folder: ClassVar[str | None] = None
 
     @classmethod
     @contextlib.contextmanager
     def extended_by(cls, folder: str | None) -> Iterator[None]:
-        """Have search paths that are made within the block end with a folder."""
+        """Append a folder to each search path that is made within the block."""
         cls._folder = folder
         try:
             yield
@@ -101,7 +100,7 @@ class PackagesOnSearchPath(SearchPathPlugin):
             cls._folder = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append them behind our own."""
+        """Append the folders after titanlab's own."""
         for package in conf_packages():
             search_path.append(provider=package, path=f"pkg://{package}")
         if self._folder is not None:
@@ -109,7 +108,7 @@ class PackagesOnSearchPath(SearchPathPlugin):
 
 
 def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Option], choice: str | None) -> None:
-    """Check that a group's value is of one of its schemas: others have no code."""
+    """Check that a group's value has one of the group's schemas, which have implementations."""
     if schema not in [option.schema for option in kinds.values()]:
         names = " or ".join(f"[{option.schema_name}, _self_]" for option in kinds.values())
         raise ConfigError(
@@ -118,7 +117,7 @@ def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Op
 
 
 def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> None:
-    """Check that a group's `kind` is that of its schema: it is there for those who read a frozen recipe."""
+    """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, and selects nothing."""
     expected = next((option.kind for option in kinds.values() if option.schema is type(config)), None)
     given = getattr(config, "kind", expected)
     if given != expected:
@@ -127,7 +126,7 @@ def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> 
 
 
 def _check_keys(node: Any, prefix: str) -> None:
-    """Check that every key belongs to a schema: `+key=value` adds others, which nothing would read."""
+    """Check that every key belongs to a schema: `+key=value` can add keys that nothing reads."""
     fields = {field.name for field in dataclasses.fields(node)}
     for name, value in vars(node).items():
         if name not in fields:

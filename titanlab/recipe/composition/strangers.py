@@ -1,9 +1,9 @@
-"""What a YAML must not ask for: code, and environment variables. Options may come from anybody.
+"""Keeps configs, which may come from strangers, from running code and from reading environment variables.
 
-Hydra makes objects of whatever `_target_` names (callbacks, launchers, sweepers), and its logging of whatever `class`,
-`()` and `ext://` name; `pkg://` in its search path imports a module. OmegaConf's `oc.env` reads any variable, and
-`oc.create` and `oc.decode` make keys of text. None of that is needed by a recipe. Hydra's block-list of modules knows
-some names, and says another key.
+Hydra calls whatever `_target_` names (callbacks, launchers, sweepers), and its logging whatever `class`, `()` and
+`ext://` name; `pkg://` in its search path imports a module. OmegaConf's `oc.env` reads any variable, and `oc.create`
+and `oc.decode` make configs from text. A recipe needs none of this. Hydra has a list of blocked modules of its own,
+but the list is incomplete and its error names another key.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ VARIABLES = (
     *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "XDG_CACHE_HOME"),
     *("TITANLAB_CACHE", "HF_HOME", "SLURM_JOB_ID", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME"),
 )
-"""Environment variables that `${oc.env:NAME}` may read: none of them holds a secret."""
+"""Environment variables that `${oc.env:NAME}` may read; none of them contains a secret."""
 _TARGET = "_target_"
-# What Hydra's own logging is made of.
+# Classes that Hydra's own logging configs name.
 _LOGGING = ("StreamHandler", "FileHandler", "NullHandler", "Formatter", "Filter")
 _CLASSES = tuple(f"logging.{name}" for name in _LOGGING)
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
@@ -36,7 +36,7 @@ _CURE = "leave it out; code comes as an option of a package: docs/models-of-your
 
 
 def replace_resolvers() -> None:
-    """Have OmegaConf read no environment variable but those of `VARIABLES`, and make no config of text, from now on."""
+    """Make OmegaConf read only the environment variables in `VARIABLES`, and make no config from text."""
     OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
     for name in ("oc.create", "oc.decode"):
         OmegaConf.register_new_resolver(name, _refuse_making(name), replace=True)
@@ -46,31 +46,30 @@ def check_overrides(overrides: Sequence[str]) -> None:
     """Check overrides by the rules for a YAML; Hydra reports those that cannot be read.
 
     Raises:
-        ConfigError: one names code, or a package to import.
+        ConfigError: an override names code, or a package to import.
     """
     for text in overrides:
         key, _, typed = text.partition("=")
         key = key.lstrip("+~")
         if key.partition("@")[0] in [f"hydra.{name}.{_TARGET}" for name in _STARTERS]:
-            raise _starts_by_itself(key, typed)
+            raise _own_start_error(key, typed)
         try:
             (override,) = OverridesParser.create().parse_overrides([text])
-            values = list(_given_values(override.value()))
+            values = list(_values(override.value()))
         except (HydraException, ValueError, TypeError, AttributeError):
             continue
         for value in values:
             if key == "hydra.searchpath":
                 check_search_path(value)
-            # A mapping's keys may be texts with quotes.
-            for path, found in _code(value, key, within_hydra=key.startswith("hydra")):
-                raise ConfigError(path, found, _RULE, _CURE)
+            for path, code in _code(value, key, within_hydra=key.startswith("hydra")):
+                raise ConfigError(path, code, _RULE, _CURE)
 
 
-def _given_values(value: Any) -> Iterator[Any]:
-    """What is given for a key: one value, or those of `choice(…)`. A range has numbers only, perhaps billions."""
+def _values(value: Any) -> Iterator[Any]:
+    """The values given for a key, also those in `choice(…)`; not those of a range: only numbers, perhaps billions."""
     if isinstance(value, ChoiceSweep):
-        for each in value.list:
-            yield from _given_values(each)
+        for choice in value.list:
+            yield from _values(choice)
     elif not isinstance(value, Sweep):
         yield value
 
@@ -79,19 +78,19 @@ def check_file(content: Any, group: str, option: str, file: str) -> None:
     """Check the content of a YAML.
 
     Raises:
-        ConfigError: it names code.
+        ConfigError: the YAML names code.
     """
     for path, value in _code(content, "", within_hydra=True):
         if group in [f"hydra/{name}" for name in _STARTERS]:
-            raise _starts_by_itself(group, option)
+            raise _own_start_error(group, option)
         raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
 
 
 def check_search_path(entries: Any) -> None:
-    """Check what Hydra is to search for configs.
+    """Check the entries of Hydra's search path.
 
     Raises:
-        ConfigError: an entry is a package that would be imported, and is not one of options.
+        ConfigError: an entry names a package, which Hydra would import, and the package has no options of titanlab.
     """
     for entry in entries if isinstance(entries, list) else [entries]:
         text = entry.text if isinstance(entry, QuotedString) else str(entry)
@@ -101,9 +100,10 @@ def check_search_path(entries: Any) -> None:
 
 
 def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, Any]]:
-    """Keys, with their values, by which a config would have code run."""
+    """Keys, with their values, by which a config would run code."""
     if isinstance(node, QuotedString):
         node = node.text
+    # A key of a mapping in an override may have quotes.
     last = path.rpartition(".")[2].strip("'\"")
     if last in (_TARGET, "()") or (within_hydra and last == "class" and node not in _CLASSES):
         yield path, node
@@ -117,13 +117,13 @@ def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, An
         yield path, node
 
 
-def _starts_by_itself(key: str, value: str) -> ConfigError:
+def _own_start_error(key: str, value: str) -> ConfigError:
     rule = "would run the points by itself, and here all are planned and submitted together"
     return ConfigError(key, value, rule, "leave it out, and choose with launch=local or launch=slurm")
 
 
 def _variable(name: str, default: Any = None) -> Any:
-    """`${oc.env:NAME}` and `${oc.env:NAME,default}`."""
+    """The resolver of `${oc.env:NAME}` and `${oc.env:NAME,default}`."""
     if name not in VARIABLES:
         rule = "a variable of the environment may be a secret, and recipes are written down and sent to trackers"
         raise ConfigError("oc.env", name, rule, "give the value itself; docs/configuration.md lists what may be read")

@@ -1,4 +1,4 @@
-"""The node `hydra/sweeper: space`: what a sweep's file says of its points. Data only; Hydra starts nothing of it."""
+"""Schema of `hydra/sweeper: space`, the points of a sweep file. titanlab reads it; Hydra's sweepers do not run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Space:
-    """A space of recipes; `titanlab.sweep.study.space` holds the grammar, and says what is wrong with one.
+    """A space of recipes; `titanlab.sweep.study.space` parses and checks it.
 
     Attributes:
-        space: a mapping with one of `product`, `zip` and `list`; null: only what the command line sweeps.
-        where: conditions that a point has to meet, such as `parallelism.tensor <= 8`; null: none.
+        space: a mapping with one of `product`, `zip` and `list`; null: only the values swept on the command line.
+        where: conditions that a point must meet, such as `parallelism.tensor <= 8`; null: none.
         repeats: runs of every point, numbered by the recipe's `repeat`.
     """
 
