@@ -53,11 +53,11 @@ class Layout:
     """The degrees of every axis; their product is the world size.
 
     Attributes:
-        pipeline: processes that each hold a part of the layers.
+        pipeline: processes that each have a part of the layers.
         replicate: copies of the whole (possibly sharded) model that train on different sequences.
         shard: processes over which parameters, gradients and optimizer state are sharded.
-        context: processes that each hold a part of every sequence.
-        tensor: processes that each hold a part of every layer.
+        context: processes that each have a part of every sequence.
+        tensor: processes that each have a part of every layer.
     """
 
     pipeline: int = 1
@@ -140,11 +140,11 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
         if degree < 1 and degree != -1:
             raise ConfigError(f"parallelism.{axis}", degree, "a degree is at least 1, or -1 for the rest", "try 1")
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
-    known = math.prod(degree for degree in degrees.values() if degree != -1)
+    product = math.prod(degree for degree in degrees.values() if degree != -1)
     if not open_axes:
-        if world is not None and known != world:
-            rule = f"the degrees make {known} ({_product(degrees)})"
-            raise ConfigError("world", world, rule, f"try world={known}, or a degree of -1 for the rest")
+        if world is not None and product != world:
+            rule = f"the degrees make {product} ({_product(degrees)})"
+            raise ConfigError("world", world, rule, f"try world={product}, or a degree of -1 for the rest")
         return Layout(**degrees)
     axis = open_axes[0]
     key = f"parallelism.{axis}"
@@ -158,14 +158,14 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
         )
     if world is None:
         raise ConfigError(key, -1, "says 'the rest' of a world whose size is not given", f"try world=2, or {key}=2")
-    if world % known:
+    if world % product:
         raise ConfigError(
             "world",
             world,
-            f"the other degrees make {known}, which does not divide it",
-            f"try world={known * max(1, world // known)}",
+            f"the other degrees make {product}, which does not divide it",
+            f"try world={product * max(1, world // product)}",
         )
-    return Layout(**{**degrees, axis: world // known})
+    return Layout(**{**degrees, axis: world // product})
 
 
 def _product(degrees: dict[str, int]) -> str:

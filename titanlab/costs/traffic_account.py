@@ -214,16 +214,16 @@ def _context_of(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> N
     after, before = ranks - 1 - here, here
     if step.context_method == "all_gather":
         traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=2 * times)
-        given_back = 2 * (after * whole + before * half)
-        traffic.add(axis, "all_to_all", given_back, ranks=ranks, times=times, own=0)
+        returned = 2 * (after * whole + before * half)
+        traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
         return
     # A rank first sends its own block, then the blocks that arrive; of blocks of ranks before it, only the first half.
     sent = [half] * (ranks - 1) if here == 0 else [whole] * min(after + 1, ranks - 1) + [half] * (before - 1)
     received = [whole] * after + [half] * before
-    for size in sent + sent + received:  # forward, backward, and gradients of what was received
+    for size in sent + sent + received:  # forward, backward, and gradients of the received blocks
         traffic.add(axis, "send", size, ranks=ranks, times=2 * times)
-    given = [whole] * before + [half] * after
-    for size in received + received + given:
+    own_gradients = [whole] * before + [half] * after
+    for size in received + received + own_gradients:
         traffic.add(axis, "recv", size, ranks=ranks, times=2 * times)
 
 

@@ -58,7 +58,7 @@ class StepTimes:
         self._paused += seconds
 
     def advice(self, key: str, limit: float | None) -> str:
-        """How long steps took, and what to set if this one was only slow.
+        """A text with step times, and the setting to try if this step was only slow.
 
         Args:
             key: config key of the limit that was reached.

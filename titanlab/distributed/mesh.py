@@ -75,7 +75,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     axes, folded = layout.fsdp_axes, {}
     if len(axes) > 1:
         degrees = tuple(layout.degrees()[name] for name in axes)
-        # Private, the same in torch 2.10 to 2.13. The public way, slicing a flattened dimension, is deprecated.
+        # Private, the same in torch 2.10 to 2.13. The public method, slicing a flattened dimension, is deprecated.
         unfolded = root[layout.fsdp_name]._unflatten(0, degrees, axes)
         folded = {name: unfolded[name] for name in axes}
     return Mesh(layout=layout, root=root, folded=folded)

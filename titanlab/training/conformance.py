@@ -42,19 +42,20 @@ def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[st
     sizes = {"batch": batch, "seq_len": seq_len}
     block, edges = config.block_operations(**sizes), config.edge_operations(**sizes)
     values = config.initial_values()
-    faults = [*_parameters(model, account, values), *_pieces(model, account), *_plan(model, account)]
-    if not faults:
+    lines = [*_parameters(model, account, values), *_pieces(model, account), *_plan(model, account)]
+    if not lines:
         # These checks need the parameters, pieces and plan to be correct.
-        faults += [*_operations(model, account, block, edges, **sizes), *_per_token(account, block, edges, **sizes)]
-        faults += _stages(lambda: builder.build(seq_len=seq_len), account, values, **sizes)
-    return faults
+        lines += [*_operations(model, account, block, edges, **sizes), *_per_token(account, block, edges, **sizes)]
+        lines += _stages(lambda: builder.build(seq_len=seq_len), account, values, **sizes)
+    return lines
 
 
 def _parameters(model: nn.Module, account: ModelAccount, values: Any) -> Iterator[str]:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name in (*shapes, *(set(account.parameters) - set(shapes))):
-        if shapes.get(name) != account.parameters.get(name):
-            yield f"parameters: {name} is {shapes.get(name)} in the module, {account.parameters.get(name)} in the account"
+        shape, declared = shapes.get(name), account.parameters.get(name)
+        if shape != declared:
+            yield f"parameters: {name} is {shape} in the module, {declared} in the account"
     if list(shapes) != list(account.parameters) and not shapes.keys() ^ account.parameters.keys():
         yield "parameters: the account has them in another order than the module"
     for name in model.state_dict().keys() - shapes.keys():

@@ -64,7 +64,7 @@ def rebuild(run: RunFolder) -> Record:
         files.put_aside(run.path, old, keep=False)
         files.put_aside(run.path, before - old, keep=True)
         (place,) = (str(path.relative_to(run.path)) for path in new)
-        # `wanted`: the mode that the recipe asked for, which this offline record does not have.
+        # The mode that the run's attempts asked for, not that of the rebuild.
         modes = [record.wanted for record in records(run).values()] or [made.wanted]
         made = replace(made, rebuilt=True, wanted=modes[-1], folder=place)
         write_record(described.record, made)
