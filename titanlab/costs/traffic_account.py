@@ -203,10 +203,10 @@ def _context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traff
     """Keys and values in forward and backward, and their gradients."""
     if step.layout.context > 1:
         for block in (piece for piece in pieces if piece.startswith("layers.")):
-            _context_of(step, block, rank, traffic)
+            _context_of_block(step, block, rank, traffic)
 
 
-def _context_of(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
+def _context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
     ranks, here, account = step.layout.context, rank.context, step.account
     axis, times = step.axis("context"), step.microbatches
     whole = step.tokens * account.kv_heads // step.layout.tensor * account.head_dim * _element(step, block)

@@ -23,17 +23,11 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Parts(NamedTuple):
-    """The functions of a split loss that compute without communication; each may be compiled.
+    """The functions of a split loss that compute without communication; each may be compiled."""
 
-    Attributes:
-        own: see `_own`; runs before the all-gather.
-        whole: see `_whole`; runs after it.
-        slope: see `_slope`; the backward.
-    """
-
-    own: Callable[..., Any]
-    whole: Callable[..., Any]
-    slope: Callable[..., Any]
+    own: Callable[..., Any]  # before the all-gather
+    whole: Callable[..., Any]  # after it
+    slope: Callable[..., Any]  # backward
 
 
 class SplitLoss:

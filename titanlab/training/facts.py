@@ -40,7 +40,7 @@ def work(recipe: Recipe, device: torch.device) -> Work:
 def start_rows(
     recipe: Recipe, run: RunFolder, device: torch.device, constants: Work, position: Position
 ) -> list[tuple[str, object]]:
-    """The table at the start."""
+    """The rows of the table at the start."""
     account = model_account(recipe)
     training = recipe.training
     vocabulary = grouped(account.vocab_size)
@@ -79,7 +79,7 @@ def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
 
 
 def end_rows(outcome: Outcome, run: RunFolder) -> list[tuple[str, object]]:
-    """The panel at the end."""
+    """The rows of the panel at the end."""
     figures = outcome.metrics
     rows: list[tuple[str, object]] = [("steps", f"{grouped(outcome.step)} of {grouped(outcome.steps or 0)}")]
     if outcome.cause:

@@ -21,13 +21,13 @@ def tracker_gap(run: RunFolder) -> str | None:
     if rebuilt is not None:
         by_attempt = {attempt: record for attempt, record in by_attempt.items() if attempt > rebuilt.attempt}
     unfinished = {attempt: record for attempt, record in by_attempt.items() if record.state != FINISHED}
-    everything = [*by_attempt.values(), *([] if rebuilt is None else [rebuilt])]
-    kind = next((record.kind for record in everything), "")
+    all_records = [*by_attempt.values(), *([] if rebuilt is None else [rebuilt])]
+    kind = next((record.kind for record in all_records), "")
     if unfinished:
         gap = _unfinished(run, unfinished)
     elif left_out := sum(record.left_out for record in by_attempt.values()):
         gap = f"lacks {left_out} rows, for it could not keep up"
-    elif any(record.wanted == "online" for record in everything) and waiting_files(run):
+    elif any(record.wanted == "online" for record in all_records) and waiting_files(run):
         return f"{kind}: written offline, not uploaded; titanlab sync {shown_path(run.path)}"
     else:
         return None
