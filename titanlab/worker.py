@@ -26,7 +26,7 @@ from titanlab.data import source
 from titanlab.distributed.host import cores
 from titanlab.distributed.ranks import ALONE, Ranks, joined
 from titanlab.distributed.silence import hangs_of_others
-from titanlab.distributed.stop import stop_request, told_request
+from titanlab.distributed.stop import request_from_lines, stop_request
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import Outcome, exit_code, from_exception
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config_line = sys.stdin.readline() if rest == ["-"] else None
     # From here on, a stop request waits until the first step ends, or until a failure is recorded.
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(told_request(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
+        stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         try:
             config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
             recipe = from_mapping(config)

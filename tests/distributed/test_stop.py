@@ -10,13 +10,13 @@ import pytest
 
 from tests.until import until
 from titanlab.distributed import stop
-from titanlab.distributed.stop import STOP_SIGNALS, STOPS, signal_for, stop_line, stop_request, told_request
+from titanlab.distributed.stop import STOP_SIGNALS, STOPS, request_from_lines, signal_for, stop_line, stop_request
 from titanlab.records.outcome import OutcomeKind
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_sets_the_flag_and_one_that_is_no_echo_ends(number, monkeypatch):
-    monkeypatch.setattr(stop, "ONE_WISH_SECONDS", 0.2)
+    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 0.2)
     before = signal.getsignal(number)
     with stop_request() as request:
         assert request.signal == 0
@@ -45,7 +45,7 @@ def test_outside_the_main_thread_nothing_is_caught():
 @pytest.mark.parametrize("kind", [OutcomeKind.CANCELLED, OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME])
 def test_a_line_sets_the_flag(kind):
     assert STOPS[signal_for(kind)] is kind
-    with _pipe() as (lines, say), told_request(lines) as request:
+    with _pipe() as (lines, say), request_from_lines(lines) as request:
         assert (request.signal, request.cause) == (0, None)
         say("nonsense\n" + stop_line(kind, "why"))
         until(lambda: request.signal)
@@ -53,12 +53,12 @@ def test_a_line_sets_the_flag(kind):
 
 
 def test_the_end_of_the_lines_is_a_wish_and_keeps_an_earlier_one():
-    with _pipe() as (lines, say), told_request(lines) as request:
+    with _pipe() as (lines, say), request_from_lines(lines) as request:
         say(None)
         until(lambda: request.signal)
         assert request.signal == signal.SIGTERM
         assert "is gone" in request.cause
-    with _pipe() as (lines, say), told_request(lines) as request:
+    with _pipe() as (lines, say), request_from_lines(lines) as request:
         say(stop_line(OutcomeKind.CANCELLED, "why"))
         say(None)
         until(lambda: request.signal)

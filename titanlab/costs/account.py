@@ -1,6 +1,6 @@
-"""Accounts: what a part declares about itself as torch-free data.
+"""Accounts: torch-free data that a model declares about its parameters, operations and activations.
 
-The planner, the trainer and the tests read the same account; tests hold it to the real modules.
+The planner, the trainer and the tests read the same account; tests compare it with the real modules.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup"]
-# What a tensor-parallel rank has of a tensor: its tokens of the residual stream if that is shared out (else all), its
-# heads or columns, or all of it.
+# A tensor-parallel rank's part of a tensor: `stream`: its tokens if the residual stream is cut, else all; `part`: its
+# heads or columns; `whole`: all of it.
 Cut = Literal["stream", "part", "whole"]
-# The input of a block, which the block before it has computed.
+# Name of a block's input, which the previous block has computed.
 HIDDEN = "hidden"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """A tensor of a block's forward pass that may have to stay until its backward.
+    """A tensor of a block's forward pass that may have to be kept until the backward.
 
     Attributes:
         name: of the tensor in its block; activations of one name are one tensor.
         shape: over all ranks, of one microbatch.
-        cut: what a tensor-parallel rank has of it.
-        element_bytes: where it is not an element of the compute precision: 4 for statistics in float32.
-        copy_of: name of the tensor of which it is a copy in another precision; where both are as wide there is no copy.
-        accelerator: the only one on which it exists; empty: on all.
+        cut: a tensor-parallel rank's part of it.
+        element_bytes: bytes of an element, such as 4 for float32 statistics; None: those of the compute precision.
+        copy_of: name of the tensor of which it is a copy in another precision; with equal widths there is no copy.
+        accelerator: the only one on which it exists; empty: all.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Activation:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator of torch inside an operation: what a policy can name.
+    """One operator of torch inside an operation, which a checkpointing policy can name.
 
     Attributes:
-        names: of the operator, as torch prints it (`aten.mm.default`); several where one of them is chosen by device.
-        results: what it returns, in memory of its own.
+        names: of the operator, as torch prints it (`aten.mm.default`); several if the device decides which one runs.
+        results: the tensors that it returns, with their own memory.
     """
 
     names: tuple[str, ...]
@@ -55,13 +55,13 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one rank has of a block's activations.
+    """One rank's share of a block's activations.
 
     Attributes:
         element_bytes: of an element in the compute precision.
-        accelerator: `cpu` or `cuda`; kernels differ in what they keep.
+        accelerator: `cpu` or `cuda`; their kernels keep different tensors.
         tensor, context: degrees.
-        sequence_parallel: with tensor > 1, the residual stream is shared out too.
+        sequence_parallel: with tensor > 1, the residual stream is cut too.
     """
 
     element_bytes: int
@@ -89,13 +89,13 @@ class Operation:
     """One operation of a forward pass, for given batch and sequence.
 
     Attributes:
-        name: where it happens, as a path in the module: `attention.wq`, `feed_forward.silu`.
-        kind: what bounds it: matrix multiplication, attention, or moving bytes.
+        name: path in the module: `attention.wq`, `feed_forward.silu`.
+        kind: what bounds it: matrix multiplication, attention, or memory bandwidth.
         flops: forward floating-point operations (a multiply–add counts as two); attention counts
-            the full square, without a causal discount. Zero where moving bytes dominates.
-        output: shape of what it produces, `[batch, seq, …]`.
-        keeps: what autograd keeps of it for the backward pass, but for parameters and buffers of the whole model.
-        operators: of torch inside it, that make something, in the order in which they run.
+            the full square, without a causal discount. Zero if memory bandwidth dominates.
+        output: shape of its result, `[batch, seq, …]`.
+        keeps: tensors that autograd keeps of it for the backward pass, except parameters and buffers of the model.
+        operators: torch's operators inside it that allocate results, in the order in which they run.
     """
 
     name: str
@@ -111,18 +111,18 @@ class Operation:
 
 
 def block_input(block: Sequence[Operation]) -> Activation:
-    """The input of a block, which has the shape of its output; the output of the block before is the same tensor."""
+    """The input of a block, which has the shape of its output and is the output of the previous block."""
     return Activation(name=HIDDEN, shape=block[-1].output)
 
 
 def kept(block: Iterable[Operation]) -> list[Activation]:
-    """All that autograd keeps of a block's operations; a tensor that several keep is named by each."""
+    """All activations that autograd keeps of a block; a tensor that several operations keep appears several times."""
     return [activation for operation in block for activation in operation.keeps]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """How one parameter starts, as data; `titanlab.weights.initialise` computes the values.
+    """The distribution of a parameter's initial values; `titanlab.weights.initialise` computes the values.
 
     Attributes:
         kind: `normal` (truncated at three standard deviations), `ones` or `zeros`.
@@ -146,13 +146,13 @@ class ModelAccount:
         kv_heads: key/value heads.
         dim: width of the residual stream.
         vocab_size: rows of the embedding.
-        lookups: names of other tables of which rows are looked up, such as one of positions.
-        pieces: top-level modules in the order of the forward pass, `layers.0` for a block: where a pipeline
-            may cut. Each takes what the one before it returns. Empty: the model cannot be cut.
-        attention: path in a block of the module that mixes positions, (q, k, v) → output, for q
-            [batch, heads, seq, head_dim]: what context parallelism replaces. Empty: there is none.
-        tensor_plan: how tensor parallelism treats a module: path → name of a style in
-            `titanlab.parallelism.tensor`; `layers.*` stands for every block. Empty: not at all.
+        lookups: names of other tables whose rows are looked up, such as learned positions.
+        pieces: top-level modules in the order of the forward pass, `layers.0` for a block: a pipeline may cut
+            between them. The output of a piece is the input of the next. Empty: the model cannot be cut.
+        attention: path in a block of the module that context parallelism replaces: (q, k, v) → output, for q
+            [batch, heads, seq, head_dim]. Empty: there is none.
+        tensor_plan: path of a module → name of its style in `titanlab.parallelism.tensor`; `layers.*` matches
+            every block. Empty: no tensor parallelism.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -176,15 +176,15 @@ class ModelAccount:
 
     @property
     def embedding_count(self) -> int:
-        """Scalars that are only looked up: those of tables, but for one that the head shares."""
+        """Number of scalars that are only looked up: those of all tables except a table shared with the head."""
         tables = {self.embedding, *self.lookups} - set(self.tied.values())
         return sum(math.prod(self.parameters[name]) for name in tables)
 
 
 def style_of(plan: Mapping[str, str], module: str) -> str:
-    """The style that a tensor plan gives to the module at a path, or nothing; `*` stands for one step of a path."""
+    """The style of the module at a path in a tensor plan, or an empty string; `*` matches one step of a path."""
     for pattern, style in plan.items():
-        # One step only, as there are equally many dots.
+        # Equally many dots, because fnmatch's `*` would match several steps.
         if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
             return style
     return ""

@@ -1,4 +1,4 @@
-"""FLOPs of training, from accounts; the convention in which model FLOPs utilisation is published."""
+"""FLOPs of training from accounts, by the usual convention for model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ def per_token(account: ModelAccount, *, seq_len: int) -> int:
 
     Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
     layer for H heads of width Q over T positions, without a discount for causality and without
-    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb are the tables, of tokens and, where a
-    model learns them, of positions, which are looked up, not multiplied; where the head is tied to
-    one, that multiplies, and is not subtracted. Norm weights and biases count in N, as is usual,
-    though they cost no matmul.
+    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb counts the tables of tokens and learned
+    positions, which are looked up, not multiplied; a table that is tied to the head multiplies, so it
+    is not subtracted. Norm weights and biases count in N, as usual, although they need no matmul.
     """
     weights = 6 * (account.parameter_count - account.embedding_count)
     attention = 12 * account.layers * account.heads * account.head_dim * seq_len

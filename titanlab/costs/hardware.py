@@ -1,8 +1,7 @@
-"""What datasheets say about devices: dense peaks, memory, links.
+"""Datasheet figures of devices: dense peaks, memory, links.
 
-Peaks are those of dense matrix products, half of what datasheets print "with sparsity". A figure
-without a source is not here, and a device that is not here has none: an MFU against a wrong peak is
-worse than no MFU.
+Peaks are those of dense matrix products, half of what datasheets print "with sparsity". Every figure has a
+source, and an unknown device has no peak: no MFU is better than an MFU against a wrong peak.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ _TORCHTITAN = "torchtitan, get_peak_flops"
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, or one die where software sees several.
+    """One device, or one die of a device that torch shows as several.
 
     Attributes:
-        name: for people.
-        words: words that its name has in torch (`torch.cuda.get_device_name`).
-        also: words that may stand beside them; any other word means another device.
-        peak_tflops: dense TFLOP/s by torch's name of the dtype; `tf32` beside them.
-        memory_gb: as the datasheet counts it, in 10⁹ or 2³⁰ bytes; a device reports a little less.
+        name: for display.
+        words: words that its name in torch (`torch.cuda.get_device_name`) contains.
+        also: words that its name may contain too; any other word means another device.
+        peak_tflops: dense TFLOP/s by torch's name of the dtype, and by `tf32`.
+        memory_gb: as in the datasheet, in 10⁹ or 2³⁰ bytes; a device reports a little less.
         memory_gb_per_second: bandwidth of that memory.
         link_gb_per_second: to the other devices of its node, in one direction.
-        source: where the figures were read.
+        source: source of the figures.
     """
 
     name: str
@@ -74,7 +73,7 @@ DEVICES = (
         name="A100 PCIe",
         words=("A100", "PCIE"),
         also=("40GB", "80GB"),
-        # The card has the SXM module's peak; the sources give it no other figure.
+        # It has the SXM module's peak in bfloat16; the sources have no other figure for it.
         peak_tflops={"bfloat16": 312},
         source=_TORCHTITAN,
     ),
@@ -89,7 +88,7 @@ DEVICES = (
     ),
     Device(
         name="H100 96 GB HBM2e",
-        # Nothing in this one's name tells it from the others: only the words they have and it has not.
+        # Its name differs from the other H100 names only by the words that it does not have.
         words=("H100",),
         peak_tflops={"bfloat16": 989},
         memory_gb=96,
@@ -149,7 +148,7 @@ DEVICES = (
         name="MI300X",
         words=("MI300X",),
         also=("INSTINCT", "OAM"),
-        # Its float8 has other formats (…fnuz), under which no one has asked for it yet.
+        # No fp8: its float8 formats (…fnuz) are not those of the table.
         peak_tflops=_peaks(1300, fp8=None, tf32=653.7, fp32=163.4),
         memory_gb=192,
         memory_gb_per_second=5300,
@@ -157,8 +156,9 @@ DEVICES = (
     ),
 )
 _VENDORS = frozenset({"NVIDIA", "AMD"})
-# Compute capability by one word of a name, of devices with and without figures above: parts of a device and its cousins
-# are as capable as it is. (NVIDIA, "CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus and its legacy page.)
+# Compute capability → words of device names, also of devices without figures above. One word is enough, because slices
+# and variants of a device have its capability. (NVIDIA, "CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus
+# and its legacy page.)
 _CAPABILITIES: Mapping[tuple[int, int], str] = {
     (6, 0): "P100",
     (7, 0): "V100",
@@ -176,8 +176,8 @@ _CAPABILITIES: Mapping[tuple[int, int], str] = {
 def find(name: str) -> Device | None:
     """The device with this name in torch, such as `NVIDIA H100 80GB HBM3`; None if it is not in the table.
 
-    A name matches with all of its words or not at all: `NVIDIA H200 NVL` is no H200, and a slice of
-    a device (`… MIG 1g.10gb`) is not that device.
+    All words of a name must match: `NVIDIA H200 NVL` is not an H200 SXM, and a slice of a device (`… MIG 1g.10gb`) is
+    not that device.
     """
     words = set(re.findall(r"[A-Z0-9]+", name.upper())) - _VENDORS
     for device in DEVICES:
@@ -197,7 +197,7 @@ def peak_flops(name: str, dtype: str) -> float | None:
 def compute_capability(name: str) -> tuple[int, int] | None:
     """NVIDIA's compute capability of the device with this name, such as (9, 0); None if it is not known."""
     words = set(re.findall(r"[A-Z0-9]+", name.upper()))
-    for capability, known in _CAPABILITIES.items():
-        if words & set(known.split()):
+    for capability, names in _CAPABILITIES.items():
+        if words & set(names.split()):
             return capability
     return None

@@ -1,4 +1,4 @@
-"""A layout: how many processes each axis of parallelism has."""
+"""A layout: the number of processes on each axis of parallelism."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from titanlab.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of parallelism, and what its ranks share.
+    """An axis of parallelism.
 
     Attributes:
         name: of its degree, in layouts and configs.
-        short: in labels and names of runs.
-        reads_data: its ranks read different sequences.
-        shards_parameters: FSDP2 shards parameters, gradients and optimizer state over its ranks. Such axes follow one
-            another, and are one dimension of the mesh where more than one has a degree above 1.
+        short: its name in labels and names of runs.
+        reads_data: whether its ranks read different sequences.
+        shards_parameters: whether FSDP2 shards parameters, gradients and optimizer state over its ranks. Such axes are
+            adjacent, and one dimension of the mesh if more than one has a degree above 1.
     """
 
     name: str
@@ -27,25 +27,25 @@ class Axis:
     shards_parameters: bool = False
 
 
-# Outermost first: neighbours in rank order, which share the fastest links, differ in the last axis. Everything that
-# needs the axes, their order or what they share asks here.
+# The only list of the axes. Outermost first: neighbours in rank order, which have the fastest links, differ in the last
+# axis.
 ALL_AXES = (
     Axis(name="pipeline", short="pp"),
     Axis(name="replicate", short="dp_r", reads_data=True),
     Axis(name="shard", short="dp_s", reads_data=True, shards_parameters=True),
-    # Its ranks share the work of a sequence; their gradients are summed as those of different sequences are.
+    # Its ranks share the work of a sequence; their gradients are summed like those of different sequences.
     Axis(name="context", short="cp", shards_parameters=True),
     Axis(name="tensor", short="tp"),
 )
 AXES = tuple(axis.name for axis in ALL_AXES)
 DATA_AXES = tuple(axis.name for axis in ALL_AXES if axis.reads_data)
 FSDP_AXES = tuple(axis.name for axis in ALL_AXES if axis.shards_parameters)
-# In labels the pipeline comes last, as the literature writes it.
+# In labels the pipeline comes last, as in the literature.
 SHORT = {axis.name: axis.short for axis in (*ALL_AXES[1:], ALL_AXES[0])}
 
 # How gradients of data-parallel ranks are summed.
 DataParallelism = Literal["ddp", "fsdp2", "none"]
-FOLD = "·"  # between the names of axes that are one dimension of the mesh
+FOLD = "·"  # between the names of axes that share one dimension of the mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class Layout:
     """The degrees of every axis; their product is the world size.
 
     Attributes:
-        pipeline: processes that each hold a part of the layers.
+        pipeline: processes that each have a part of the layers.
         replicate: copies of the whole (possibly sharded) model that train on different sequences.
         shard: processes over which parameters, gradients and optimizer state are sharded.
-        context: processes that each hold a part of every sequence.
-        tensor: processes that each hold a part of every layer.
+        context: processes that each have a part of every sequence.
+        tensor: processes that each have a part of every layer.
     """
 
     pipeline: int = 1
@@ -83,12 +83,12 @@ class Layout:
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
-        """The axes over which FSDP2 shards: `shard`, and those of the others whose degree is above 1."""
+        """The axes over which FSDP2 shards: `shard`, and the others if their degree is above 1."""
         return (FSDP_AXES[0], *(name for name in FSDP_AXES[1:] if getattr(self, name) > 1))
 
     @property
     def fsdp_name(self) -> str:
-        """Name of the one dimension of the mesh that these axes make: `shard` or `shard·context`."""
+        """Name of the mesh dimension of these axes: `shard` or `shard·context`."""
         return FOLD.join(self.fsdp_axes)
 
     @property
@@ -102,11 +102,11 @@ class Layout:
 
         Args:
             mixed: parameters are cast before they compute, or gradients before they are summed. FSDP2 does that, also
-                in one process, so that this computes what many do.
+                in one process, so that one process computes the same as several.
         """
         if mixed:
             return "fsdp2"
-        # DDP sums no gradients of DTensors, and none under schedules that split the backward.
+        # DDP cannot sum gradients of DTensors, nor gradients of schedules that split the backward.
         if self.replicate == self.world > 1:
             return "ddp"
         return "fsdp2" if self.replicate * self.fsdp > 1 else "none"
@@ -119,7 +119,7 @@ class Layout:
 def hidden_shape(
     layout: Layout, *, microbatch: int, seq_len: int, dim: int, sequence_parallel: bool
 ) -> tuple[int, int, int]:
-    """Shape of the one tensor that stages of a pipeline exchange for a microbatch, on one rank.
+    """Shape of the tensor that pipeline stages exchange per microbatch, on one rank.
 
     [microbatch, seq of this rank, dim], or under sequence parallelism [1, this rank's tokens of a microbatch, dim].
     """
@@ -130,21 +130,21 @@ def hidden_shape(
 
 
 def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
-    """The layout with its one degree of -1, if any, computed from the world size.
+    """The layout, with a degree of -1 computed from the world size.
 
     Raises:
-        ConfigError: a degree is neither positive nor -1, two are -1, -1 without a world, or a
-            product that is not the world size.
+        ConfigError: a degree is neither positive nor -1, two are -1, one is -1 without a world size, or
+            the product is not the world size.
     """
     for axis, degree in degrees.items():
         if degree < 1 and degree != -1:
             raise ConfigError(f"parallelism.{axis}", degree, "a degree is at least 1, or -1 for the rest", "try 1")
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
-    known = math.prod(degree for degree in degrees.values() if degree != -1)
+    product = math.prod(degree for degree in degrees.values() if degree != -1)
     if not open_axes:
-        if world is not None and known != world:
-            rule = f"the degrees make {known} ({_product(degrees)})"
-            raise ConfigError("world", world, rule, f"try world={known}, or a degree of -1 for the rest")
+        if world is not None and product != world:
+            rule = f"the degrees make {product} ({_product(degrees)})"
+            raise ConfigError("world", world, rule, f"try world={product}, or a degree of -1 for the rest")
         return Layout(**degrees)
     axis = open_axes[0]
     key = f"parallelism.{axis}"
@@ -158,14 +158,14 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
         )
     if world is None:
         raise ConfigError(key, -1, "says 'the rest' of a world whose size is not given", f"try world=2, or {key}=2")
-    if world % known:
+    if world % product:
         raise ConfigError(
             "world",
             world,
-            f"the other degrees make {known}, which does not divide it",
-            f"try world={known * max(1, world // known)}",
+            f"the other degrees make {product}, which does not divide it",
+            f"try world={product * max(1, world // product)}",
         )
-    return Layout(**{**degrees, axis: world // known})
+    return Layout(**{**degrees, axis: world // product})
 
 
 def _product(degrees: dict[str, int]) -> str:

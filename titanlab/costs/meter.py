@@ -1,8 +1,8 @@
-"""The arithmetic of measuring a run: seconds, tokens, FLOPs. No device is touched; time comes from a clock.
+"""Measurement of a run: seconds, tokens, FLOPs; it uses a clock and no device.
 
-A step lasts from the end of the one before to its own end, without what was spent in `paused`
-(validation, checkpoints). On an accelerator call `end_step` after something that has waited for the
-device, such as reading the step's flags: what is still queued is otherwise counted in a later step.
+A step lasts from the end of the previous step to its own end, without the time inside `paused`
+(validation, checkpoints). On an accelerator call `end_step` after an operation that waits for the
+device, such as reading the step's flags; otherwise queued work counts in a later step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# Names of metrics in rows, results and trackers; where torchtitan has one, it is the same.
+# Names of metrics in rows, results and trackers; torchtitan's name if it has the metric.
 LOSS = "loss_metrics/global_avg_loss"
 GRAD_NORM = "grad_norm"
 LEARNING_RATE = "lr"
@@ -40,14 +40,14 @@ PAUSED_SECONDS = "time_metrics/paused(s)"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a run computes, and on what: the constants of its throughput.
+    """The constants of a run's throughput.
 
     Attributes:
-        devices: how many share the tokens of a step.
+        devices: number of devices that share the tokens of a step.
         flops_per_token: forward and backward, of the whole model.
-        convention: how those are counted, such as `6(N−N_emb)+12·L·H·Q·T`.
+        convention: formula of the FLOPs, such as `6(N−N_emb)+12·L·H·Q·T`.
         peak_flops: of one device in the precision of the matrix products, per second; None if unknown.
-        peak_source: where the peak comes from: a datasheet, or a measurement at start.
+        peak_source: source of the peak: a datasheet, or a measurement at start.
     """
 
     devices: int
@@ -59,16 +59,16 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast some steps were.
+    """The speed of some steps.
 
     Attributes:
-        steps: how many.
+        steps: number of steps.
         step_seconds, step_seconds_median: mean and median of one step.
-        data_seconds: mean of the part spent waiting for data.
+        data_seconds: mean time per step spent waiting for data.
         tokens_per_second: of one device.
         tflops: of one device, by the convention for FLOPs per token.
-        mfu_percent: share of the device's peak; None where that is unknown, or must be wrong: at more than all of it.
-        warming_up: whether warm-up steps are among them.
+        mfu_percent: share of the device's peak; None if the peak is unknown, or wrong because the share is over 100.
+        warming_up: whether warm-up steps are included.
     """
 
     steps: int
@@ -81,7 +81,7 @@ class Speed:
     warming_up: bool
 
     def metrics(self) -> dict[str, Any]:
-        """The figures under their names in rows and trackers."""
+        """The figures by their names in rows and trackers."""
         share = 100 * self.data_seconds / self.step_seconds if self.step_seconds > 0 else 0.0
         return {
             TOKENS_PER_SECOND: self.tokens_per_second,
@@ -100,9 +100,9 @@ class Meter:
 
     Args:
         work: constants of the run.
-        warmup_steps: first steps of the attempt, left out of its summary: they compile, allocate, fill caches.
-        tokens_seen: by earlier attempts.
-        clock: seconds that only go forward.
+        warmup_steps: first steps of the attempt, excluded from its summary: they compile, allocate, fill caches.
+        tokens_seen: tokens of earlier attempts.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class Meter:
         self._warmup_steps = warmup_steps
         self._clock = clock
         self._tokens_seen = tokens_seen
-        # Of every step of the attempt: eight bytes a value.
+        # Arrays, because they have a value for every step of the attempt: eight bytes per value.
         self._seconds = array("d")
         self._data_seconds = array("d")
         self._tokens = array("d")
         self._window_start = 0
         self._paused_total = 0.0
-        # Pauses that do not come back, which say nothing of the time that is left.
+        # Pauses that do not recur, so that the estimate of the remaining time excludes them.
         self._once_total = 0.0
         self._step_paused = 0.0
         self._step_data = 0.0
@@ -141,24 +141,24 @@ class Meter:
         return len(self._seconds)
 
     def begin(self) -> None:
-        """The first step starts now."""
+        """Start the first step."""
         self._mark = self._clock()
         self._step_paused = self._step_data = 0.0
 
     @contextlib.contextmanager
     def loading_data(self) -> Iterator[None]:
-        """Time in here is waiting for data, a part of the step."""
+        """Time inside the block is waiting for data, a part of the step."""
         start = self._clock()
         try:
             yield
         finally:
-            # A validation's batches are no part of a step.
+            # Batches for validation, inside `paused`, are not part of a step.
             if self._depth == 0:
                 self._step_data += self._clock() - start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here belongs to no step: validation, checkpoints, sampling. May be nested."""
+        """Time inside the block belongs to no step: validation, checkpoints, sampling. It may be nested."""
         start = self._clock()
         self._depth += 1
         try:
@@ -171,12 +171,12 @@ class Meter:
                 self._paused_total += elapsed
 
     def leave_out(self, seconds: float) -> None:
-        """Of the step under way this much belongs to no step, as is found when it has been spent: compilation."""
+        """Exclude time that has already passed, such as compilation, from the current step."""
         self._step_paused += seconds
         self._once_total += seconds
 
     def end_step(self, tokens: int) -> float:
-        """A step over `tokens` tokens, of all devices, ends now. Returns its seconds.
+        """End a step over `tokens` tokens, of all devices; return its seconds.
 
         Raises:
             RuntimeError: `begin` was not called.
@@ -194,10 +194,10 @@ class Meter:
         return seconds
 
     def window(self) -> Speed:
-        """The steps since the last call, or since the beginning.
+        """The speed of the steps since the last call, or since the beginning.
 
         Raises:
-            RuntimeError: there are none.
+            RuntimeError: there are no such steps.
         """
         if self._window_start == self.steps:
             raise RuntimeError("no step since the last window")
@@ -206,7 +206,7 @@ class Meter:
         return speed
 
     def measured(self) -> Speed | None:
-        """All steps after warm-up; None if there is none. Every figure is that of the median step."""
+        """Medians over all steps after warm-up; None if there is no such step."""
         start = min(self._warmup_steps, self.steps)
         if start == self.steps:
             return None
@@ -222,7 +222,7 @@ class Meter:
         )
 
     def seconds_left(self, steps_left: int) -> float | None:
-        """Estimate for the rest: the median of the last steps after warm-up, and pauses at their rate so far."""
+        """Estimate of the remaining time: the median of recent steps after warm-up, and pauses at their rate so far."""
         recent = self._seconds[max(min(self._warmup_steps, self.steps), self.steps - 100) :]
         if not recent:
             return None
@@ -230,7 +230,7 @@ class Meter:
         return steps_left * (statistics.median(recent) + pauses)
 
     def summary(self) -> dict[str, Any]:
-        """Medians after warm-up and totals of the attempt, under the names of metrics; None where none was measured."""
+        """Medians after warm-up and totals of the attempt by metric; None for metrics without a measurement."""
         speed = self.measured()
         names = (TOKENS_PER_SECOND, TFLOPS, MFU, STEP_SECONDS, DATA_SECONDS, DATA_PERCENT)
         figures = {} if speed is None else speed.metrics()
@@ -259,7 +259,7 @@ class Meter:
         )
 
     def _as_speed(self, steps: int, *, mean: float, median: float, data: float, rate: float, warming_up: bool) -> Speed:
-        """With what follows from tokens per second of all devices."""
+        """The speed, with TFLOP/s and MFU from `rate`, the tokens per second of all devices."""
         per_device = rate / self._work.devices
         flops = per_device * self._work.flops_per_token
         peak = self._work.peak_flops
@@ -271,7 +271,7 @@ class Meter:
             data_seconds=data,
             tokens_per_second=per_device,
             tflops=flops / 1e12,
-            # Above its peak nothing runs: it was measured too low, and is none.
+            # A share above 100 % is impossible: the peak was measured too low.
             mfu_percent=None if share is None or share > 100 else share,
             warming_up=warming_up,
         )

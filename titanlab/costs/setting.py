@@ -1,4 +1,4 @@
-"""A run as its options see it: what their rules may ask for."""
+"""The part of a resolved recipe that the rules of options may read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from titanlab.costs.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A resolved recipe as the options of its groups see it.
+    """The facts of a resolved recipe that the options' rules may read.
 
-    A schema with a rule that reaches beyond its own fields has a method `check(setting)`, which raises ConfigError.
-    So every option has its own rules, and no group has to know another.
+    A schema whose rule needs more than its own fields has a method `check(setting)`, which raises ConfigError.
+    So every option has its own rules, and no group depends on another.
 
     Attributes:
         model: of the recipe's model.
@@ -22,13 +22,13 @@ class Setting:
         microbatch: sequences of one forward pass.
         accelerator: `cpu` or `cuda`.
         device: the accelerator's name.
-        compiled: backend that compiles the blocks; empty: none does.
+        compiled: backend that compiles the blocks; empty: blocks are not compiled.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
-        cpu_offload: parameters rest in host memory.
-        splits_backward: the schedule of the pipeline computes gradients of weights later than those of inputs.
-        rests_in, computes_in: dtype of parameters at rest and where they compute, by torch's name: `bfloat16`.
-        kinds: option by group, such as precision → bf16, for groups of alternatives. For messages: a rule about an
-            option by its name would not know those of other packages.
+        cpu_offload: parameters are kept in host memory.
+        splits_backward: the pipeline's schedule computes gradients of weights later than those of inputs.
+        rests_in, computes_in: dtype of stored and of computing parameters, by torch's name: `bfloat16`.
+        kinds: option by group, such as precision → bf16, for groups of alternatives. Only for messages: a rule that
+            compares names would miss options of other packages.
     """
 
     model: ModelAccount

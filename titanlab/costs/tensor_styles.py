@@ -1,4 +1,4 @@
-"""The styles of a tensor plan: what tensor parallelism does to a module, as data."""
+"""The styles of a tensor plan as data: how tensor parallelism treats a module."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from titanlab.costs.account import ModelAccount, style_of
 
 @dataclass(frozen=True, kw_only=True)
 class TensorStyle:
-    """What a style does.
+    """One style.
 
     Attributes:
-        cut_dim: the dim of a parameter that is cut; parameters without this dim, and all where it is None, stay whole.
-        allows_uneven: the parts may be of different sizes.
-        gathers: makes the residual stream whole: forward an all-gather or nothing, backward a sum.
-        sums: returns to the residual stream: forward a sum, backward an all-gather or nothing.
-        has_parameters: the module has parameters of its own.
+        cut_dim: the dim along which parameters are cut; None: they stay whole, as do parameters without this dim.
+        allows_uneven: whether parts may have different sizes.
+        gathers: whether it gathers the residual stream: forward an all-gather or nothing, backward a sum.
+        sums: whether it sums into the residual stream: forward a sum, backward an all-gather or nothing.
+        has_parameters: whether the module has parameters of its own.
     """
 
     cut_dim: int | None = None
@@ -26,7 +26,7 @@ class TensorStyle:
     has_parameters: bool = True
 
 
-# `titanlab.parallelism.tensor` has the function of each.
+# `titanlab.parallelism.tensor` implements them.
 STYLES = {
     "colwise": TensorStyle(cut_dim=0),
     "rowwise": TensorStyle(cut_dim=1, sums=True),
@@ -38,11 +38,11 @@ STYLES = {
 
 
 def cut_dim(style: str, dims: int) -> int | None:
-    """The dim that a style cuts of a parameter of so many dims; None: the parameter stays whole."""
+    """The dim along which a style cuts a parameter with `dims` dims; None: the parameter stays whole."""
     dim = STYLES[style].cut_dim if style in STYLES else None
     return dim if dim is not None and dim < dims else None
 
 
 def parameter_style(account: ModelAccount, parameter: str) -> str:
-    """The style of the module that has a parameter; empty: the plan does not name it."""
+    """The style of the module that has a parameter; empty if the plan does not name the module."""
     return style_of(account.tensor_plan, parameter.rpartition(".")[0])

@@ -1,7 +1,6 @@
-"""What a step sends, by formulas: from the model's account, the layout and a few choices, without running it.
+"""Formulas for the communication of a step, from the model's account, the layout and a few options.
 
-They count operation by operation; tests compare them with what is traced. Symbols: M microbatches,
-L blocks, T tokens of a microbatch that a rank computes on.
+They count every operation; tests compare them with traced steps. Symbols: M microbatches, L blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from titanlab.costs.traffic_table import Row, Traffic
 
 # The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.training.totals`).
 TOTALS_BYTES = 7 * 8
-_LOSS_BYTES = 2 * 4  # a token's two float32 numbers, see `titanlab.parallelism.loss`
+_LOSS_BYTES = 2 * 4  # two float32 numbers per token, see `titanlab.parallelism.loss`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """A rank's numbers on the axes whose ranks do not send alike."""
+    """A rank's numbers on the axes whose ranks have different communication."""
 
     pipeline: int = 0
     context: int = 0
@@ -32,26 +31,26 @@ class Coordinate:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """All that the traffic of a step depends on.
+    """The inputs of the formulas.
 
     Attributes:
         account, layout: of the model, and its degrees.
         seq_len: tokens of a sequence, over all its ranks.
         microbatch: sequences of one forward pass.
-        microbatches: forward passes of a step, of one rank.
+        microbatches: forward passes of one rank in a step.
         compute_bytes: of an element of gathered parameters and of activations.
         reduce_bytes: of an element of a gradient while it is summed over ranks.
-        master_bytes: of an element of a parameter at rest, and of its gradient when that has been summed.
-        fp32_parts: pieces that compute and reduce in float32, whatever the rest does.
-        float8_gathered: names of the parameters that FSDP2 gathers in one byte an element.
-        mixed: parameters are cast before they compute: then replicas are FSDP2's, never DDP's.
-        reshards: blocks let go of gathered parameters between forward and backward.
+        master_bytes: of an element of a stored parameter, and of its summed gradient.
+        fp32_parts: pieces that compute and reduce in float32 even if the rest does not.
+        float8_gathered: names of the parameters that FSDP2 gathers in one byte per element.
+        mixed: parameters are cast before they compute: then FSDP2 does the replication, not DDP.
+        reshards: blocks free gathered parameters between forward and backward.
         sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
-        accelerator: `cpu` or `cuda`. Where gloo reduces and scatters at twice the traffic, parts are exchanged instead.
+        accelerator: `cpu` or `cuda`. On CPU an all-to-all replaces gloo's reduce-scatter, which has twice the traffic.
         stages: by stage of a pipeline, the pieces of the model; empty: one stage has all.
         placement: by stage, its rank on the pipeline axis.
-        orders: by stage, in which order it runs its microbatches: `F` forward, `B` or `I` backward, others as they
-            like. Empty: one microbatch after another.
+        orders: by stage, its actions in order: `F` forward, `B` or `I` backward; other letters are ignored. Empty: one
+            microbatch after another.
     """
 
     account: ModelAccount
@@ -76,17 +75,17 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch that one rank computes on, where it sees them whole."""
+        """Tokens of a microbatch on one rank, before sequence parallelism cuts them."""
         return self.microbatch * self.seq_len // self.layout.context
 
     @property
     def scatter(self) -> str:
-        """The operation that reduces and scatters."""
+        """The operation that implements reduce-scatter."""
         return "all_to_all" if self.accelerator == "cpu" else "reduce_scatter"
 
     @property
     def replicas_by_ddp(self) -> bool:
-        """DDP sums the gradients."""
+        """Whether DDP sums the gradients."""
         return self.layout.data_parallelism(mixed=self.mixed) == "ddp"
 
     def stages_of(self, rank: Coordinate) -> Iterator[tuple[int, Sequence[str]]]:
@@ -95,7 +94,7 @@ class Step:
         return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == rank.pipeline)
 
     def axis(self, name: str) -> str:
-        """What the traced table calls a group: there is only one of all ranks, and it has the axis's name."""
+        """The name of an axis's group in the traced table; a group of all ranks has the name of the axis with all."""
         layout = self.layout
         degrees = {**layout.degrees(), layout.fsdp_name: layout.fsdp}
         whole = next((axis for axis, degree in degrees.items() if degree == layout.world > 1), None)
@@ -105,7 +104,7 @@ class Step:
 
 
 def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
-    """What one rank sends and receives in a step, up to the optimizer."""
+    """The communication of one rank in a step, before the optimizer."""
     traffic = Traffic()
     for number, pieces in step.stages_of(rank):
         if step.replicas_by_ddp:
@@ -120,22 +119,22 @@ def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
 
 
 def _ddp(step: Step, traffic: Traffic) -> None:
-    """All gradients, once a step. In a run's first step DDP takes them for one bucket, later for buckets of 25 MiB."""
+    """All gradients once per step. In a run's first step DDP has one bucket, later buckets of 25 MiB."""
     size = step.account.parameter_count * step.master_bytes
     traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate)
 
 
 def _fsdp(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
-    """Each block is gathered and reduced as one, and so is all the rest of a stage.
+    """Gathers and reductions of FSDP2's units: each block is a unit, and the rest of a stage another.
 
-    A part of another dtype than the rest is a unit of its own, which is treated as the rest is.
-    The last block and the rest are gathered once a step, the other blocks too where they stay whole, else twice a
-    microbatch: without a pipeline and with resharding 2·M·(L − 1) + 2 all-gathers, else L + 1; L + 1 reduce-scatters.
+    A part with another dtype than the rest is a separate unit, treated like the rest. The last block and the rest are
+    gathered once per step; so are the other blocks if they stay gathered, else twice per microbatch. Without a
+    pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1 reduce-scatters.
     """
     ranks = step.layout.fsdp
     blocks = [(piece,) for piece in pieces if piece.startswith("layers.")]
     edges = [piece for piece in pieces if not piece.startswith("layers.")]
-    # A tied table is one with its head, and both are parts or neither.
+    # A tied table and its head are one parameter: both are in `fp32_parts` or neither.
     parts = [(piece,) for piece in edges if piece in step.fp32_parts]
     rest = tuple(piece for piece in edges if piece not in step.fp32_parts)
     for unit in (*blocks, *parts, rest):
@@ -155,10 +154,10 @@ def _fsdp(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traf
 
 
 def _gathers(step: Step, number: int, *, reshards: bool) -> int:
-    """How often a unit is gathered in a step."""
+    """Number of gathers of a unit in a step."""
     if not step.orders:
         return step.microbatches * 2 if reshards else 1
-    # A pipeline keeps what a backward has gathered until the step's end, or until another forward lets go of it.
+    # A pipeline keeps parameters gathered by a backward until the end of the step or until another forward frees them.
     times, whole = 0, False
     for kind in step.orders[number]:
         if kind in ("F", "B", "I"):
@@ -170,8 +169,8 @@ def _gathers(step: Step, number: int, *, reshards: bool) -> int:
 def _tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """Sums of activations and their gradients (arXiv 1909.08053, 2205.05198), and the loss.
 
-    With sequence parallelism, what makes the stream whole is an all-gather forward and a reduce-scatter backward, and
-    what gives the stream the reverse; without it, an all-reduce backward and an all-reduce forward.
+    With sequence parallelism, reading the stream is an all-gather forward and a reduce-scatter backward, and writing
+    it is the reverse. Without it, reading is an all-reduce backward, and writing an all-reduce forward.
     """
     ranks, axis = step.layout.tensor, step.axis("tensor")
     if ranks == 1:
@@ -188,26 +187,26 @@ def _tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffi
         size = step.tokens * ranks * _LOSS_BYTES if step.loss_parallel else logits
         traffic.add(axis, "all_gather", size, ranks=ranks, times=times)
     if step.sequence_parallel:
-        # The gradients of whole parameters, which have seen a share of the tokens, are summed in one reduction.
+        # Gradients of whole parameters come from a share of the tokens, and are summed in one reduction.
         size = sum(_whole_shard(step, name) for name in _names(step.account, pieces))
         if size:
             traffic.add(axis, "all_reduce", size * max(step.master_bytes, step.reduce_bytes), ranks=ranks)
 
 
 def _whole_shard(step: Step, name: str) -> int:
-    """Elements that this rank has of a parameter that is not cut, none of another; FSDP2's shards are taken as even."""
+    """This rank's elements of an uncut parameter, with FSDP2's shards taken as even; 0 for a cut parameter."""
     size = math.prod(step.account.parameters[name]) if _cut_dim(step.account, name) is None else 0
     return size // step.layout.fsdp if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2" else size
 
 
 def _context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
-    """Keys and values there, forward and backward, and their gradients back."""
+    """Keys and values in forward and backward, and their gradients."""
     if step.layout.context > 1:
         for block in (piece for piece in pieces if piece.startswith("layers.")):
-            _context_of(step, block, rank, traffic)
+            _context_of_block(step, block, rank, traffic)
 
 
-def _context_of(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
+def _context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
     ranks, here, account = step.layout.context, rank.context, step.account
     axis, times = step.axis("context"), step.microbatches
     whole = step.tokens * account.kv_heads // step.layout.tensor * account.head_dim * _element(step, block)
@@ -215,21 +214,21 @@ def _context_of(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> N
     after, before = ranks - 1 - here, here
     if step.context_method == "all_gather":
         traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=2 * times)
-        given_back = 2 * (after * whole + before * half)
-        traffic.add(axis, "all_to_all", given_back, ranks=ranks, times=times, own=0)
+        returned = 2 * (after * whole + before * half)
+        traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
         return
-    # A rank first sends its own block on, then those that arrive; of blocks from ranks before it, only the first half.
+    # A rank first sends its own block, then the blocks that arrive; of blocks of ranks before it, only the first half.
     sent = [half] * (ranks - 1) if here == 0 else [whole] * min(after + 1, ranks - 1) + [half] * (before - 1)
     received = [whole] * after + [half] * before
-    for size in sent + sent + received:  # forward, backward, and gradients of what was received
+    for size in sent + sent + received:  # forward, backward, and gradients of the received blocks
         traffic.add(axis, "send", size, ranks=ranks, times=2 * times)
-    given = [whole] * before + [half] * after
-    for size in received + received + given:
+    own_gradients = [whole] * before + [half] * after
+    for size in received + received + own_gradients:
         traffic.add(axis, "recv", size, ranks=ranks, times=2 * times)
 
 
 def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
-    """Hidden states to the next stage, and their gradients to the one before, unless that is on the same rank."""
+    """Hidden states to the next stage and their gradients to the previous one, unless it is on the same rank."""
     shape = hidden_shape(
         step.layout,
         microbatch=step.microbatch,
@@ -245,7 +244,7 @@ def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
 
 
 def _element(step: Step, piece: str) -> int:
-    """Bytes of an element of what a piece computes."""
+    """Bytes of an element of a piece's activations."""
     return 4 if piece in step.fp32_parts else step.compute_bytes
 
 
@@ -265,12 +264,12 @@ def _styles(account: ModelAccount, piece: str) -> list[str]:
 
 
 def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
-    """The dim that tensor parallelism cuts; None of what it leaves whole: norms, and biases that follow a sum."""
+    """The dim that tensor parallelism cuts; None for whole parameters: norms, and biases that follow a sum."""
     return cut_dim(parameter_style(account, parameter), len(account.parameters[parameter]))
 
 
 def _padded(step: Step, rank: Coordinate, name: str) -> int:
-    """Elements of a parameter that FSDP2 gathers: this rank's part of it, with what makes all shards equal."""
+    """Elements of a parameter that FSDP2 gathers: this rank's part of it, padded so that all shards are equal."""
     shape, ranks, tensor = list(step.account.parameters[name]), step.layout.fsdp, step.layout.tensor
     dim = _cut_dim(step.account, name) if tensor > 1 else None
     even = dim != 0 or shape[0] % (tensor * ranks) == 0
@@ -278,6 +277,6 @@ def _padded(step: Step, rank: Coordinate, name: str) -> int:
         part = -(-shape[dim] // tensor)
         shape[dim] = min(part, shape[dim] - rank.tensor * part)
     if even:
-        # Otherwise it is cut by columns, which divide.
+        # Otherwise it is cut by columns, which are divisible.
         shape[0] = -(-shape[0] // ranks) * ranks
     return math.prod(shape)

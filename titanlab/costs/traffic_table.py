@@ -1,13 +1,13 @@
-"""What a rank sends and receives in a step, as a table: by axis and kind of operation, how often and how much.
+"""The communication of a rank in a step as a table: count and bytes by axis and kind of operation.
 
-The bytes of an operation are those of the whole tensor that it works on:
+The bytes of an operation are those of its whole tensor:
 
-- `all_reduce`, `broadcast`, `reduce`: of the tensor;
-- `all_gather`, `gather`: of the output, all ranks' parts together;
-- `reduce_scatter`, `scatter`, `all_to_all`: of the input;
-- `send`, `recv`: of the message.
+- `all_reduce`, `broadcast`, `reduce`: the tensor;
+- `all_gather`, `gather`: the output, with the parts of all ranks;
+- `reduce_scatter`, `scatter`, `all_to_all`: the input;
+- `send`, `recv`: the message.
 
-Padding counts, since it is sent. Beside them stands an estimate of what the rank itself puts on the wire.
+Padding counts, since it is sent. The table also estimates the bytes that the rank itself sends.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 
 from titanlab.costs.layout import AXES, FOLD
 
-# Bytes that a rank puts on the wire for each byte of the tensor, in units of (ranks − 1) / ranks, by the ring
-# algorithms (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). An `all_to_all` sends what is not its own.
+# Bytes that a rank sends for each byte of the tensor, in units of (ranks − 1) / ranks, by the ring algorithms
+# (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). In an `all_to_all` a rank keeps its own part.
 _RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 _RECEIVES = ("recv", "barrier")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One kind of operation on one axis, over a step, of one rank.
+    """The operations of one kind on one axis, of one rank in a step.
 
     Attributes:
-        axis: whose group it is: an axis of the layout, `shard·context` where two are one, or `world`.
+        axis: the group's axis: an axis of the layout, `shard·context` if these share a group, or `world`.
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, ….
-        count: operations.
-        bytes: of the tensors that they work on.
-        wire_bytes: what the rank sends for them, by the ring algorithms.
+        count: number of operations.
+        bytes: of their tensors.
+        wire_bytes: bytes that the rank sends for them, by the ring algorithms.
     """
 
     axis: str
@@ -43,7 +43,7 @@ class Row:
 
 
 class Traffic:
-    """Operations, added up by axis and kind."""
+    """Sums of operations by axis and kind."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], list[int]] = {}
@@ -52,10 +52,10 @@ class Traffic:
         """Count operations.
 
         Args:
-            size: bytes of one.
-            ranks: of the group. Of a single rank nothing is counted: nothing is sent.
-            times: how many equal operations.
-            own: of an `all_to_all`, bytes of one that the rank keeps; None: an equal part.
+            size: bytes of one operation.
+            ranks: size of the group. A group of one rank sends nothing, so it is not counted.
+            times: number of equal operations.
+            own: bytes of one `all_to_all` that the rank keeps; None: an equal part.
         """
         if ranks == 1 or times == 0:
             return
@@ -65,7 +65,7 @@ class Traffic:
         sums[2] += times * (size - own if own is not None else wire_bytes(kind, size, ranks=ranks))
 
     def rows(self) -> list[Row]:
-        """The table: axes from the outermost in, kinds by their names."""
+        """The rows of the table: axes from outermost to innermost, kinds in alphabetical order."""
         return sorted(
             (
                 Row(axis=axis, kind=kind, count=count, bytes=size, wire_bytes=wire)
@@ -76,21 +76,21 @@ class Traffic:
 
 
 def _order(axis: str) -> tuple[int, int]:
-    """Axes from the outermost in, folded ones after the first of theirs, then the world, then what has no axis."""
+    """Sort key: axes from outermost to innermost, joint axes after their first axis, then the world, then others."""
     first, *others = axis.split(FOLD)
-    known = (*AXES, "world")
-    return (known.index(first) if first in known else len(known), len(others))
+    names = (*AXES, "world")
+    return (names.index(first) if first in names else len(names), len(others))
 
 
 def wire_bytes(kind: str, size: int, *, ranks: int) -> int:
-    """Bytes that each rank sends for an operation on `size` bytes, by the ring algorithm where there is one."""
+    """Bytes that each rank sends for an operation on `size` bytes, by the ring algorithm if the kind has one."""
     if kind in _RECEIVES:
         return 0
     return _RING[kind] * size * (ranks - 1) // ranks if kind in _RING else size
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """One line an axis, for people: `shard: 12 all_gather 25.2 MB, 7 reduce_scatter 12.6 MB`."""
+    """One line of text per axis: `shard: 12 all_gather 25.2 MB, 7 reduce_scatter 12.6 MB`."""
     by_axis: dict[str, list[str]] = {}
     for row in rows:
         by_axis.setdefault(row.axis, []).append(f"{row.count} {row.kind} {_readable(row.bytes)}")
@@ -101,14 +101,14 @@ def flat(rows: Iterable[Row]) -> dict[str, int]:
     """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
     table = {}
     for row in rows:
-        # A key that every tracker and shell can spell.
+        # In ASCII, for trackers and shells.
         key = f"traffic/{row.axis.replace(FOLD, '_')}/{row.kind}"
         table.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
     return table
 
 
 def _readable(size: int) -> str:
-    """Bytes in decimal units, three digits or so: `40 B`, `25.2 MB`."""
+    """Bytes in decimal units: `40 B`, `25.2 MB`."""
     value, units = float(size), ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.95 and len(units) > 1:
         value, units = value / 1000, units[1:]

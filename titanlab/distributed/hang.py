@@ -1,4 +1,4 @@
-"""What is said of a rank whose step does not end: where it stands, whether it waits for others, how long steps took."""
+"""The report on a rank whose step does not end: place in the code, whether it waits for others, usual step times."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 
 STEP_KEY = "training.step_timeout_seconds"
 FIRST_STEP_KEY = "training.first_step_timeout_seconds"
-# A step that takes this much longer than the others hangs; one below may be slow.
+# A step that takes at least this many times the usual time hangs; a shorter one may only be slow.
 _SLOW = 10
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
-# Of ours and of torch's, what reads or writes files: it waits for a disk, not for another rank.
-_FILES_OF_OURS = (
+# Modules of titanlab and of torch that read or write files: a rank in one of them waits for a disk, not for a rank.
+_OWN_FILE_MODULES = (
     *("data/", "tracker/", "weights/", "checkpoint/", "terminal/console.py", "system/atomic_file.py"),
     *("records/metrics_file.py", "records/run_folder.py", "records/run_records.py", "records/claim.py"),
     *("records/run_status.py", "records/end_file.py", "records/json_file.py"),
 )
-_FILES_OF_TORCH = ("torch/distributed/checkpoint/", "torch/serialization.py")
-# For so long the main thread's use of the processor is measured.
+_TORCH_FILE_MODULES = ("torch/distributed/checkpoint/", "torch/serialization.py")
+# How long the CPU time of the main thread is measured.
 BUSY_SECONDS = 0.5
 _BUSY_SHARE = 0.1
 
 
 class StepTimes:
-    """How long the steps of an attempt have taken, apart from pauses between them."""
+    """Durations of the steps of an attempt, without the pauses between them."""
 
     def __init__(self) -> None:
         self._begin: float | None = None
@@ -42,41 +42,41 @@ class StepTimes:
         self._later: collections.deque[float] = collections.deque(maxlen=100)
 
     def step(self) -> None:
-        """A step begins, and the one before it is complete."""
+        """Note that a step begins and the step before it is complete."""
         now = time.monotonic()
         if self._begin is not None:
             seconds = now - self._begin - self._paused
             if self._first is None:
-                # With its compilation: no measure of the others.
+                # It includes compilation, so later steps are not compared with it.
                 self._first = seconds
             else:
                 self._later.append(seconds)
         self._begin, self._paused = now, 0.0
 
     def paused(self, seconds: float) -> None:
-        """So much of the time since the step began was none of its own."""
+        """Subtract a pause from the duration of the current step."""
         self._paused += seconds
 
     def advice(self, key: str, limit: float | None) -> str:
-        """How long steps took, and what to set if this one was only slow.
+        """A text with step times, and the setting to try if this step was only slow.
 
         Args:
-            key: of the limit that was reached.
+            key: config key of the limit that was reached.
             limit: in seconds.
         """
         later = list(self._later)
         usual = statistics.median(later) if later else self._first
         if usual is None:
-            told = "no step is complete yet"
+            times = "no step is complete yet"
         elif later:
-            told = f"steps before it took {usual:.3g} s (median of {len(later)})"
+            times = f"steps before it took {usual:.3g} s (median of {len(later)})"
         else:
-            told = f"the one step before it took {usual:.3g} s"
+            times = f"the one step before it took {usual:.3g} s"
         if limit is None:
-            return told
+            return times
         if usual is not None and later and limit >= _SLOW * usual:
-            return f"{told}; {key}={limit:g}"
-        return f"{told}; if it was only slow, try {key}={_rounded_up(max(2 * limit, _SLOW * (usual or 0.0))):g}"
+            return f"{times}; {key}={limit:g}"
+        return f"{times}; if it was only slow, try {key}={_rounded_up(max(2 * limit, _SLOW * (usual or 0.0))):g}"
 
 
 def hang(
@@ -91,16 +91,18 @@ def hang(
     since: float | None = None,
     advice: str = "",
 ) -> Outcome:
-    """The outcome of a rank that did not come on.
+    """The outcome of a rank whose step, or other phase, did not end in time.
 
-    It is an echo where the rank waits for others: for a collective or its device, deep in torch or in our own code
-    that calls it. A rank that stands elsewhere, or computes, keeps them waiting.
+    It is a secondary failure (`echo`) if the rank waits for others: for a collective or its device, inside torch or in
+    titanlab's code that calls torch. A rank that is anywhere else, or computes, keeps the others waiting.
 
     Args:
-        frame: the innermost of its main thread.
-        busy: whether its main thread computes, and does not wait for anything.
-        since: seconds since it began, where another rank's limit was reached before its own.
-        advice: what else there is to say.
+        where: the phase, such as `step 3`.
+        limit: seconds that the phase may take.
+        frame: the innermost frame of the main thread.
+        busy: whether the main thread computes.
+        since: seconds since the phase began, if another rank reached its limit first.
+        advice: text to append to the cause.
     """
     cause = f"{where} did not end within {limit:g} s"
     if since is not None:
@@ -109,7 +111,7 @@ def hang(
     text, waits = None, False
     if frame is not None:
         text = "".join(["Traceback (most recent call last):\n", *traceback.format_stack(frame)])
-        frame = _telling(frame)
+        frame = _innermost_relevant(frame)
         code = frame.f_code
         waits = not busy and _waits_for_others(code.co_filename)
         file = Path(code.co_filename)
@@ -128,7 +130,7 @@ def hang(
 
 
 def main_thread_is_busy() -> bool:
-    """Whether this process's main thread has used the processor during half a second; False where nobody can tell."""
+    """Whether the main thread of this process uses CPU time during half a second; False if it cannot be measured."""
     begin = _main_thread_seconds()
     time.sleep(BUSY_SECONDS)
     end = _main_thread_seconds()
@@ -136,13 +138,13 @@ def main_thread_is_busy() -> bool:
 
 
 def _main_thread_seconds() -> float | None:
-    """Seconds of the processor that the main thread has used; None elsewhere than on Linux."""
+    """CPU seconds that the main thread has used; None where the system is not Linux."""
     try:
-        words = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # utime and stime, see proc(5), counted from the state.
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    # utime and stime in proc(5); the field after the parenthesis, the state, has index 0 here.
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -151,9 +153,9 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _telling(frame: FrameType) -> FrameType:
-    """The innermost frame that is not of Python's own library: `queue.get` says nothing, its caller does."""
-    return next((each for each in _frames(frame) if not _is_standard(each.f_code.co_filename)), frame)
+def _innermost_relevant(frame: FrameType) -> FrameType:
+    """The innermost frame outside Python's standard library: the caller of `queue.get` tells more than `queue.get`."""
+    return next((caller for caller in _frames(frame) if not _is_standard(caller.f_code.co_filename)), frame)
 
 
 def _is_standard(file: str) -> bool:
@@ -163,15 +165,15 @@ def _is_standard(file: str) -> bool:
 
 
 def _waits_for_others(file: str) -> bool:
-    """Whether code computes or communicates: torch's does, and ours, but for what reads or writes files."""
+    """Whether a source file computes or communicates: those of torch and titanlab, unless they read or write files."""
     if file.startswith(_PACKAGE + os.sep):
-        return not file.removeprefix(_PACKAGE + os.sep).startswith(_FILES_OF_OURS)
-    if any(f"{os.sep}{part}" in file for part in _FILES_OF_TORCH):
+        return not file.removeprefix(_PACKAGE + os.sep).startswith(_OWN_FILE_MODULES)
+    if any(f"{os.sep}{part}" in file for part in _TORCH_FILE_MODULES):
         return False
     return f"{os.sep}torch{os.sep}" in file
 
 
 def _rounded_up(seconds: float) -> float:
-    """To two digits, so that it can be typed."""
+    """Seconds rounded up to two significant digits."""
     unit = 10.0 ** (len(str(int(seconds))) - 2) if seconds >= 10 else 1.0
     return -(-seconds // unit) * unit

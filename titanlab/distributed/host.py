@@ -1,4 +1,4 @@
-"""What this host has, found without importing torch."""
+"""Accelerators, CPU cores and memory of this host, without importing torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Host:
         accelerator: `cuda` or `cpu`.
         device: the accelerator's name as its driver prints it, or `cpu`.
         count: accelerators visible to this process, or CPU cores.
-        memory_bytes: memory of the host and its swap, or what this process's cgroup may have of them; None: not known.
+        memory_bytes: memory and swap that this process may use (host and cgroup limits); None: unknown.
     """
 
     accelerator: str
@@ -36,7 +36,7 @@ class Host:
 
 
 def this_host() -> Host:
-    """The accelerator that a process started here would use; respects CUDA_VISIBLE_DEVICES."""
+    """The accelerator that a process on this host would use; respects CUDA_VISIBLE_DEVICES."""
     names = _visible(_gpu_names(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if names:
         return Host(accelerator="cuda", device=names[0], count=len(names), memory_bytes=memory_bytes())
@@ -44,14 +44,14 @@ def this_host() -> Host:
 
 
 def check_host(host: Host, *, accelerator: str, device: str | None, processes: int) -> None:
-    """Check that a host has the device that the run names: otherwise its results would have the wrong name.
+    """Check that a host has the device that the recipe names: otherwise results would carry a wrong device name.
 
     Args:
-        accelerator, device: the cluster's; another name of the same entry in `titanlab.costs.hardware` will do.
-        processes: how many start on this host, one a device.
+        accelerator, device: of the recipe's cluster; any name of the same entry in `titanlab.costs.hardware` is valid.
+        processes: number of processes on this host, one per device.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the host has no GPU, another one, or too few.
     """
     if accelerator != "cuda":
         return
@@ -72,7 +72,7 @@ def cores() -> int:
 
 
 def memory_bytes() -> int | None:
-    """Memory that the processes of this host may have, swap included; None where the system does not say."""
+    """Memory that this process may use, swap included; None where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
@@ -83,7 +83,7 @@ def memory_bytes() -> int | None:
 
 
 def _cgroup_limits() -> Iterator[int]:
-    """Memory limits of this process's cgroup and of those around it (cgroup v2), which Slurm and containers set."""
+    """Memory limits of this process's cgroup and its parents (cgroup v2), which Slurm and containers set."""
     try:
         lines = _CGROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -91,22 +91,21 @@ def _cgroup_limits() -> Iterator[int]:
     for line in lines:
         number, _, path = line.split(":", 2)
         if number == "0":
-            place = _CGROUPS / path.lstrip("/")
-            for folder in (place, *place.parents):
+            cgroup = _CGROUPS / path.lstrip("/")
+            for folder in (cgroup, *cgroup.parents):
                 if folder.is_relative_to(_CGROUPS) and (folder / "memory.max").is_file():
                     text = (folder / "memory.max").read_text(encoding="utf-8").strip()
                     if text.isdecimal():
                         yield int(text)
 
 
-def _visible(names: list[str], wanted: str | None) -> list[str]:
-    """The devices that CUDA shows: those before the first that is not there; identifiers are taken in order."""
-    if wanted is None:
+def _visible(names: list[str], visible_devices: str | None) -> list[str]:
+    """The devices that CUDA shows: it ignores all after the first invalid index; UUIDs count as 0, 1, … in order."""
+    if visible_devices is None:
         return names
-    parts = [part.strip() for part in wanted.split(",") if part.strip()]
-    places = [int(part) if part.lstrip("-").isdecimal() else place for place, part in enumerate(parts)]
-    there = list(itertools.takewhile(lambda place: 0 <= place < len(names), places))
-    return [names[place] for place in there]
+    parts = [part.strip() for part in visible_devices.split(",") if part.strip()]
+    indices = [int(part) if part.lstrip("-").isdecimal() else index for index, part in enumerate(parts)]
+    return [names[index] for index in itertools.takewhile(lambda index: 0 <= index < len(names), indices)]
 
 
 def _gpu_names() -> list[str]:
@@ -118,6 +117,6 @@ def _gpu_names() -> list[str]:
                 names.append(value.strip())
     if names or shutil.which("nvidia-smi") is None:
         return names
-    # Containers may hide the driver's folder and still bring the tool.
+    # Containers may hide the driver's folder and still contain nvidia-smi.
     listed = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", seconds=10.0) or ""
     return [line.strip() for line in listed.splitlines() if line.strip()]

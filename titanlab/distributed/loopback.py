@@ -1,4 +1,4 @@
-"""The loopback of this host: where processes of one host meet without being reachable from others."""
+"""The loopback interface of this host: its processes connect there without being reachable from other hosts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from collections.abc import Mapping
 from titanlab.distributed.ranks import Ranks
 
 _ADDRESSES = ("127.0.0.1", "::1")
-# Linux, macOS and the BSDs.
-_INTERFACES = ("lo", "lo0")
+_INTERFACES = ("lo", "lo0")  # Linux; macOS and the BSDs
 
 
 def is_loopback(address: str) -> bool:
     """Whether an address, or all addresses of a name, are this host's loopback."""
     with contextlib.suppress(OSError, ValueError, UnicodeError):
-        found = [ipaddress.ip_address(each[4][0]) for each in socket.getaddrinfo(address, None)]
-        return bool(found) and all(each.is_loopback for each in found)
+        addresses = [ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(address, None)]
+        return bool(addresses) and all(ip.is_loopback for ip in addresses)
     return False
 
 
 def loopback_address() -> str | None:
-    """The loopback address that can be listened at: IPv4's, or IPv6's where there is no IPv4; None: there is none."""
+    """The loopback address on which a process can listen: of IPv4, or of IPv6 without IPv4; None: there is none."""
     for address in _ADDRESSES:
         with contextlib.suppress(OSError), listen(address, 0):
             return address
@@ -32,7 +31,7 @@ def loopback_address() -> str | None:
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback's network interface; None: not known."""
+    """The name of the loopback interface; None: unknown."""
     with contextlib.suppress(OSError):
         names = {name for _, name in socket.if_nameindex()}
         return next((name for name in _INTERFACES if name in names), None)
@@ -40,14 +39,14 @@ def loopback_interface() -> str | None:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens at this address alone.
+    """A socket that listens on this address only.
 
     Raises:
         OSError: another process has the port.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
-        # A run that has just ended leaves connections that wait.
+        # A run that has just ended leaves connections in TIME_WAIT, which would block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(1024)
@@ -60,7 +59,7 @@ def listen(address: str, port: int) -> socket.socket:
 def is_one_host(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether all ranks are known to be on this host.
 
-    Ranks that somebody starts by hand may lack LOCAL_WORLD_SIZE, and then a number on one host says nothing.
+    Ranks started by hand may lack LOCAL_WORLD_SIZE; then `local_world` is only a default and proves nothing.
     """
-    counted = ranks.is_counted or "TORCHELASTIC_RUN_ID" in environ
-    return is_loopback(ranks.address) or (counted and ranks.local_world == ranks.world)
+    is_counted = ranks.is_counted or "TORCHELASTIC_RUN_ID" in environ
+    return is_loopback(ranks.address) or (is_counted and ranks.local_world == ranks.world)

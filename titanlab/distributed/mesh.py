@@ -1,4 +1,4 @@
-"""A layout as a named DeviceMesh, and the views of it that techniques need."""
+"""A layout as a named DeviceMesh, and the submeshes of it that techniques need."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Mesh:
 
     Attributes:
         layout: the degrees.
-        root: one named dimension an axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards are
-            one dimension, `layout.fsdp_name`.
-        folded: where that dimension has several axes, one mesh for each of them.
+        root: one named dimension per axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards
+            share one dimension, `layout.fsdp_name`.
+        folded: one mesh for each axis of that dimension if it has several; else empty.
     """
 
     layout: Layout
@@ -34,12 +34,12 @@ class Mesh:
 
     @functools.cached_property
     def _views(self) -> dict[str, DeviceMesh]:
-        """One object an axis: compiled blocks ask whether what two tensors lie on is the same, not equal."""
+        """One mesh object per axis: compiled blocks compare the meshes of tensors by identity, not by equality."""
         return {str(name): self.root[name] for name in self.root.mesh_dim_names or ()}
 
     @property
     def data_parallel(self) -> DeviceMesh:
-        """What FSDP2 takes: one dimension to shard over, before it that of the replicas for HSDP."""
+        """The mesh for FSDP2: one dimension to shard over, and for HSDP the dimension of the replicas before it."""
         name = self.layout.fsdp_name
         return self.root[name] if self.layout.replicate == 1 else self.root["replicate", name]
 
@@ -54,20 +54,20 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those that read different sequences: 0 to layout.data − 1."""
+        """This rank's number among the ranks that read different sequences: 0 to layout.data − 1."""
         number, degrees = 0, self.layout.degrees()
         for name in DATA_AXES:
             number = number * degrees[name] + self.coordinate(name)
         return number
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """Process groups by the name of their axis, and of the folded one, where the degree is more than 1."""
+        """Process groups by the name of their axis, or of FSDP2's joint dimension, where the degree is above 1."""
         views = {**self._views, **{name: view for name, view in self.folded.items() if name != FSDP_AXES[0]}}
         return {name: view.get_group() for name, view in views.items() if view.size() > 1}
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """The mesh of all ranks, which call this together."""
+    """The mesh of all ranks; a collective call."""
     sizes: dict[str, int] = {}
     for name, degree in layout.degrees().items():
         sizes.update({layout.fsdp_name: layout.fsdp} if name in FSDP_AXES else {name: degree})
@@ -75,7 +75,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     axes, folded = layout.fsdp_axes, {}
     if len(axes) > 1:
         degrees = tuple(layout.degrees()[name] for name in axes)
-        # Private, in torch 2.10 to 2.13 alike; the public way, slicing a flattened dimension, warns that it will go.
-        apart = root[layout.fsdp_name]._unflatten(0, degrees, axes)
-        folded = {name: apart[name] for name in axes}
+        # Private, the same in torch 2.10 to 2.13. The public method, slicing a flattened dimension, is deprecated.
+        unfolded = root[layout.fsdp_name]._unflatten(0, degrees, axes)
+        folded = {name: unfolded[name] for name in axes}
     return Mesh(layout=layout, root=root, folded=folded)

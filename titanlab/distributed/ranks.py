@@ -1,4 +1,4 @@
-"""Which rank a process is: what torchrun, or our own launcher, put into its environment."""
+"""The rank of a process, from the environment variables that torchrun or titanlab's launcher sets."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 
-# Variables that say where the ranks of a run meet; those of this process are not for another run.
+# Variables with the address at which the ranks of a run meet; another run must not inherit them.
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """A process's place among the processes of a run.
+    """A process's rank in a run.
 
     Attributes:
-        rank, world: its number among all processes, and how many there are.
+        rank, world: its number among all processes, and the number of processes.
         local_rank, local_world: the same on its host.
         address, port: where rank 0 listens.
-        started_by: `torchrun` (or our launcher, which sets the same variables), or the kind of a launcher.
-        is_counted: whether whoever started the ranks has counted those of each host.
+        started_by: `torchrun` (or titanlab's launcher, which sets the same variables), or the kind of a launcher.
+        is_counted: whether the launcher has counted the ranks of each host, so that `local_world` is reliable.
     """
 
     rank: int
@@ -48,10 +48,10 @@ ALONE = Ranks(rank=0, world=1, local_rank=0, local_world=1, address="127.0.0.1",
 
 
 def joined(environ: Mapping[str, str]) -> Ranks | None:
-    """The rank that torchrun's variables name, or None for a process without them.
+    """The rank in torchrun's variables; None for a process without them.
 
     Raises:
-        ConfigError: a variable that belongs to the set is missing or is no number.
+        ConfigError: one of the variables is missing or is not a number.
     """
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
@@ -70,10 +70,10 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def check_ranks(ranks: Ranks) -> None:
-    """Check what an environment says of a rank.
+    """Check the numbers of a rank.
 
     Raises:
-        ConfigError: the rank is not in its world, or the port is none.
+        ConfigError: the rank is outside its world, or the port is invalid.
     """
     if not 0 <= ranks.rank < ranks.world:
         raise ConfigError(
@@ -87,7 +87,7 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
     """A whole number in a variable.
 
     Raises:
-        ConfigError: it is no number, or it is missing and has no default.
+        ConfigError: it is not a number, or it is missing and has no default.
     """
     text = environ.get(name)
     if text is None:

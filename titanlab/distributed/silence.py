@@ -1,7 +1,7 @@
-"""Ranks that do not answer: of several that hang, the one whose process cannot even say where it stands.
+"""Silent ranks: when a run hangs, the ranks whose process cannot even note where it hangs.
 
-A rank that hangs notes where (`distributed.watchdog`), as soon as its own limit or another rank's is reached. Whoever
-started a rank stands beside its process on the same host: it writes the note of one that writes none.
+A rank that hangs writes a note (`distributed.watchdog`) as soon as its own limit or another rank's is reached. The
+process that started a rank runs on the same host: if the rank writes no note, that process writes one for it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from titanlab.records.outcome import Outcome, OutcomeKind, first_cause, is_silent
 from titanlab.records.run_folder import RunFolder
 
-# From another rank's note of a hang to the end of a rank that writes none: it looks for such notes every 5 s at most.
+# Time that a rank has for its own note after another rank's note of a hang; it looks for such notes at least every 5 s.
 ANSWER_SECONDS = 8.0
 _POLL_SECONDS = 0.2
-# For the stacks of a process that native code holds, to be written into its log.
+# Time for a process that is blocked in native code to write its stacks into its log.
 _STACKS_SECONDS = 0.5
 _MOST_NAMED = 8
-# Between two looks at what the ranks that others have started have noted.
+# Between two checks for notes of other ranks.
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
 _STATES: Mapping[str, str] = {
@@ -38,11 +38,11 @@ _STATES: Mapping[str, str] = {
 
 
 def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[Outcome]:
-    """What other ranks have noted about hangs in the run's newest attempt; nothing where that cannot be read.
+    """Notes of hangs by other ranks in the run's newest attempt; empty where the notes cannot be read.
 
     Args:
-        rank: the one that asks; None: none of them.
-        since: seconds since the epoch: an earlier attempt's notes do not count.
+        rank: the rank whose own note is left out; None: no rank.
+        since: seconds since the epoch; older notes are from earlier attempts and do not count.
     """
     try:
         notes = run.failures(max(run.attempts(), default=0))
@@ -52,11 +52,11 @@ def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[O
 
 
 def note_silent_ranks(run: RunFolder, pids: Mapping[int, int], *, since: float, seconds: float) -> None:
-    """If ranks hang, give those of this host that write no note time to do so, and then write it for them.
+    """If ranks hang, wait for the notes of this host's ranks, then write the missing notes for them.
 
     Args:
-        pids: processes of this host's ranks.
-        since: when they were started, in seconds since the epoch.
+        pids: process by rank, for the ranks of this host.
+        since: when the ranks were started, in seconds since the epoch.
         seconds: how long to wait for their notes.
     """
     end = time.monotonic() + seconds
@@ -74,10 +74,10 @@ def note_silent_ranks(run: RunFolder, pids: Mapping[int, int], *, since: float, 
 
 
 def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
-    """Note that a rank does not answer, if others hang and it has noted nothing itself. Returns whether it was noted.
+    """Note that a rank does not answer, if others hang and it has no note; return whether a note was written.
 
     Args:
-        pid: its process, on this host.
+        pid: the rank's process, on this host.
         since: when it was started, in seconds since the epoch.
     """
     others = hangs_of_others(run, rank, since=since)
@@ -86,7 +86,7 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
         return False
     state = process_state(pid)
     if state in ("R", "S", "D"):
-        # By a handler that needs no lock of Python's.
+        # SIGUSR1 makes the process write its stacks, by faulthandler, which does not need the GIL.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
         time.sleep(_STACKS_SECONDS)
@@ -104,7 +104,7 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
 
 
 def end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, since: float) -> None:
-    """Wait for a rank's end; kill it, with a note of why, if others hang and it does not say where it stands.
+    """Wait for a rank's process to end; if others hang and it writes no note, write one for it and kill it.
 
     Args:
         since: when it was started, in seconds since the epoch.
@@ -115,7 +115,7 @@ def end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, 
             end = time.monotonic() + ANSWER_SECONDS
         if end is not None and time.monotonic() > end:
             note_silence(run, rank, child.pid, since=since)
-            # One that has said where it stands ends by itself, a few seconds after that.
+            # A rank that has written its note ends by itself a few seconds later.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_END_SECONDS)
             child.kill()
@@ -125,7 +125,7 @@ def end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, 
 
 
 def await_answers(run: RunFolder, world: int, *, since: float) -> None:
-    """If ranks hang, wait until all have noted where they stand, or others have done so for them, or could have.
+    """If ranks hang, wait until every rank has a note, its own or one written for it, or the time for that is over.
 
     Args:
         since: when the ranks were started, in seconds since the epoch.
@@ -138,7 +138,7 @@ def await_answers(run: RunFolder, world: int, *, since: float) -> None:
 
 
 def process_state(pid: int) -> str | None:
-    """The letter of the state of a process's main thread, see proc(5); None where nobody can tell."""
+    """The state of a process's main thread as a letter, see proc(5); None if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -146,13 +146,13 @@ def process_state(pid: int) -> str | None:
 
 
 def judged(notes: Collection[Outcome], world: int) -> Outcome:
-    """The outcome of an attempt out of its ranks' notes: the first cause; of a hang, who keeps the others waiting.
+    """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the rank that others wait for.
 
-    A rank that does not answer comes first, then one that stands or computes elsewhere than in a collective. If all
-    that have spoken wait for others, it is a rank that has said nothing; if none is left, no rank is named.
+    That rank is, in this order: a rank that does not answer; a rank that is outside a collective or computes; if all
+    ranks with a note wait for others, a rank without a note. If every rank waits, no rank is named.
 
     Args:
-        world: how many ranks there are; 0: nobody knows.
+        world: number of ranks; 0: unknown.
     """
     first = first_cause(notes)
     hung = sorted((note for note in notes if note.kind is OutcomeKind.HANG), key=lambda note: note.rank or 0)
@@ -160,12 +160,12 @@ def judged(notes: Collection[Outcome], world: int) -> Outcome:
         return first
     silent = [note for note in hung if is_silent(note)]
     if len(silent) > 1:
-        whys = ", ".join(
+        reasons = ", ".join(
             f"rank {note.rank} {(note.cause or '').partition(f': rank {note.rank} ')[2].partition(';')[0]}"
             for note in silent[:_MOST_NAMED]
         )
-        told = _named([note.rank or 0 for note in silent])
-        return replace(silent[0], cause=f"{_what_hangs(hung)}: {told} do not answer: {whys}{_advice(hung)}")
+        ranks = _named([note.rank or 0 for note in silent])
+        return replace(silent[0], cause=f"{_what_hangs(hung)}: {ranks} do not answer: {reasons}{_advice(hung)}")
     if not first.echo:
         return first
     missing = sorted(set(range(world)) - {note.rank or 0 for note in notes})
@@ -178,24 +178,24 @@ def judged(notes: Collection[Outcome], world: int) -> Outcome:
             f"rank {note.rank} {(note.cause or '').partition(f'rank {note.rank} waits ')[2].partition(';')[0]}"
             for note in hung[:_MOST_NAMED]
         )
-        told = f"all {world} ranks wait for each other: {places}"
-        return replace(first, rank=None, cause=f"{_what_hangs(hung)}: {told}{_advice(hung)}")
+        deadlock = f"all {world} ranks wait for each other: {places}"
+        return replace(first, rank=None, cause=f"{_what_hangs(hung)}: {deadlock}{_advice(hung)}")
     return first
 
 
 def _what_hangs(notes: Sequence[Outcome]) -> str:
-    """`step 3 did not end within 600 s`, in the words of a rank that noted it."""
+    """`step 3 did not end within 600 s`, from the note of a rank that reached its own limit."""
     for note in notes:
-        what, colon, _ = (note.cause or "").partition(f": rank {note.rank}")
-        if colon and "another rank reached" not in what:
-            return what
+        event, colon, _ = (note.cause or "").partition(f": rank {note.rank}")
+        if colon and "another rank reached" not in event:
+            return event
     return "a step did not end in time"
 
 
 def _advice(notes: Sequence[Outcome]) -> str:
-    """What a rank that could speak has said about the time of steps, and the limit's key."""
-    said = [(note.cause or "").partition(": rank ")[2].partition("; ")[2] for note in notes]
-    text = next((each for each in said if "timeout_seconds=" in each), "")
+    """Step times and the key of the limit, from the first note that has them."""
+    texts = [(note.cause or "").partition(": rank ")[2].partition("; ")[2] for note in notes]
+    text = next((text for text in texts if "timeout_seconds=" in text), "")
     return f"; {text}" if text else ""
 
 

@@ -1,4 +1,4 @@
-"""A wish to stop, from Ctrl-C or a scheduler, that waits for the end of a step."""
+"""A request to stop, by Ctrl-C or a scheduler, which takes effect at the end of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TextIO
 
 from titanlab.records.outcome import OutcomeKind
 
-# What each signal asks for. Of several that the ranks have received the one with the largest number counts.
+# Kind of end by signal. If the ranks have received several signals, the one with the largest number counts.
 STOPS: Mapping[int, OutcomeKind] = {
     signal.SIGINT: OutcomeKind.CANCELLED,
     signal.SIGUSR2: OutcomeKind.PREEMPTED,
@@ -21,12 +21,12 @@ STOPS: Mapping[int, OutcomeKind] = {
     signal.SIGXCPU: OutcomeKind.WALLTIME,
 }
 STOP_SIGNALS = tuple(STOPS)
-ONE_WISH_SECONDS = 1.0
+ONE_REQUEST_SECONDS = 1.0  # signals within this time are one request
 Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
-    """Which signal asked this rank to stop, 0 while none did; and why, where somebody said so."""
+    """The signal that asked this rank to stop, 0 if none did, and the cause if it is known."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -35,12 +35,12 @@ class StopRequest:
 
 def signal_for(kind: OutcomeKind) -> int:
     """The signal that asks for an end of this kind."""
-    return {wanted: int(number) for number, wanted in STOPS.items() if number != signal.SIGTERM}[kind]
+    return {stop_kind: int(number) for number, stop_kind in STOPS.items() if number != signal.SIGTERM}[kind]
 
 
 @contextlib.contextmanager
 def handlers_kept(numbers: Iterable[int]) -> Iterator[None]:
-    """Give signals back, at the end, the handlers that they had, whoever sets others in between."""
+    """Restore the handlers of these signals when the block ends."""
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
@@ -51,10 +51,7 @@ def handlers_kept(numbers: Iterable[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handled(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
-    """Let a handler have these signals, also where they were ignored; afterwards all is as it was.
-
-    In the main thread only.
-    """
+    """Handle these signals inside the block, also signals that were ignored. Main thread only."""
     with handlers_kept(numbers):
         for number in numbers:
             signal.signal(number, handler)
@@ -63,12 +60,12 @@ def handled(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Let the signals of STOPS set a flag instead of ending the process; another one, a second later, ends it.
+    """Let the signals of STOPS set a flag instead of ending the process; a signal over a second later raises.
 
-    One wish may arrive several times at once: from a terminal and from a launcher, or from the kernel, which
-    tells of a dead parent once for each of its threads.
+    One request may arrive as several signals at once: from a terminal and from a launcher, or from the kernel, which
+    signals the death of a parent once for each thread of the parent.
 
-    Outside the main thread signals cannot be caught, and the flag stays down.
+    Python handles signals in the main thread only: in another thread the flag is never set.
     """
     request = StopRequest()
     first = 0.0
@@ -80,7 +77,7 @@ def stop_request() -> Iterator[StopRequest]:
         nonlocal first
         if not request.signal:
             request.signal, first = number, time.monotonic()
-        elif time.monotonic() - first > ONE_WISH_SECONDS:
+        elif time.monotonic() - first > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
     with handled(STOP_SIGNALS, handler):
@@ -88,24 +85,24 @@ def stop_request() -> Iterator[StopRequest]:
 
 
 def stop_line(kind: OutcomeKind, cause: str) -> str:
-    """What `told_request` understands."""
+    """A line for `request_from_lines`."""
     return json.dumps({"signal": signal_for(kind), "cause": cause}) + "\n"
 
 
 @contextlib.contextmanager
-def told_request(lines: TextIO) -> Iterator[StopRequest]:
-    """Let lines set the flag, for a rank whose job hears the signals in its place.
+def request_from_lines(lines: TextIO) -> Iterator[StopRequest]:
+    """Let lines of text set the flag, for a rank whose job handles the signals in its place.
 
-    Slurm sends a signal to every process of a job, and does not say what it means: the job's own process finds
-    out, and all ranks are told the same. The end of the lines is the end of that process, and a wish too.
+    Slurm sends a signal to every process of a job without a reason. The job's own process finds the reason and sends
+    every rank the same line. End of file means that this process is gone: that is a stop request too.
     """
     request = StopRequest()
 
     def read() -> None:
         for line in lines:
             with contextlib.suppress(ValueError):
-                told = json.loads(line)
-                request.cause, request.signal = told["cause"], told["signal"]
+                fields = json.loads(line)
+                request.cause, request.signal = fields["cause"], fields["signal"]
         if not request.signal:
             request.cause, request.signal = "the job's own process is gone; the run can be resumed", signal.SIGTERM
 

@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What a rank knows of itself.
+    """One rank of a run: its number, its device, and small collectives.
 
     Attributes:
-        rank, world: its number among all processes, and how many there are.
+        rank, world: its number among all processes, and the number of processes.
         local_rank: its number on its host.
         device: where it computes.
     """
@@ -38,7 +38,7 @@ class World:
 
     @property
     def logs(self) -> bool:
-        """True on the one rank that writes metrics and talks to people."""
+        """True on the one rank that writes metrics and prints."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -69,15 +69,15 @@ _JOIN_TIMEOUT = datetime.timedelta(minutes=10)
 
 @contextlib.contextmanager
 def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool) -> Iterator[World]:
-    """Join the process group, claim the device, seed every generator; leave the group at the end.
+    """Join the process group, select the device, seed every generator; leave the group at the end.
 
     Raises:
-        ConfigError: the accelerator that the recipe names is not there.
+        ConfigError: the accelerator that the recipe names is missing.
     """
-    device = _claim(accelerator, ranks.local_rank)
+    device = _select_device(accelerator, ranks.local_rank)
     random.seed(seed)
     with contextlib.suppress(ImportError):
-        # Third-party code may draw from its global generator; we ourselves need none of it to compute.
+        # For third-party code that draws from NumPy's global generator; titanlab itself does not.
         importlib.import_module("numpy").random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
@@ -93,7 +93,7 @@ def open_world(ranks: Ranks, *, accelerator: str, seed: int, deterministic: bool
             dist.destroy_process_group()
 
 
-def _claim(accelerator: str, local_rank: int) -> torch.device:
+def _select_device(accelerator: str, local_rank: int) -> torch.device:
     if accelerator == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -119,12 +119,12 @@ def _join(ranks: Ranks, device: torch.device) -> None:
     if is_one_host(ranks):
         _keep_gloo_on_loopback()
     if ranks.world == 1:
-        # No address and no port: several runs may share a host.
+        # No address and no port, so that several runs can share a host.
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1
         )
         return
-    # Objects and CPU tensors travel over gloo, also where tensors travel over NCCL.
+    # Objects and CPU tensors need gloo, also where CUDA tensors use NCCL.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store = _store_on_loopback(ranks)
     dist.init_process_group(
@@ -139,31 +139,31 @@ def _join(ranks: Ranks, device: torch.device) -> None:
 
 
 def _store_on_loopback(ranks: Ranks) -> dist.TCPStore | None:
-    """The store of ranks that are all on this host; None: torch makes one, which other hosts can reach.
+    """The store of ranks that are all on this host; None: torch creates a store that other hosts can reach.
 
-    torch's own listens on all addresses of the host, and whoever reaches it can read and change what ranks exchange.
+    torch's store listens on all addresses of the host; anyone who reaches it can read and change what ranks exchange.
     """
-    # torchrun's agent has a store of its own.
+    # torchrun's agent provides a store.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not is_one_host(ranks):
         return None
     address = loopback_address()
     if address is None:
         return None
-    leads = ranks.rank == 0
-    # The store takes the descriptor over.
-    listener = listen(address, ranks.port).detach() if leads else None
+    is_master = ranks.rank == 0
+    # `detach`, because the store closes the descriptor.
+    listener = listen(address, ranks.port).detach() if is_master else None
     return dist.TCPStore(
         address,
         ranks.port,
         world_size=ranks.world,
-        is_master=leads,
+        is_master=is_master,
         timeout=_JOIN_TIMEOUT,
         master_listen_fd=listener,
     )
 
 
 def _keep_gloo_on_loopback() -> None:
-    """Have gloo's processes, all on this host, listen at the loopback; a person's own setting wins."""
+    """Let gloo listen on the loopback, as all ranks are on this host; a setting of the user wins."""
     interface = loopback_interface()
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -1,1 +1,1 @@
-"""How a model is spread over processes: one file an axis."""
+"""How a model is distributed over processes: one file per axis."""

@@ -1,9 +1,9 @@
-"""Attention kernels that also give the logarithm of the softmax's denominator, so that parts can be put together.
+"""Attention kernels that also return the logarithm of the softmax's denominator, so that partial results can be merged.
 
-All take q [batch, heads, rows, head_dim] and k, v [batch, kv_heads, keys, head_dim] of any strides but the last, scale
-by 1/√head_dim, and call the ATen operators behind `scaled_dot_product_attention`: no public function takes the
-denominators of a whole row for the backward pass of a part of it. torch's own context parallelism
-(torch/distributed/tensor/experimental/_context_parallel) calls the same ones, in 2.11 as in 2.13.
+All take q [batch, heads, rows, head_dim] and k, v [batch, kv_heads, keys, head_dim], contiguous in the last dim, and
+scale by 1/√head_dim. They call the ATen operators behind `scaled_dot_product_attention`, because no public function
+runs the backward pass over a part of the keys with the denominators over all keys. torch's own context parallelism
+(torch/distributed/tensor/experimental/_context_parallel) calls the same operators, in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Kernel(Protocol):
-    """One kernel. `causal` masks keys after the row's own number, and is used for as many rows as keys only."""
+    """One attention kernel; `causal` masks keys after the row's own index, and needs as many rows as keys."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         """The output, shaped as q, and log Σ exp(scores) of every row: float32 [batch, heads, rows]."""
@@ -37,12 +37,12 @@ class Kernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
     ) -> Gradients:
-        """What these keys add to the gradients of q, k and v, given `out` and `lse` over all keys of each row."""
+        """The gradients of q, k and v from these keys only, given `out` and `lse` over all keys of each row."""
         ...
 
 
 class Cpu:
-    """The fused kernel of CPUs: float32, bfloat16, float16; shared key/value heads."""
+    """The fused kernel on CPU: float32, bfloat16, float16; grouped-query heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal)
@@ -57,7 +57,7 @@ class Cpu:
 
 
 class Flash:
-    """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; shared key/value heads."""
+    """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; grouped-query heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)
@@ -68,13 +68,13 @@ class Flash:
     ) -> Gradients:
         op = aten._scaled_dot_product_flash_attention_backward.default
         rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
-        # No lengths of ragged sequences, no dropout, so no seed either.
+        # None: no lengths of ragged sequences. Without dropout the seeds are not used.
         dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed)
         return dq, dk, dv
 
 
 class Cudnn:
-    """cuDNN's fused attention on CUDA: 16 bits; shared key/value heads. Its denominators have a last dim of 1."""
+    """cuDNN's fused attention on CUDA: 16 bits; grouped-query heads; its denominators have an extra last dim of 1."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal)
@@ -91,8 +91,9 @@ class Cudnn:
 
 
 class Efficient:
-    """Memory-efficient attention (arXiv 2112.05682) on CUDA: also float32. It takes no shared heads, so they are
-    repeated here, on the device; its denominators are padded to 32 rows.
+    """Memory-efficient attention (arXiv 2112.05682) on CUDA: also float32; its denominators are padded to 32 rows.
+
+    It does not take grouped-query heads, so key/value heads are repeated.
     """
 
     ROWS = 32
@@ -106,21 +107,21 @@ class Efficient:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
     ) -> Gradients:
         op = aten._scaled_dot_product_efficient_attention_backward.default
-        kv_heads, seed, wanted = k.shape[1], _no_seed(q), [True, True, True, False]
+        kv_heads, seed, needs_grad = k.shape[1], _no_seed(q), [True, True, True, False]
         k, v = (repeated(x, q.shape[1]) for x in (k, v))
-        # exp(score − ∞) is 0: a padded row counts for nothing.
+        # exp(score − ∞) is 0, so padded rows add nothing.
         lse = F.pad(lse, (0, -lse.shape[2] % self.ROWS), value=float("inf")).contiguous()
-        dq, dk, dv, _ = op(grad, q, k, v, None, out, lse, seed, seed, 0.0, wanted, causal)
+        dq, dk, dv, _ = op(grad, q, k, v, None, out, lse, seed, seed, 0.0, needs_grad, causal)
         return dq, summed(dk, kv_heads), summed(dv, kv_heads)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Shared heads one after another for each head that shares them: [batch, kv_heads, …] → [batch, heads, …]."""
+    """Key/value heads repeated for the query heads that share them: [batch, kv_heads, …] → [batch, heads, …]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def summed(x: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of `repeated`'s argument, given that of its result."""
+    """The gradient of the argument of `repeated`, given the gradient of its result."""
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
@@ -134,14 +135,14 @@ _CAN_USE = {
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-    """The kernel to use for these inputs: the one that was asked for if it can, else the next that can.
+    """The kernel for these inputs: the requested kernel if it supports them, else the next that does.
 
     Args:
-        name: `flash`, `cudnn`, `efficient`, or `auto`: the fastest that can; of 32 bits that is efficient. CPUs have
-            but one.
+        name: `flash`, `cudnn`, `efficient`, or `auto`: the fastest that supports the inputs (`efficient` for 32 bits).
+            On CPU there is only one.
 
     Raises:
-        RuntimeError: no kernel of this device takes the inputs.
+        RuntimeError: no kernel of this device supports the inputs.
     """
     if q.device.type == "cpu":
         return Cpu()
@@ -158,7 +159,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
 
 
 def _broadcast(x: Tensor, heads: int) -> Tensor:
-    """What `repeated` returns as far as a check of shapes can tell, without its memory."""
+    """A view with the shape of `repeated`'s result, enough for a check of shapes."""
     return x if x.shape[1] == heads else x[:, :1].expand(-1, heads, -1, -1)
 
 

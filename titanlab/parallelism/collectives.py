@@ -1,4 +1,4 @@
-"""Collectives along the first dim: under the names that the installed torch knows, and the way that gloo does fast."""
+"""Collectives along the first dim, with the function names of the installed torch and a fast reduce-scatter on gloo."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch 2.13 has the first and warns of the second, which is the only one in 2.11.
+# torch 2.13 has the first name and deprecates the second; torch 2.11 has only the second.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_first(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The parts of all ranks, one after another: [n, …] → [ranks·n, …]."""
+    """The concatenated parts of all ranks: [n, …] → [ranks·n, …]."""
     whole = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
     all_gather_single(whole, part.contiguous(), group=group)
     return whole
@@ -28,9 +28,9 @@ def sum_and_scatter_first(summand: torch.Tensor, group: dist.ProcessGroup) -> to
 
 
 def reduce_scatter(output: torch.Tensor, summand: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of the sum over ranks to `output`; both contiguous.
+    """Write this rank's part of the sum over ranks to `output`; both are contiguous.
 
-    gloo scatters what it has reduced by reducing all, at twice the traffic: there, parts are exchanged and added.
+    gloo's reduce-scatter is an all-reduce with twice the traffic, so on CPU ranks exchange parts and add them.
     """
     if summand.device.type != "cpu":
         reduce_scatter_single(output, summand, group=group)

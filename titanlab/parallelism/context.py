@@ -1,8 +1,8 @@
-"""Context parallelism: ranks share every sequence, each holds two chunks of it, and attention brings them together.
+"""Context parallelism: each rank of a group has two chunks of every sequence, and attention exchanges keys and values.
 
-Two ways for keys and values to meet queries: `ring` and `all_gather` (see `ring.py` and `gather_kv.py`). Both are one
-custom operator with a backward of its own, in eager mode and in compiled code alike: what is sent inside it is no graph
-break, and activation checkpointing sees one operator with a name.
+There are two exchanges: `ring` and `all_gather` (see `ring.py` and `gather_kv.py`). Both are one custom operator with
+its own backward, in eager mode and in compiled code: its communication causes no graph break, and activation
+checkpointing sees one named operator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-# Private, but what functional collectives name groups by, in torch 2.11 as in 2.13: operators take no groups.
+# Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13. Custom operators cannot
+# take a group as an argument.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titanlab.parallelism import head_tail
@@ -25,26 +26,25 @@ EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather":
 
 
 def positions(seq_len: int, *, ranks: int, rank: int) -> Tensor:
-    """The places in a sequence of the tokens that a rank holds: [seq_len / ranks] int64, ascending.
+    """The positions in a sequence of a rank's tokens: [seq_len / ranks] int64, ascending.
 
-    Of 2·ranks chunks these are number `rank` from the front and number `rank` from the back: later rows of causal
-    attention have more keys, and this way every rank has as many.
+    Of 2·ranks chunks a rank has number `rank` from the front and number `rank` from the back: later rows of causal
+    attention have more keys, and this choice gives every rank the same work.
 
     Raises:
-        ValueError: the sequence does not divide into 2·ranks chunks.
+        ValueError: the sequence is not divisible into 2·ranks chunks.
     """
     chunk, rest = divmod(seq_len, 2 * ranks)
     if rest or not chunk:
         raise ValueError(
             f"a sequence of {seq_len} tokens has no {2 * ranks} equal chunks, two for each of {ranks} ranks"
         )
-    places = torch.arange(seq_len).view(2 * ranks, chunk)
-    return torch.cat((places[rank], places[-1 - rank]))
+    chunks = torch.arange(seq_len).view(2 * ranks, chunk)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
 class ContextAttention(nn.Module):
-    """softmax(q·kᵀ/√head_dim)·v, causal over sequences of which this rank holds `positions`; stands for a model's
-    inner attention.
+    """Causal softmax(q·kᵀ/√head_dim)·v over sequences of which this rank has `positions`; replaces a model's attention.
 
     q [batch, heads, seq / ranks, head_dim] and k, v with kv_heads → shaped as q. Every rank of the group has to call
     it, forward and backward, in the same order.
@@ -52,8 +52,8 @@ class ContextAttention(nn.Module):
     Args:
         method: `ring` or `all_gather`.
         group: the ranks of the context axis.
-        kernel: the kernel that the model asks for, `auto` for the best. One that gives no denominators, or does not
-            take the inputs, is replaced by the next that does; CPUs have but one.
+        kernel: the kernel that the model asks for, `auto` for the best. If it returns no denominators or does not
+            support the inputs, the next kernel that does is used. On CPU there is only one.
     """
 
     def __init__(self, method: str, group: ProcessGroup, kernel: str = "auto") -> None:
@@ -73,9 +73,9 @@ class ContextAttention(nn.Module):
 
 
 def spread_attention(model: nn.Module, path: str, *, method: str, group: ProcessGroup) -> None:
-    """Put a `ContextAttention` in place of the module at `path` in every block of a model, which is one of `layers`.
+    """Replace the module at `path` in every block of the model's `layers` by a `ContextAttention`.
 
-    The kernel is the one that the replaced module has as its `kernel`, if it has any.
+    It uses the replaced module's `kernel`, or `auto` if the module has no such attribute.
     """
     container, _, name = path.rpartition(".")
     for block in model.get_submodule("layers").children():
@@ -86,9 +86,9 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
 
 @torch.library.custom_op("titanlab::context_attention", mutates_args=())
 def attention(q: Tensor, k: Tensor, v: Tensor, method: str, group: str, kernel: str) -> tuple[Tensor, Tensor]:
-    """Output as `ContextAttention` has it, and the denominators [batch, heads, seq / ranks], float32."""
+    """The output of `ContextAttention`, and the logarithms of denominators [batch, heads, seq / ranks], float32."""
     chosen = choose(kernel, q, k, v)
-    q, k, v = map(_by_place, (q, k, v))
+    q, k, v = map(_sequence_first, (q, k, v))
     exchange = EXCHANGES[method]((k, v), _group(group))
     out, lse = head_tail.forward(exchange, q, k, v, chosen)
     return out.transpose(1, 2), lse.transpose(1, 2)
@@ -100,7 +100,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     chosen = choose(kernel, q, k, v)
-    grad, q, k, v, out, lse = map(_by_place, (grad, q, k, v, out, lse))
+    grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
     exchange = EXCHANGES[method]((k, v), _group(group))
     dq, dk, dv = head_tail.backward(exchange, grad, q, k, v, out, lse, chosen)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -134,15 +134,15 @@ attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _group(name: Any) -> ProcessGroup:
-    # torch 2.13 has a type of its own for names, torch 2.11 has not.
+    # `Any`, because torch 2.13 has a type for group names and torch 2.11 has none.
     return _resolve_process_group(name)
 
 
-def _by_place(x: Tensor) -> Tensor:
-    """[batch, heads, seq, …] → [batch, seq, heads, …], contiguous: how projections leave it, so hardly ever a copy."""
+def _sequence_first(x: Tensor) -> Tensor:
+    """[batch, heads, seq, …] → [batch, seq, heads, …], contiguous; rarely a copy, as projections have this layout."""
     return x.transpose(1, 2).contiguous()
 
 
 def _like(x: Tensor) -> Tensor:
-    """An empty tensor shaped as x that lies as the operators' results do."""
+    """An empty tensor shaped as x, with the strides of the operators' results."""
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

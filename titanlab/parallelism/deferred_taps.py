@@ -1,9 +1,9 @@
-"""How compiled blocks set the products for their weights' gradients aside.
+"""How compiled blocks defer the matrix products for the gradients of their weights.
 
-Compiled code has no side effects, so what is set aside leaves it as a gradient. A block is handed two more tensors for
-each of its linear layers, of the shapes of what the layer gives and is given. No number of them is used; but their
-gradients, says the layer's backward, are the two factors of its weight's gradient. The weight itself gets none in the
-compiled code, from which its product is gone: what nobody asks for, a compiler does not compute.
+Compiled code must not have side effects, so the factors of these products leave it as gradients. A block gets two more
+input tensors (taps) for each of its linear layers, with the shapes of the layer's output and input. Their values are
+not used, but the layer's backward returns the two factors of its weight's gradient as the gradients of the taps. The
+weight itself gets no gradient in the compiled code, so the compiler removes that product.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-# Private, and in torch 2.11 as in 2.13.
+# Private, the same in torch 2.11 to 2.13.
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlab.parallelism.local import local_part
@@ -24,62 +24,61 @@ _TAPS = "weight_taps"
 
 
 class Deferring(Protocol):
-    """What sets products aside."""
+    """An object that can defer products; `DeferredWeights` is one."""
 
     probe: Probe | None
 
     def weight_gradient(
         self, product: Product, weight: nn.Parameter, inputs: Tensor, gradient: Tensor
     ) -> Tensor | None:
-        """The gradient of a weight, or None where its product is set aside."""
+        """The gradient of a weight, or None if its product is deferred."""
 
 
-class _Seen(NamedTuple):
-    """Of a layer, [rows, n]."""
+class _Shapes(NamedTuple):
+    """A layer's output and input as meta tensors, [rows, n]."""
 
     output: Tensor
     inputs: Tensor
 
 
 class Probe:
-    """What the layers of a block give and are given.
+    """Records the shapes of the inputs and outputs of a block's layers.
 
     Attributes:
-        seen: by layer, without storage.
-        repeated: a layer was called more than once, and its two factors cannot be told apart.
+        seen: shapes by layer, as tensors without storage.
+        repeated: whether a layer was called more than once, so that its calls' factors cannot be distinguished.
     """
 
     def __init__(self) -> None:
-        self.seen: dict[nn.Module, _Seen] = {}
+        self.seen: dict[nn.Module, _Shapes] = {}
         self.repeated = False
 
     def note(self, layer: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
-        """Note a call; its output."""
+        """Record a call; return its output."""
         self.repeated |= layer in self.seen
-        self.seen[layer] = _Seen(*(rows(each).to("meta") for each in (output, inputs)))
+        self.seen[layer] = _Shapes(rows(output).to("meta"), rows(inputs).to("meta"))
         return output
 
 
 class TappedForward:
-    """The compiled forward of a block, beside which its layers' products are set aside."""
+    """The compiled forward of a block, with taps that defer the products of its layers."""
 
     def __init__(self, compiled: Callable[..., Any], layers: Sequence[nn.Module], deferred: Deferring) -> None:
         self._compiled, self._layers, self._deferred = compiled, layers, deferred
-        self._known: dict[tuple[Any, ...], Probe] = {}
+        self._probes: dict[tuple[Any, ...], Probe] = {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The block's output."""
         if not torch.is_grad_enabled():
             return self._compiled(*inputs, **named)
-        given = tuple((each.shape, each.dtype) for each in (*inputs, *named.values()) if isinstance(each, Tensor))
-        if given not in self._known:
-            self._known[given] = self._probed(inputs, named)
-        probe = self._known[given]
+        key = tuple((x.shape, x.dtype) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
+        if key not in self._probes:
+            self._probes[key] = self._run_probe(inputs, named)
+        probe = self._probes[key]
         layers = [layer for layer in self._layers if layer in probe.seen and layer.weight.requires_grad]
         if probe.repeated or not layers:
             return self._compiled(*inputs, **named)
-        seen, weights = [probe.seen[layer] for layer in layers], [layer.weight for layer in layers]
-        taps = _Taps.apply(self._deferred, [product_of(layer) for layer in layers], seen, *weights)  # type: ignore[no-untyped-call]
+        shapes, weights = [probe.seen[layer] for layer in layers], [layer.weight for layer in layers]
+        taps = _Taps.apply(self._deferred, [product_of(layer) for layer in layers], shapes, *weights)  # type: ignore[no-untyped-call]
         for index, layer in enumerate(layers):
             setattr(layer, _TAPS, taps[2 * index : 2 * index + 2])
         try:
@@ -88,8 +87,8 @@ class TappedForward:
             for layer in layers:
                 delattr(layer, _TAPS)
 
-    def _probed(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Probe:
-        """Shapes, by a forward in eager mode: once, on all ranks together."""
+    def _run_probe(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Probe:
+        """Record shapes in one forward in eager mode; a collective call."""
         self._deferred.probe = probe = Probe()
         devices = {layer.weight.device for layer in self._layers} - {torch.device("cpu")}
         try:
@@ -97,7 +96,7 @@ class TappedForward:
                 torch.no_grad(),
                 torch.random.fork_rng(devices=devices),
                 torch.compiler.set_stance("force_eager"),
-                # Whoever counts what a step sends counts steps.
+                # This forward is not part of a step, so tracing must not count its communication.
                 _disable_current_modes(),
             ):
                 self._compiled(*inputs, **named)
@@ -107,7 +106,7 @@ class TappedForward:
 
 
 def tapped(layer: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
-    """A layer's product inside of compiled code; see the module."""
+    """A layer's product inside compiled code; see the module's docstring."""
     weight, product, taps = layer.weight, product_of(layer), getattr(layer, _TAPS, None)
     assert isinstance(weight, Tensor)
     if taps is None:
@@ -117,42 +116,42 @@ def tapped(layer: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Tap(torch.autograd.Function):
-    """Nothing, forward; backward the factors of a weight's gradient become those of two tensors that nobody uses."""
+    """Identity in the forward; the backward returns the factors of a weight's gradient as the gradients of two taps."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, inputs: Tensor, of_output: Tensor, of_inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, inputs: Tensor, output_tap: Tensor, input_tap: Tensor) -> Tensor:
         ctx.save_for_backward(inputs)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
-        # As rows, which the products of the backward take too: otherwise inductor would not fuse them with gathers.
+        # As rows, like the operands of the backward's products: otherwise inductor would not fuse these with gathers.
         return gradients[0], None, rows(gradients[0]), rows(inputs)
 
 
 class _Taps(torch.autograd.Function):
-    """Two tensors a layer, outside of compiled code: to their gradients belongs the weight's."""
+    """Creates two taps per layer outside compiled code; the backward makes weights' gradients from theirs."""
 
     @staticmethod
     def forward(
-        ctx: Any, deferred: Deferring, products: Sequence[Product], seen: Sequence[_Seen], *weights: nn.Parameter
+        ctx: Any, deferred: Deferring, products: Sequence[Product], shapes: Sequence[_Shapes], *weights: nn.Parameter
     ) -> tuple[Tensor, ...]:
-        # The parameters themselves, and no saved tensors, which may be copies: their `grad` is written.
+        # The parameters themselves, because their `grad` is written; saved tensors may be copies.
         ctx.deferred, ctx.products, ctx.weights = deferred, products, weights
         return tuple(
-            # One number, whatever the shape.
-            torch.zeros((), dtype=each.dtype, device=weight.device).expand(each.shape)
-            for weight, pair in zip(weights, seen, strict=True)
-            for each in pair
+            # Expanded from one number, so that a tap needs no memory.
+            torch.zeros((), dtype=shape.dtype, device=weight.device).expand(shape.shape)
+            for weight, pair in zip(weights, shapes, strict=True)
+            for shape in pair
         )
 
     @staticmethod
     def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor | None, ...]:
-        found = [
+        gradients = [
             ctx.deferred.weight_gradient(product, weight, inputs, gradient)
             for product, weight, gradient, inputs in zip(
                 ctx.products, ctx.weights, factors[::2], factors[1::2], strict=True
             )
         ]
-        return None, None, None, *found
+        return None, None, None, *gradients

@@ -1,9 +1,9 @@
-"""All-gather KV: all keys and values are collected while the local part is computed; then two more parts, and done.
+"""All-gather KV: ranks gather all keys and values while they compute the local part; two more parts follow.
 
-Fewer and larger products than a ring has, for the memory of all keys and values as long as one attention runs; they are
-not kept for the backward pass, which collects them again. The way of Llama 3 (arXiv 2407.21783, section 3.3.2).
-Everyone receives every tail, also one that comes after all of its queries; gradients come home by an all-to-all that
-sends only what there is, in the kernels' type, and are added in float32.
+It has fewer and larger products than a ring, and needs memory for all keys and values while one attention runs; the
+backward pass gathers them again. This is the method of Llama 3 (arXiv 2407.21783, section 3.3.2). Every rank receives
+every tail, also tails that come after all of its queries. Gradients return to their owners by an all-to-all in the
+kernel's dtype, without parts that are zero, and are added in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titanlab.parallelism.head_tail import Block, Pair
 
 
 class GatherKv:
-    """The collection of one attention's keys and values, and the return of their gradients. Sets off at once.
+    """Gathers the keys and values of one attention and returns their gradients; the gather starts in the constructor.
 
     Args:
         local: this rank's keys and values, [batch, seq, kv_heads, head_dim] each, contiguous.
@@ -35,8 +35,8 @@ class GatherKv:
         self._gathered: Tensor | None = sent.new_empty(self._ranks, *sent.shape)
         self._work: Work | None = all_gather_single(self._gathered.flatten(0, 1), sent, group=group, async_op=True)
         self._sent: Tensor | None = sent
-        self._home: Tensor | None = None
-        self._given: list[Tensor] = []
+        self._returned: Tensor | None = None
+        self._gradients: list[Tensor] = []
 
     def blocks(self) -> Iterator[Block]:
         gathered, self._gathered = self._gathered, None
@@ -50,38 +50,40 @@ class GatherKv:
             yield Block(*_joined(gathered[self._rank + 1 :]), later=True)
 
     def give(self, gradients: Pair, into: Pair) -> None:
-        is_later = self._rank == 0 or len(self._given) == 1
-        self._given.append(_by_owner(gradients, self._ranks - 1 - self._rank if is_later else self._rank))
+        is_later = self._rank == 0 or len(self._gradients) == 1
+        self._gradients.append(_by_owner(gradients, self._ranks - 1 - self._rank if is_later else self._rank))
         if is_later or self._rank + 1 == self._ranks:
-            # A rank has used all keys of the ranks behind it, and the heads of those before it.
+            # A rank has used both halves of later ranks' keys, and only the heads of earlier ranks' keys.
             sizes = [self._sizes(whole=range(self._rank + 1, self._ranks)), self._sizes(whole=range(self._rank))]
-            self._sent = torch.cat([part.flatten() for part in self._given])
-            self._home = self._sent.new_empty(sum(sizes[1]))
-            self._work = all_to_all_single(self._home, self._sent, sizes[1], sizes[0], group=self._group, async_op=True)
+            self._sent = torch.cat([part.flatten() for part in self._gradients])
+            self._returned = self._sent.new_empty(sum(sizes[1]))
+            self._work = all_to_all_single(
+                self._returned, self._sent, sizes[1], sizes[0], group=self._group, async_op=True
+            )
 
     def collect(self, into: Pair) -> None:
-        if self._work is None or self._home is None:
+        if self._work is None or self._returned is None:
             return
         self._work.wait()
         batch, _, *shape = into[0].shape
-        for piece in self._home.split([size for size in self._sizes(whole=range(self._rank)) if size]):
+        for piece in self._returned.split([size for size in self._sizes(whole=range(self._rank)) if size]):
             for gradient, part in zip(into, piece.view(2, batch, -1, *shape), strict=True):
                 gradient[:, : part.shape[1]] += part
 
     def _sizes(self, *, whole: range) -> list[int]:
-        """Elements of the gradients exchanged with each rank: of all keys for ranks in `whole`, else of their heads."""
+        """Elements of the gradients exchanged with each rank: of all keys for ranks in `whole`, else of the heads."""
         sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
         sizes[self._rank] = 0
         return sizes
 
 
 def _joined(gathered: Tensor) -> Pair:
-    """Several ranks' keys and values as one sequence: [ranks, 2, batch, seq, …] → [batch, ranks · seq, …] each."""
+    """Keys and values of several ranks as one sequence: [ranks, 2, batch, seq, …] → two [batch, ranks · seq, …]."""
     k, v = gathered.permute(1, 2, 0, *range(3, gathered.dim())).flatten(2, 3)
     return k, v
 
 
 def _by_owner(gradients: Pair, owners: int) -> Tensor:
-    """The inverse of `_joined`: [batch, owners · seq, …] each → [owners, 2, batch, seq, …]."""
+    """The inverse of `_joined`: two [batch, owners · seq, …] → [owners, 2, batch, seq, …]."""
     parts: Tensor = torch.stack(gradients).unflatten(2, (owners, -1))
     return parts.permute(2, 0, 1, *range(3, parts.dim()))

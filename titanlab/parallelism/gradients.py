@@ -1,4 +1,4 @@
-"""The gradients of all parameters as one vector spread over all ranks: its norm, and its scaling."""
+"""Norm and scaling of the gradients of all parameters, as one vector distributed over all ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _ADDED_AT_ONCE = 1 << 14
 
 
 class Gradients:
-    """Norm and scaling of gradients whose parameters are whole, sharded, or both.
+    """Norm and scaling of gradients, some of whose parameters may be sharded.
 
-    A gradient that `copies` ranks hold alike enters the sum over ranks with weight 1/copies, so that
-    one reduction over the world gives the norm whatever the layout.
+    A gradient of which `copies` ranks have the same part enters the sum over ranks with weight 1/copies, so that
+    one reduction over the world gives the norm in every layout.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], holders: int) -> None:
-        """`holders`: ranks that hold a part or all of each of these parameters: those of one pipeline stage."""
+        """`holders`: number of ranks that have a part or all of each parameter: the ranks of one pipeline stage."""
         self._by_copies: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             self._by_copies.setdefault(holders // _parts(parameter), []).append(parameter)
 
     def squared_norm(self) -> torch.Tensor:
-        """This rank's share of the squared norm (float64 scalar); the shares sum to the whole."""
+        """This rank's share of the squared norm, float64 scalar; the sum of the shares is the squared norm."""
         shares = []
         for copies, parameters in self._by_copies.items():
             gradients = _local_gradients(parameters)
@@ -41,12 +41,12 @@ class Gradients:
         for parameters in self._by_copies.values():
             gradients = _local_gradients(parameters)
             if gradients:
-                # Gradients in 16 bits are multiplied by a factor that has more.
+                # Gradients in 16 bits are multiplied by a float32 factor.
                 torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Sum the gradients of some parameters over a group, all in one reduction in the given dtype, in place."""
+    """Sum the gradients of some parameters over a group in place, in one reduction in the given dtype."""
     gradients = _local_gradients(parameters)
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
@@ -59,8 +59,8 @@ def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     # The norm of gradients in 16 bits is computed in 32.
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
-        # There float32 squares are added one after another: the norm of 2^26 elements would be off by 0.5 %,
-        # and by another share in another layout. So row by row first; small tensors need no rows.
+        # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be off by 0.5 %,
+        # and by another share in another layout. So large tensors are reduced row by row first.
         gradients = [
             g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1, dtype=dtype) for g in gradients
         ]
@@ -69,7 +69,7 @@ def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _parts(parameter: nn.Parameter) -> int:
-    """Number of ranks over which one copy of the parameter is spread."""
+    """Number of ranks over which one copy of the parameter is sharded."""
     data = parameter.data
     if not isinstance(data, DTensor):
         return 1

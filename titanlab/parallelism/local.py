@@ -1,4 +1,4 @@
-"""What one rank has of a tensor that is spread over ranks."""
+"""One rank's part of a tensor that is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Any) -> Any:
-    """This rank's part of a DTensor as a plain tensor, through which gradients pass; anything else as it is."""
+    """This rank's part of a DTensor as a plain tensor, differentiable; any other value unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

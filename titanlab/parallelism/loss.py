@@ -1,4 +1,4 @@
-"""Cross-entropy, of whole logits or of logits that stay split over the vocabulary."""
+"""Cross-entropy of whole logits, or of logits that are split over the vocabulary."""
 
 from __future__ import annotations
 
@@ -23,21 +23,18 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Parts(NamedTuple):
-    """What a rank computes for a split loss by itself: what others have to say lies between.
+    """The functions of a split loss that compute without communication; each may be compiled."""
 
-    Each may be exchanged for a compiled version of itself.
-    """
-
-    own: Callable[..., Any]
-    whole: Callable[..., Any]
-    slope: Callable[..., Any]
+    own: Callable[..., Any]  # before the all-gather
+    whole: Callable[..., Any]  # after it
+    slope: Callable[..., Any]  # backward
 
 
 class SplitLoss:
-    """`loss_sum` of logits of which each rank of a group has some columns, the same scalar on every rank.
+    """`loss_sum` of logits of which each rank of a group has some columns; the same scalar on every rank.
 
-    Each rank takes the log-sum-exp of its own columns and the label's logit where it has it; these two numbers a
-    token are all that is sent (Megatron-LM, arXiv 1909.08053, section 3, sends three).
+    Each rank sends two numbers per token: the log-sum-exp of its columns, and the label's logit if it has that column
+    (Megatron-LM, arXiv 1909.08053, section 3, sends three).
     """
 
     def __init__(
@@ -47,10 +44,10 @@ class SplitLoss:
         vocab_size: int,
         compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
-        """The vocabulary is split as DTensor splits: equal parts, rounded up, from the first rank on.
+        """The vocabulary is split as DTensor splits it: parts of ceil(vocab_size / ranks), the last ones smaller.
 
         Args:
-            compiled: what to make of a function of tensors that computes without other ranks.
+            compiled: compiles a function of tensors that does not communicate.
         """
         self.group = group
         part = -(-vocab_size // group.size())
@@ -66,24 +63,25 @@ class SplitLoss:
 
 
 def _own(logits: torch.Tensor, labels: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
-    """Logarithms of probabilities within this rank's columns, and what to send: [2, tokens], two numbers a token."""
-    # Relative to this rank's own sum; the shift to the whole vocabulary's follows.
+    """Log-probabilities within this rank's columns, the label's mask and column, and [2, tokens] to send."""
+    # Normalised over this rank's columns only; `_whole` computes the shift to the whole vocabulary.
     own = torch.log_softmax(logits.float(), dim=-1)
     own_sum = logits[:, 0].float() - own[:, 0]
     mine = (labels >= first) & (labels < first + logits.shape[1])
-    place = (labels - first).where(mine, 0).unsqueeze(1)
-    # Log-sum-exp, and the label's logit or what adds nothing.
-    return own, mine, place, torch.stack([own_sum, (own.gather(1, place).squeeze(1) + own_sum).where(mine, 0.0)])
+    column = (labels - first).where(mine, 0).unsqueeze(1)
+    # To send: log-sum-exp, and the label's logit or 0.
+    return own, mine, column, torch.stack([own_sum, (own.gather(1, column).squeeze(1) + own_sum).where(mine, 0.0)])
 
 
-def _whole(every: torch.Tensor, own_sum: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The loss, given what all ranks sent: [2 · ranks, tokens]; how much lower logarithms are in the whole vocabulary;
-    which labels count.
+def _whole(gathered: torch.Tensor, own_sum: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The loss, the shift of log-probabilities from this rank's columns to the whole vocabulary, and the valid labels.
+
+    gathered: [2 · ranks, tokens], from all ranks.
     """
-    every = every.unflatten(0, (-1, 2))
-    whole_sum = every[:, 0].logsumexp(dim=0)
+    gathered = gathered.unflatten(0, (-1, 2))
+    whole_sum = gathered[:, 0].logsumexp(dim=0)
     valid = labels != IGNORE
-    total = (whole_sum - every[:, 1].sum(dim=0)).where(valid, 0.0).sum()
+    total = (whole_sum - gathered[:, 1].sum(dim=0)).where(valid, 0.0).sum()
     return total, own_sum - whole_sum, valid
 
 
@@ -91,13 +89,13 @@ def _slope(
     gradient: torch.Tensor,
     own: torch.Tensor,
     shift: torch.Tensor,
-    place: torch.Tensor,
+    column: torch.Tensor,
     mine: torch.Tensor,
     valid: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of this rank's columns: softmax over the whole vocabulary, less one at the label."""
+    """The gradient of this rank's columns: softmax over the whole vocabulary, minus one at the label."""
     slope = own.add(shift.unsqueeze(1)).exp_()
-    slope.scatter_add_(1, place, -mine.to(slope.dtype).unsqueeze(1))
+    slope.scatter_add_(1, column, -mine.to(slope.dtype).unsqueeze(1))
     return slope.mul_((gradient * valid).unsqueeze(1))
 
 
@@ -106,13 +104,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, first: int, group: dist.ProcessGroup, parts: Parts
     ) -> torch.Tensor:
-        # Detached, as it counts with gradients and without: one compilation for both.
-        own, mine, place, sent = parts.own(logits.detach(), labels, first)
-        every = sent.new_empty((group.size() * 2, sent.shape[1]))
-        all_gather_single(every, sent, group=group)
+        # Detached, so that one compilation serves training and evaluation.
+        own, mine, column, sent = parts.own(logits.detach(), labels, first)
+        gathered = sent.new_empty((group.size() * 2, sent.shape[1]))
+        all_gather_single(gathered, sent, group=group)
         total: torch.Tensor
-        total, shift, valid = parts.whole(every, sent[0], labels)
-        ctx.save_for_backward(own, shift, place, mine, valid)
+        total, shift, valid = parts.whole(gathered, sent[0], labels)
+        ctx.save_for_backward(own, shift, column, mine, valid)
         ctx.dtype, ctx.slope = logits.dtype, parts.slope
         return total
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: torch's schedule runtime carries out our lists of actions, microbatch by microbatch."""
+"""Pipeline parallelism: torch's schedule runtime executes titanlab's lists of actions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# The only executor of arbitrary lists of actions in torch; its public schedules are built on it.
+# Private, but torch's only executor of arbitrary lists of actions; its public schedules are built on it.
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from titanlab.parallelism.loss import IGNORE
@@ -17,14 +17,14 @@ from titanlab.parallelism.pipeline_stage import Loss, ScheduledStage
 from titanlab.schedule.action import Action, Kind
 
 _COMMUNICATION_OF_FORWARDS = (_ComputationType.SEND_F, _ComputationType.RECV_F)
-_OF_FSDP = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
+_FSDP_ACTIONS = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
 
 
 class Pipeline:
     """The stages of one rank of a pipeline, and the order in which they compute.
 
-    Gradients are those of scale · Σ loss over all microbatches of the step. Under FSDP the reduction runs once a
-    step and divides by the size of its mesh, as FSDP does everywhere; `scale` has to make up for it.
+    Gradients are those of scale · Σ loss over all microbatches of the step. FSDP reduces once per step and divides by
+    the size of its mesh; `scale` has to compensate for that.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Pipeline:
         """Prepare to run a schedule; nothing is computed or sent.
 
         Args:
-            stages: by number, those of this rank. The first takes tokens [microbatch, seq], the others hidden
-                states; all take positions [seq] as well. The last gives logits. Under FSDP or not.
-            actions: by rank of the group, what it computes and in which order.
+            stages: this rank's stages by number. The first takes tokens [microbatch, seq], the others hidden states;
+                all take positions [seq] as well. The last returns logits. They may be under FSDP.
+            actions: by rank of the group, its actions in order.
             placement: by stage, the rank of the group that has it.
             loss: (logits, labels [microbatch, seq]) → float32 scalar, summed over the microbatch's labels. It is
-                called once a microbatch, and the logits are not used after it.
-            hidden_shape: of what this rank's stages hand on: [microbatch, seq, dim], or under sequence parallelism
+                called once per microbatch, and the logits are not used after it.
+            hidden_shape: of the hidden states between stages: [microbatch, seq, dim], or under sequence parallelism
                 [1, this rank's tokens of a microbatch, dim].
-            microbatch: sequences of a microbatch; None: as many as hidden_shape has.
+            microbatch: sequences of a microbatch; None: the first number of hidden_shape.
         """
         rank = dist.get_rank(group)
         if sorted(stages) != [number for number, owner in enumerate(placement) if owner == rank]:
@@ -79,13 +79,13 @@ class Pipeline:
         self._evaluate = self._runtime(actions)
         order = self._evaluate.pipeline_order_with_comms[rank]
         order[:] = [
-            each
-            for each in order
-            if each.computation_type is _ComputationType.FORWARD or each.computation_type in _COMMUNICATION_OF_FORWARDS
+            action
+            for action in order
+            if action.computation_type in (_ComputationType.FORWARD, *_COMMUNICATION_OF_FORWARDS)
         ]
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        """Run all microbatches of a step; gradients are added to those of the stages' parameters.
+        """Run all microbatches of a step; add their gradients to those of the stages' parameters.
 
         Args:
             tokens, labels: [microbatches · microbatch, seq] int64, the same on all ranks of the pipeline.
@@ -106,8 +106,7 @@ class Pipeline:
     def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         """The sum of the losses of up to microbatches · microbatch sequences; zero without the last stage.
 
-        What is missing of a full batch is filled with labels that do not count: all ranks go through the same
-        collectives, however many sequences each has.
+        A smaller batch is padded with labels that do not count, so that all ranks run the same collectives.
         """
         whole = self._microbatch * self._microbatches
         missing = whole - tokens.shape[0]
@@ -120,22 +119,22 @@ class Pipeline:
         return total
 
     def _runtime(self, actions: Sequence[Sequence[Action]]) -> _PipelineScheduleRuntime:
-        # Without a loss function: the last stage has it, and lets go of the logits earlier than the runtime would.
+        # Without a loss function: the last stage calls it and frees the logits earlier than the runtime would.
         runtime = _PipelineScheduleRuntime(
             self._stages, n_microbatches=self._microbatches, loss_fn=None, scale_grads=False
         )
         runtime._prepare_schedule_with_comms(
             {
-                rank: [_Action(each.stage, _ComputationType(each.kind.value), each.microbatch) for each in own]
-                for rank, own in enumerate(actions)
+                rank: [_Action(own.stage, _ComputationType(own.kind.value), own.microbatch) for own in rank_actions]
+                for rank, rank_actions in enumerate(actions)
             }
         )
-        # FSDP's own hooks gather parameters block by block while others compute, once a step or once a forward as
-        # they were told; the runtime's actions would gather all of a stage first, and again after each eviction.
-        own = runtime.pipeline_order_with_comms[runtime.rank]
-        own[:] = [each for each in own if each.computation_type not in _OF_FSDP]
+        # FSDP's own hooks gather parameters block by block while other blocks compute, once per step or per forward.
+        # The runtime's actions would gather the whole stage first, and again after each RESHARD.
+        order = runtime.pipeline_order_with_comms[runtime.rank]
+        order[:] = [action for action in order if action.computation_type not in _FSDP_ACTIONS]
         runtime.unsharded_stages = {stage.stage_index for stage in self._stages}
-        # Shapes are known: the runtime need not infer them.
+        # The stages know their shapes, so the runtime must not infer them.
         runtime._stages_forward_initialized = True
         return runtime
 
@@ -144,7 +143,7 @@ class Pipeline:
         rows = [slice(index * size, (index + 1) * size) for index in range(self._microbatches)]
         total = torch.zeros((), device=self._device)
         try:
-            runtime._step_microbatches([(tokens[each], labels[each], positions) for each in rows], return_outputs=False)
+            runtime._step_microbatches([(tokens[row], labels[row], positions) for row in rows], return_outputs=False)
             for stage in self._stages:
                 if stage.loss_sum is not None:
                     total = stage.loss_sum

@@ -1,4 +1,4 @@
-"""One stage of a pipeline, as torch's schedule runtime wants it: what comes in, what is computed, what goes out."""
+"""One stage of a pipeline, with the methods that torch's schedule runtime calls: receive, compute, send."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class ScheduledStage(PipelineStage):
-    """A stage that knows the shape of everything it sends and receives, and holds nothing longer than needed.
+    """A stage that knows the shape of everything it sends and receives, and frees tensors as early as possible.
 
-    torch's own stage asks its neighbours for shapes or computes once to learn them, keeps buffers for all
-    microbatches between steps, and keeps every microbatch's logits until the step ends. This one gives the runtime
-    the same methods. It posts its own sends and receives, so that torch 2.11 and 2.13 do the same.
+    torch's own stage gets shapes from its neighbours or from an extra forward, keeps buffers for all microbatches
+    between steps, and keeps every microbatch's logits until the step ends. This class has the same methods for the
+    runtime. It posts sends and receives itself, so that torch 2.11 and 2.13 behave alike.
     """
 
     def __init__(
@@ -39,16 +39,17 @@ class ScheduledStage(PipelineStage):
         scale: float | Tensor,
         split_backward: bool,
     ) -> None:
-        """Stage `number` of a pipeline of which `placement` names each stage's rank.
+        """Prepare stage `number` of a pipeline; nothing is computed or sent.
 
         Args:
-            hidden: shape and dtype of what stages hand on.
+            placement: by stage, the rank of the group that has it.
+            hidden: shape and dtype of the hidden states between stages.
             loss: (logits, labels) → a scalar, in the last stage only.
             scale: gradients are those of scale · loss.
             split_backward: some backwards compute the gradients of inputs first and those of weights later.
         """
         super().__init__(module, number, len(placement), device, group=group)
-        if not isinstance(module, FSDPModule) and any(isinstance(each, FSDPModule) for each in module.modules()):
+        if not isinstance(module, FSDPModule) and any(isinstance(part, FSDPModule) for part in module.modules()):
             raise ValueError(f"stage {number} has parts under FSDP but is not: its gradients would never be reduced")
         self.loss_sum: Tensor | None = None
         self._placement = placement
@@ -64,20 +65,20 @@ class ScheduledStage(PipelineStage):
         self._sends: list[dist.Work] = []
 
     def begin_step(self) -> None:
-        """No backward of the step reduces gradients or frees parameters; `perform_reduce_grad` does, at its end."""
+        """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not each backward."""
         if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
 
     def free_parameters(self) -> None:
-        """Free what FSDP has gathered for forwards that no backward follows."""
+        """Free parameters that FSDP has gathered for forwards without a backward."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def end_step(self) -> None:
-        """Wait for what is still being sent, and free everything."""
+        """Wait for pending sends, and free everything."""
         for work in self._sends:
             work.wait()
         self.clear_runtime_states()
@@ -92,7 +93,7 @@ class ScheduledStage(PipelineStage):
         if self._deferred is not None:
             self._deferred.clear()
 
-    # What follows is called by the runtime, with torch's names.
+    # The runtime calls the following methods; names and arguments are torch's.
 
     def forward_one_chunk(
         self,
@@ -109,7 +110,7 @@ class ScheduledStage(PipelineStage):
             hidden.requires_grad_(torch.is_grad_enabled())
         output: Tensor
         if self.is_last:
-            # The logits get no name: so they are freed as soon as the loss is known.
+            # No variable refers to the logits, so that they are freed as soon as the loss is known.
             output = self._loss(self.submod(tokens if hidden is None else hidden, positions), labels)
             loss = output.detach()
             self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
@@ -129,7 +130,7 @@ class ScheduledStage(PipelineStage):
         full_backward: bool = True,  # noqa: FBT001, FBT002 (torch's)
         last_backward: bool = False,  # noqa: FBT001, FBT002 (torch's)
     ) -> None:
-        """The backward of one microbatch; with `full_backward` False, most gradients of weights are left for later."""
+        """The backward of one microbatch; with `full_backward` False, most gradients of weights are deferred."""
         hidden, output = self._pending.pop(bwd_chunk_id)
         gradient = None if self.is_last else self._take(self._arrived_gradients, bwd_chunk_id)
         if full_backward:
@@ -147,43 +148,43 @@ class ScheduledStage(PipelineStage):
         bwd_chunk_id: int,
         last_backward: bool = False,  # noqa: FBT001, FBT002 (torch's)
     ) -> None:
-        """The gradients of weights that the backward for the inputs has left."""
+        """Compute the deferred gradients of weights."""
         assert self._deferred is not None
         self._deferred.compute(bwd_chunk_id)
         _sum_in_reduce_dtype(self.submod)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the hidden state on its way. Nothing is left to do for the runtime."""
+        """Start sending the hidden state; the runtime gets no operations to run."""
         return self._send(self._computed.pop(fwd_chunk_id), self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Send the gradient on its way. Nothing is left to do for the runtime."""
+        """Start sending the gradient; the runtime gets no operations to run."""
         return self._send(self._computed_gradients.pop(bwd_chunk_id), self.stage_index - 1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Make room for a hidden state. Nothing is left to do for the runtime."""
+        """Start receiving a hidden state; the runtime gets no operations to run."""
         return self._receive(self._arrived, fwd_chunk_id, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Make room for a gradient. Nothing is left to do for the runtime."""
+        """Start receiving a gradient; the runtime gets no operations to run."""
         return self._receive(self._arrived_gradients, bwd_chunk_id, self.stage_index + 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """The hidden state of the stage before, which is on this rank."""
+        """Take the hidden state of the previous stage, which is on this rank."""
         self._arrived[mb_index] = self._checked(prev_stage_outputs, "hidden state"), None
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor]:
-        """The gradient for the stage before, which is on this rank."""
+        """The gradient for the previous stage, which is on this rank."""
         return (self._computed_gradients.pop(mb_index),)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        """The gradient from the next stage, which is on this rank."""
+        """Take the gradient of the next stage, which is on this rank."""
         (gradient,) = next_stage_bwd_outputs
         assert gradient is not None
         self._arrived_gradients[mb_index] = gradient, None
 
     def _send(self, tensor: Tensor, stage: int) -> list[dist.P2POp]:
-        # NCCL says which sends are complete, and those need not be kept; gloo says so only after a wait.
+        # Completed sends need not be kept. NCCL reports completion by itself, gloo only after a wait.
         self._sends = [work for work in self._sends if not work.is_completed()]
         work = dist.isend(tensor, group=self.group, group_dst=self._placement[stage])
         assert work is not None
@@ -193,8 +194,8 @@ class ScheduledStage(PipelineStage):
     def _receive(
         self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int, stage: int
     ) -> list[dist.P2POp]:
-        room = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        arrived[microbatch] = room, dist.irecv(room, group=self.group, group_src=self._placement[stage])
+        buffer = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        arrived[microbatch] = buffer, dist.irecv(buffer, group=self.group, group_src=self._placement[stage])
         return []
 
     def _take(self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int) -> Tensor:
@@ -219,10 +220,10 @@ class ScheduledStage(PipelineStage):
 
 
 def _sum_in_reduce_dtype(model: nn.Module) -> None:
-    """Have FSDP take gradients that were written outside of a backward, as it does after each backward.
+    """Let FSDP accumulate gradients that were written outside a backward, as it does after each backward.
 
-    It sums microbatches in the dtype of its reduction. What stays in `grad` would be summed there, in the parameters'
-    own. torch (2.11 to 2.13) does so in a hook of the backward only, and has no public way to ask for it.
+    FSDP sums microbatches in its reduce dtype; gradients that stay in `grad` would be summed in the parameters' dtype.
+    torch 2.11 to 2.13 accumulates in a hook of the backward only, and has no public function for it.
     """
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None

@@ -1,10 +1,9 @@
-"""Gradients of weights that are computed later than those of inputs: the W of schedules without bubbles.
+"""Deferred gradients of weights: the W of zero-bubble schedules (arXiv 2401.10241).
 
-torch's own way of splitting a backward walks the graph in Python for every microbatch and runs autograd once for
-every weight; checkpointed blocks are computed again each time, compiled ones twice, and FSDP2 gives wrong gradients
-where it frees parameters in between. Here the linear layers, where nearly all of the work is, set their product aside
-while a backward for the inputs runs; everything else is computed at once. Those of compiled blocks do so too, see
-`deferred_taps`. (Zero bubble pipeline parallelism, arXiv 2401.10241.)
+torch's own split backward walks the graph in Python for every microbatch and runs autograd once for every weight; it
+recomputes checkpointed blocks each time and compiled blocks twice, and FSDP2 gives wrong gradients where it frees
+parameters in between. Here only linear layers, which have nearly all of the work, defer their product during a
+backward for the inputs; everything else is computed at once. Layers of compiled blocks: see `deferred_taps`.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ _ATTRIBUTE = "deferred_weights"
 
 
 class DeferredWeights:
-    """Products that are still to be computed, by microbatch, of the linear layers of one stage.
+    """The deferred products of the linear layers of one stage, by microbatch.
 
     Attributes:
-        probe: is told what layers are given, while somebody asks.
+        probe: records the shapes of layers' inputs and outputs while it is set.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """From now on every linear layer of which the product is known in halves, and what calls `linear`, asks here.
+        """Defer products of all linear layers whose backward is known in two halves, and of callers of `linear`.
 
-        A layer of another kind computes its weight's gradient with its input's.
+        Other layers compute the gradient of their weight together with that of their input.
         """
         self.probe: Probe | None = None
-        self._open: list[_Waiting] | None = None
-        self._waiting: dict[int, list[_Waiting]] = {}
+        self._collecting: list[_Deferred] | None = None
+        self._by_microbatch: dict[int, list[_Deferred]] = {}
         for layer in module.modules():
             if isinstance(layer, nn.Linear):
                 setattr(layer, _ATTRIBUTE, self)
-                known = type(layer).forward is nn.Linear.forward or hasattr(layer, ATTRIBUTE)
-                if known and "forward" not in vars(layer):
-                    # As a method, so that compilers find one function for all layers.
+                has_halves = type(layer).forward is nn.Linear.forward or hasattr(layer, ATTRIBUTE)
+                if has_halves and "forward" not in vars(layer):
+                    # As a method, so that torch.compile sees one function for all layers.
                     layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
         for block in module.modules():
             if hasattr(vars(block).get("forward"), "get_compiler_config"):
@@ -54,37 +53,37 @@ class DeferredWeights:
 
     @contextlib.contextmanager
     def collect(self, microbatch: int) -> Iterator[None]:
-        """What a backward inside the block would compute of weights' gradients is set aside."""
-        self._open = self._waiting[microbatch] = []
+        """A backward inside the block defers the products for the gradients of weights."""
+        self._collecting = self._by_microbatch[microbatch] = []
         try:
             yield
         finally:
-            self._open = None
+            self._collecting = None
 
     def compute(self, microbatch: int) -> None:
-        """Add to the gradients of weights what was set aside."""
-        products = self._waiting.pop(microbatch)
+        """Compute the deferred products and add them to the gradients of weights."""
+        products = self._by_microbatch.pop(microbatch)
         while products:
             _accumulate(products.pop())
 
     def clear(self) -> None:
-        """Forget what was set aside."""
-        self._waiting.clear()
+        """Drop all deferred products."""
+        self._by_microbatch.clear()
 
     def weight_gradient(
         self, product: Product, weight: nn.Parameter, inputs: Tensor, gradient: Tensor
     ) -> Tensor | None:
-        """The gradient of a weight, or None: inside of `collect` its product is set aside."""
-        if self._open is None:
+        """The gradient of a weight; None inside `collect`, which defers the product."""
+        if self._collecting is None:
             return _like(weight, product.of_weight(gradient, inputs))
-        self._open.append(_Waiting(product, weight, inputs, gradient))
+        self._collecting.append(_Deferred(product, weight, inputs, gradient))
         return None
 
 
 def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product inputs · weightᵀ + bias with what this rank has of the layer's weight; its gradient may come later.
+    """Compute inputs · weightᵀ + bias with this rank's part of the layer's weight, whose gradient may be deferred.
 
-    inputs: plain, [batch, seq, of this rank's columns] → [batch, seq, of this rank's rows].
+    inputs: plain tensor [batch, seq, this rank's columns of the weight] → [batch, seq, this rank's rows of it].
     """
     weight, product = layer.weight, product_of(layer)
     assert isinstance(weight, Tensor)
@@ -92,15 +91,15 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
         return tapped(layer, inputs, bias)
     deferred = getattr(layer, _ATTRIBUTE, None)
     if deferred is not None and deferred.probe is not None:
-        noted: Tensor = deferred.probe.note(layer, inputs, product.forward(inputs, local_part(weight), bias))
-        return noted
+        probed: Tensor = deferred.probe.note(layer, inputs, product.forward(inputs, local_part(weight), bias))
+        return probed
     if deferred is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return product.forward(inputs, local_part(weight), bias)
     output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred, product)  # type: ignore[no-untyped-call]
     return output
 
 
-class _Waiting(NamedTuple):
+class _Deferred(NamedTuple):
     product: Product
     weight: nn.Parameter
     inputs: Tensor
@@ -112,13 +111,13 @@ def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A product whose backward may leave the weight's gradient for later."""
+    """A product whose backward may defer the weight's gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredWeights, product: Product
     ) -> Tensor:
-        # The parameter itself, and no saved tensor, which may be a copy: its `grad` is written.
+        # The parameter itself, because its `grad` is written; a saved tensor may be a copy.
         ctx.weight, ctx.deferred, ctx.product = weight, deferred, product
         ctx.save_for_backward(inputs)
         return product.forward(inputs, local_part(weight), bias)
@@ -132,19 +131,19 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _accumulate(waiting: _Waiting) -> None:
-    product, weight, inputs, gradient = waiting
+def _accumulate(deferred: _Deferred) -> None:
+    product, weight, inputs, gradient = deferred
     if weight.grad is None:
         weight.grad = _like(weight, product.of_weight(gradient, inputs))
     elif product is PLAIN:
-        # In one pass: no second matrix of the weight's size, and one rounding.
+        # One operation: no second matrix of the weight's size, and one rounding.
         local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
     else:
         local_part(weight.grad).add_(product.of_weight(gradient, inputs))
 
 
 def _like(weight: Tensor, local: Tensor) -> Tensor:
-    """This rank's part of a gradient as the weight is."""
+    """This rank's part of a gradient as a DTensor if the weight is one."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(

@@ -1,14 +1,12 @@
-"""Ring attention: blocks of keys and values pass from rank to rank while the one at hand is used.
+"""Ring attention (arXiv 2310.01889): ranks pass on blocks of keys and values while they use the current block.
 
-Blocks move *down*, from rank r to r−1: a rank's keys meet first the ranks before it, which need all of them, and after
-rank 0 those behind it, which need only the head. So rank 0 drops the tail, and only what is used is ever sent: three
-quarters of the n·(n−1) blocks of a full ring. (Moving up, tails would be carried through ranks that do not need them.)
+Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before it, which need all of them, and after
+rank 0 the ranks after it, which need only the head. So rank 0 drops the tail, and only keys that are used are sent:
+three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do not need them.)
 
-Gradients do not go around: each part goes straight to the rank that owns the keys, in the type the kernel made it, and
-is added there in float32. That is as many messages as a ring has, and in 16 bits half its bytes, because running sums
-would have to travel in float32; and nothing waits for a neighbour's sum.
-
-Source of the ring: Ring Attention with Blockwise Transformers (arXiv 2310.01889).
+Gradients do not follow the ring: each part is sent directly to the owner of the keys, in the kernel's dtype, and added
+there in float32. That takes as many messages as a ring, and in 16 bits half the bytes, because a ring would have to
+send running sums in float32; and no rank waits for a neighbour's sum.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from titanlab.parallelism.head_tail import Block, Pair
 
 
 class Ring:
-    """The travels of one attention's keys and values, or of their gradients too. Sends the first block at once.
+    """Transfers the keys and values of one attention, and their gradients; the constructor sends the first block.
 
     Args:
         local: this rank's keys and values, [batch, seq, kv_heads, head_dim] each, contiguous.
@@ -37,17 +35,18 @@ class Ring:
 
     def blocks(self) -> Iterator[Block]:
         while self._block is not None:
-            held = self._block.received()
+            block = self._block.received()
             self._step += 1
-            self._block = self._pass_on(held, step=self._step + 1)
-            yield Block(*held, later=self._is_later(self._step))
+            self._block = self._pass_on(block, step=self._step + 1)
+            yield Block(*block, later=self._is_later(self._step))
 
     def give(self, gradients: Pair, into: Pair) -> None:
         self.collect(into)
-        # What comes back is of the rank as far below as the owner is above: before this rank, it has used all the keys.
-        owner, giver = ((self._rank + step) % self._ranks for step in (self._step, -self._step))
-        expected = self._empty(whole=giver < self._rank)
-        self._gradients = Transfer(gradients, owner, expected, giver, self._group)
+        # The block's owner is `step` ranks above; the gradients of this rank's keys come from the rank `step` below. A
+        # rank before this one has used all keys, a rank after it only the head.
+        owner, sender = ((self._rank + step) % self._ranks for step in (self._step, -self._step))
+        expected = self._empty(whole=sender < self._rank)
+        self._gradients = Transfer(gradients, owner, expected, sender, self._group)
 
     def collect(self, into: Pair) -> None:
         if self._gradients is not None:
@@ -55,14 +54,14 @@ class Ring:
                 gradient[:, : part.shape[1]] += part
             self._gradients = None
 
-    def _pass_on(self, held: Pair, *, step: int) -> Transfer | None:
-        """Send the block at hand down, and receive that of the rank `step` further up; None after the last."""
+    def _pass_on(self, block: Pair, *, step: int) -> Transfer | None:
+        """Send a block down, and receive the block of the rank `step` ranks above; None after the last."""
         if step >= self._ranks:
             return None
         if self._rank == 0:
-            held = first_halves(held)
-        below, above = ((self._rank + way) % self._ranks for way in (-1, 1))
-        return Transfer(held, below, self._empty(whole=self._is_later(step)), above, self._group)
+            block = first_halves(block)
+        below, above = ((self._rank + offset) % self._ranks for offset in (-1, 1))
+        return Transfer(block, below, self._empty(whole=self._is_later(step)), above, self._group)
 
     def _is_later(self, step: int) -> bool:
         return self._rank + step < self._ranks
@@ -73,14 +72,13 @@ class Ring:
 
 
 class Transfer:
-    """A pair on its way to one rank of the group, and another on its way from one; of NCCL, one launch.
+    """A pair in transfer to one rank of the group, and another from one; with NCCL one launch.
 
-    Two messages, not one: keys and values lie in memory of their own, and copying them together costs more than a
-    message does.
+    A pair is two messages: copying keys and values into one buffer costs more than a second message.
     """
 
     def __init__(self, sent: Pair, to: int, expected: Pair, source: int, group: ProcessGroup) -> None:
-        # Kept until they have left, also where the caller drops them.
+        # Kept until they are sent, even if the caller drops them.
         self._sent = tuple(x.contiguous() for x in sent)
         self._expected = expected
         self._works = batch_isend_irecv(
@@ -89,13 +87,13 @@ class Transfer:
         )
 
     def received(self) -> Pair:
-        """Wait for both ways."""
+        """Wait for the send and the receive; return the received pair."""
         for work in self._works:
             work.wait()
         return self._expected
 
 
 def first_halves(pair: Pair) -> Pair:
-    """The first half of each sequence, [batch, seq, …] → [batch, seq / 2, …]."""
+    """The first half of each sequence: [batch, seq, …] → [batch, seq / 2, …]."""
     k, v = (x[:, : x.shape[1] // 2] for x in pair)
     return k, v

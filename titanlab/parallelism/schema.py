@@ -1,4 +1,4 @@
-"""Config of parallelism: the degrees, and how each axis behaves."""
+"""Config of parallelism: the degree of each axis, and options of the axes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHOICES = {
 @option("parallelism")
 @dataclass(kw_only=True)
 class Parallelism:
-    """The degrees of a layout, and choices within its axes. At most one degree may be -1: what the world size leaves.
+    """The degrees of a layout, and options of its axes; one degree may be -1 and follows from the world size.
 
     Attributes:
         pipeline: stages of layers, one after another; see the group `schedule`.
@@ -29,16 +29,16 @@ class Parallelism:
         tensor: processes that share every layer.
         sequence_parallel: with tensor > 1, norms and residuals are split along the sequence as well
             (arXiv 2205.05198): less memory for the same bytes sent.
-        loss_parallel: with tensor > 1, the loss is taken of logits that stay split over the vocabulary.
+        loss_parallel: with tensor > 1, the loss is computed from logits that stay split over the vocabulary.
         async_tensor: with tensor > 1, products and their collectives run interleaved, in pieces (AsyncTP); in float8
             only products whose sums are scattered.
-        context_method: `ring` passes keys and values around while it computes; `all_gather` collects them first.
+        context_method: `ring` passes keys and values around while it computes; `all_gather` gathers them first.
         split: null balances the stages by cost. Otherwise the number of blocks of every stage, `[3,5]`, or the
             first piece of every stage but the first, `[layers.3]`.
         reshard_after_forward: `always` frees a block's parameters after its forward pass and gathers them again
             for the backward; `never` keeps them: more memory, less communication. `auto` is `always`, but
-            `never` in a pipeline, where each microbatch would gather them anew.
-        cpu_offload: sharded parameters, gradients and optimizer state live in host memory.
+            `never` in a pipeline, where each microbatch would gather them again.
+        cpu_offload: sharded parameters, gradients and optimizer state are kept in host memory.
     """
 
     pipeline: int = 1
@@ -71,5 +71,5 @@ class Parallelism:
         return {axis: getattr(self, axis) for axis in AXES}
 
     def with_degrees(self, degrees: dict[str, int]) -> Parallelism:
-        """The same choices with other degrees."""
+        """The same options with other degrees."""
         return dataclasses.replace(self, **degrees)  # type: ignore[arg-type]

@@ -23,19 +23,19 @@ class Microbatch(Protocol):
     """Opens the context of one microbatch."""
 
     def __call__(self, *, last: bool) -> AbstractContextManager[None]:
-        """`last`: the step's last one, after which gradients are reduced."""
+        """`last`: whether it is the last microbatch of the step, after which gradients are reduced."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """A model that is spread over data-parallel ranks.
+    """A model that is distributed over data-parallel ranks.
 
     Attributes:
-        forward: what to call: the model, or DDP's wrapper of it.
+        forward: the function to call: the model, or DDP's wrapper of it.
         microbatch: context of one microbatch's forward and backward.
-        release: frees what a forward has gathered that no backward follows.
-        divides_by: what the reduction divides the sum of all ranks' gradients by.
+        release: frees parameters gathered by a forward without a backward.
+        divides_by: the number by which the reduction divides the sum of all ranks' gradients.
     """
 
     forward: Callable[..., torch.Tensor]
@@ -55,16 +55,16 @@ def fully_shard_model(
     whole: Sequence[nn.Module] = (),
     apart: Sequence[nn.Module] = (),
 ) -> Sharded:
-    """FSDP2: each block a unit, and the rest of the model another. A 2-D mesh makes it HSDP.
+    """Apply FSDP2: each block is a unit, and the rest of the model another; a 2-D mesh makes it HSDP.
 
     Args:
         mesh: `[shard]` or `[replicate, shard]`.
-        reshard_after_forward: blocks free what they have gathered, until the backward; but not the last one, nor the
-            rest of the model, which are needed again as soon as that starts.
-        whole: units that compute and reduce in float32, beside others that do not; the model stands for its rest.
-        apart: modules outside of blocks that are units of their own, since they are not of the rest's dtype.
+        reshard_after_forward: blocks free their gathered parameters until the backward, except the last block and the
+            rest of the model, which the backward needs first.
+        whole: units that compute and reduce in float32 while others do not; the model itself means its rest.
+        apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
     """
-    # Imported here: 0.3 s that a single process in fp32 does not need.
+    # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     def policy(unit: nn.Module) -> MixedPrecisionPolicy:
@@ -72,7 +72,7 @@ def fully_shard_model(
         return MixedPrecisionPolicy(
             param_dtype=torch.float32 if in_fp32 else dtypes.compute if dtypes.mixed else None,
             reduce_dtype=torch.float32 if in_fp32 else dtypes.reduce if dtypes.mixed else None,
-            # Inputs have the right type already, or are not to be rounded: positions do not survive that.
+            # Inputs have the right dtype, or must not be rounded: positions would become wrong.
             cast_forward_inputs=False,
         )
 
@@ -95,14 +95,14 @@ def fully_shard_model(
     kept = [unit for unit in units if not (reshard_after_forward and unit in blocks[:-1])]
     if mesh.device_type == "cpu":
         for unit in units:
-            # The protocol's class has no public name.
+            # `Any`, because torch's protocol for it is private.
             unit.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
 
     @contextlib.contextmanager
     def microbatch(*, last: bool) -> Iterator[None]:
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last)
-        # The next microbatch need not gather what a backward leaves whole.
+        # These units stay gathered after a backward, so that the next microbatch need not gather them.
         for unit in kept:
             unit.set_reshard_after_backward(last, recurse=False)
         yield
@@ -115,7 +115,7 @@ def fully_shard_model(
 
 
 class _NoView(torch.autograd.Function):
-    """The same numbers as a tensor that is no view."""
+    """Identity; the result is not a view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -127,14 +127,14 @@ class _NoView(torch.autograd.Function):
 
 
 def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
-    """Return no view from a unit of FSDP2, which warns of views; a linear layer with a bias makes one."""
+    """Return no view from a unit of FSDP2, which warns about views; a linear layer with a bias returns one."""
     if isinstance(output, torch.Tensor) and output.requires_grad and output._base is not None:
         return _NoView.apply(output)  # type: ignore[no-untyped-call]
     return output
 
 
 class _ReduceScatter:
-    """The reduce-scatter of gradients for FSDP2 on CPUs, where gloo's own reduces everything on every rank."""
+    """The reduce-scatter of gradients for FSDP2 on CPU, where gloo's own reduces everything on every rank."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -154,15 +154,15 @@ class _ReduceScatter:
 
 
 def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
-    """The dim to shard: the first, or the second where tensor parallelism has cut the first into odd parts."""
+    """The dim to shard: the first, or the second if tensor parallelism has cut the first and it is not divisible."""
     if not isinstance(parameter, DTensor) or Shard(0) not in parameter.placements:
         return None
     rows = parameter.device_mesh.size() * parts
     return Shard(1) if parameter.shape[0] % rows else None
 
 
-class _Rehearsed(nn.Module):
-    """A model that, without inputs, returns zero, whose backward visits its parameters from last to first."""
+class _DryRun(nn.Module):
+    """The model; without inputs it returns zero, whose backward visits the parameters from last to first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -178,18 +178,15 @@ class _Rehearsed(nn.Module):
 
 
 def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
-    """DDP over a 1-D mesh: every rank holds everything.
-
-    Only the wrapper is called; the model keeps its names, so that checkpoints are the same without it.
-    """
+    """Apply DDP over a 1-D mesh; the model keeps its parameter names, so that checkpoints are the same without DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
-    wrapper = DistributedDataParallel(_Rehearsed(model), process_group=mesh.get_group(), gradient_as_bucket_view=True)
-    # Buffers are the same everywhere. Set here because torch 2.13 warns of the argument, and 2.11 has no other.
+    wrapper = DistributedDataParallel(_DryRun(model), process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    # Buffers are the same on all ranks. Set here, because torch 2.13 deprecates the argument and 2.11 has no other way.
     wrapper.broadcast_buffers = False
-    # The first backward teaches DDP an order, in which the next forward fills its buckets anew; and where an element
-    # lies in a bucket decides in what order three or more ranks are summed. Without a rehearsal the first step after a
-    # resume would round otherwise than the same step of an undisturbed run.
+    # DDP learns an order in the first backward and rebuilds its buckets in the next forward. An element's place in its
+    # bucket decides the order in which three or more ranks are summed. Without these two empty steps the first step
+    # after a resume would round differently from the same step of an uninterrupted run.
     for _ in range(2):
         wrapper().backward()
     for parameter in model.parameters():
@@ -202,7 +199,7 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
 
 
 def keep_whole(model: nn.Module) -> Sharded:
-    """One process: nothing to reduce."""
+    """Leave the model as it is: one process has nothing to reduce."""
     return Sharded(
         forward=model, microbatch=lambda *, last: contextlib.nullcontext(), release=lambda: None, divides_by=1
     )

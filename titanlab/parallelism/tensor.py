@@ -1,9 +1,9 @@
 """Tensor parallelism: the styles that a model's plan names.
 
-Parameters become DTensors, so that everything that looks at a parameter knows which part it sees; what flows between
-modules are plain local tensors, for which three operators below say what is sent, forward and backward. The residual
-stream is whole on every rank, [batch, seq, dim]; with sequence parallelism (arXiv 2205.05198) it is this rank's share
-of all tokens, [1, batch·seq / ranks, dim]: cut along the flattened tokens, gathering and scattering need no copies.
+Parameters become DTensors, so that all users of a parameter know which part of it they see. Modules exchange plain
+local tensors; the autograd functions below communicate in forward and backward. The residual stream is whole on every
+rank, [batch, seq, dim]; with sequence parallelism (arXiv 2205.05198) it is this rank's share of all tokens,
+[1, batch·seq / ranks, dim]: it is cut along the flattened tokens, so that gather and scatter need no copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-# Private, but what functional collectives name groups by, in torch 2.11 as in 2.13.
+# Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13.
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -29,7 +29,7 @@ from titanlab.parallelism.pipeline_weights import linear as linear_product
 from titanlab.precision.product import ATTRIBUTE
 
 _functional = torch.ops._c10d_functional
-# (layer, inputs, bias) → inputs · weightᵀ + bias, with what this rank has of the layer's weight.
+# (layer, inputs, bias) → inputs · weightᵀ + bias, with this rank's part of the layer's weight.
 Product = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
 
@@ -39,10 +39,10 @@ class TensorParallel:
 
     Attributes:
         mesh: 1-D, the ranks of the tensor axis.
-        seq_len: tokens of a sequence that each of these ranks has.
-        sequence_parallel: the residual stream is shared out, too.
-        loss_parallel: logits stay cut over the vocabulary.
-        products: by style, how a precision multiplies in layers that it has replaced.
+        seq_len: tokens per sequence on each of these ranks.
+        sequence_parallel: whether the residual stream is cut too.
+        loss_parallel: whether logits stay cut over the vocabulary.
+        products: by style, the product of a precision in layers that it has replaced.
     """
 
     mesh: DeviceMesh
@@ -50,20 +50,20 @@ class TensorParallel:
     sequence_parallel: bool
     loss_parallel: bool
     products: Mapping[str, Product] = field(default_factory=dict)
-    # Name and size of the mesh's group. The mesh itself, as a part of a block that is computed again, would be saved
-    # for the backward in compiled code, which torch 2.13 cannot.
+    # Name and size of the mesh's group. Compiled code would save the mesh itself for the backward of a recomputed
+    # block, which torch 2.13 does not support.
     _group: tuple[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_group", (self.mesh.get_group().group_name, self.mesh.size()))
 
     def product(self, style: str, layer: nn.Module) -> Product:
-        """How a layer multiplies: the precision's way, unless it has left the layer as it was or says it in halves."""
-        halves = type(layer) is nn.Linear or hasattr(layer, ATTRIBUTE)
-        return linear_product if halves else self.products.get(style, linear_product)
+        """The precision's product for a layer; for `nn.Linear` or layers with a split backward, `linear`."""
+        has_halves = type(layer) is nn.Linear or hasattr(layer, ATTRIBUTE)
+        return linear_product if has_halves else self.products.get(style, linear_product)
 
     def whole(self, stream: Tensor) -> Tensor:
-        """The residual stream as all ranks need it: all tokens, [batch·seq, dim]. Gradients that return are summed."""
+        """All tokens of the residual stream, [batch·seq, dim]; the backward sums the gradients over ranks."""
         gathering = _Gather if self.sequence_parallel else _Copy
         whole: Tensor = gathering.apply(stream.flatten(0, 1), *self._group)  # type: ignore[no-untyped-call]
         return whole
@@ -74,7 +74,7 @@ class TensorParallel:
         return rows
 
     def stream(self, summand: Tensor) -> Tensor:
-        """The sum of all ranks' [batch, seq, dim] as the residual stream has it."""
+        """The sum over ranks of [batch, seq, dim], as the residual stream."""
         summing = _SumScatter if self.sequence_parallel else _Sum
         stream: Tensor = summing.apply(summand, *self._group)  # type: ignore[no-untyped-call]
         return stream
@@ -84,14 +84,14 @@ Style = Callable[[nn.Module, TensorParallel], None]
 
 
 def colwise(linear: nn.Module, cut: TensorParallel) -> None:
-    """A linear layer whose outputs are cut; of all tokens [batch·seq, dim] it makes [batch, seq, its part]."""
+    """Cut the outputs of a linear layer: all tokens [batch·seq, dim] → [batch, seq, this rank's part]."""
     _distribute(linear, cut.mesh, "colwise")
     product = cut.product("colwise", linear)
     linear.forward = lambda tokens: cut.by_sequence(product(linear, tokens, local_part(linear.bias)))
 
 
 def rowwise(linear: nn.Module, cut: TensorParallel) -> None:
-    """A linear layer whose inputs are cut; it gives the residual stream."""
+    """Cut the inputs of a linear layer; it returns the residual stream."""
     _distribute(linear, cut.mesh, "rowwise")
     product = cut.product("rowwise", linear)
 
@@ -105,33 +105,33 @@ def rowwise(linear: nn.Module, cut: TensorParallel) -> None:
 
 
 def gathered(module: nn.Module, cut: TensorParallel) -> None:
-    """A module that computes on whole sequences: its first argument becomes all tokens, once for all products inside.
+    """Gather the first argument of a module that computes on whole sequences, once for all products inside.
 
-    As [batch·seq, dim], which only its `colwise` layers look at: so gathering and products can be one (AsyncTP).
+    It becomes [batch·seq, dim]. Only `colwise` layers may read it, so that AsyncTP can fuse gather and products.
     """
     module.register_forward_pre_hook(lambda _, inputs: (cut.whole(inputs[0]), *inputs[1:]))
 
 
 def norm(module: nn.Module, cut: TensorParallel) -> None:
-    """A module that treats each token alike: every rank has all of its parameters, and its part of the stream.
+    """Replicate a module that treats each token alike; every rank applies it to its part of the stream.
 
-    Its `forward` may use parameters and plain attributes of its own, as torch's norms do; no methods, no modules.
+    The module's `forward` may use its parameters and plain attributes, as torch's norms do, but no methods or modules.
     """
     _distribute(module, cut.mesh, "norm")
     compute = type(module).forward
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
 
     def forward(stream: Tensor) -> Tensor:
-        # The module's own code, with plain tensors in the place of its parameters.
+        # The module's own code, with plain tensors instead of DTensor parameters.
         local = {name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)}
-        output: Tensor = compute(_StandIn({**settings, **local}), stream)
+        output: Tensor = compute(_Namespace({**settings, **local}), stream)
         return output
 
     module.forward = forward
 
 
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
-    """A table cut by rows: each rank looks up what it has."""
+    """Cut an embedding by rows: each rank looks up the tokens whose rows it has."""
     assert isinstance(table, nn.Embedding), table
     # These features of torch's module are not implemented here.
     assert table.max_norm is None, table
@@ -149,7 +149,7 @@ def embedding(table: nn.Module, cut: TensorParallel) -> None:
 
 
 def head(module: nn.Module, cut: TensorParallel) -> None:
-    """The last product, cut over the vocabulary; or one that is handed the embedding's table, which is cut alike."""
+    """Cut the last linear layer over the vocabulary; a tied head gets the embedding's table, which is cut alike."""
     _distribute(module, cut.mesh, "head")
     product = cut.product("head", module)
 
@@ -161,7 +161,7 @@ def head(module: nn.Module, cut: TensorParallel) -> None:
             return logits
         shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
         strides = (shape[1] * shape[2], shape[2], 1)
-        # Parts may be uneven: DTensor knows how to gather those.
+        # Parts may be uneven, and DTensor can gather uneven parts.
         parts = DTensor.from_local(logits, cut.mesh, [Shard(2)], run_check=False, shape=shape, stride=strides)
         whole: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
         return whole
@@ -182,17 +182,17 @@ STYLES: Mapping[str, Style] = {
 def parallelise(
     model: nn.Module, plan: Mapping[str, str], cut: TensorParallel, styles: Mapping[str, Style] = STYLES
 ) -> frozenset[str]:
-    """Cut the modules of a model on meta, or of a stage of it, in place.
+    """Cut the modules of a model or stage on the meta device, in place.
 
     Args:
-        plan: path of a module → name of its style; `*` stands for one step of a path.
+        plan: path of a module → name of its style; `*` matches one step of a path.
 
     Returns:
-        names of the parameters whose gradients are summands, one on every rank, when the backward is over: of whole
-        parameters that act on shares of the tokens. They are left to the caller, who can sum them all at once.
+        names of the whole parameters that act on shares of the tokens. After the backward each rank has a partial
+        gradient of them; the caller has to sum these over ranks, which takes one reduction for all.
 
     Raises:
-        ValueError: the plan names a style that there is not.
+        ValueError: the plan names an unknown style.
     """
     unknown = sorted(set(plan.values()) - set(styles))
     if unknown:
@@ -208,23 +208,23 @@ def parallelise(
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
-    """Make a module's own parameters DTensors, cut as `titanlab.costs.tensor_styles` says of the style."""
+    """Make a module's own parameters DTensors, cut by the style's dim in `titanlab.costs.tensor_styles`."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dim = cut_dim(style, parameter.ndim)
         part = distribute_tensor(parameter.data, mesh, [Replicate() if dim is None else Shard(dim)])
         module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-class _StandIn:
-    """An object with the given attributes, made in a way that compilers can follow."""
+class _Namespace:
+    """An object with the given attributes; torch.compile can trace its constructor."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():
             setattr(self, name, value)
 
 
-# Compilers know functional collectives, and fuse them with products for AsyncTP; eager mode has faster ones. Groups go
-# by their names, for which torch 2.13 has a type of its own.
+# torch.compile traces functional collectives and fuses them with products for AsyncTP; in eager mode others are faster.
+# Groups are passed by name, as `Any`, because only torch 2.13 has a type for names.
 
 
 def _gathered(part: Tensor, group: Any, size: int) -> Tensor:
@@ -251,7 +251,7 @@ def _summed(summand: Tensor, group: Any) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """Forward nothing, backward the sum over ranks."""
+    """Forward: identity; backward: sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Any, size: int) -> Tensor:
@@ -264,7 +264,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Forward the sum over ranks, backward nothing."""
+    """Forward: sum over ranks; backward: identity."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: Any, size: int) -> Tensor:
@@ -276,7 +276,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """This rank's tokens [n, dim] → all of them; backward its part of the sum."""
+    """Forward: this rank's tokens [n, dim] → all tokens; backward: its part of the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, size: int) -> Tensor:
@@ -289,7 +289,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumScatter(torch.autograd.Function):
-    """[batch, seq, dim] → this rank's tokens of the sum, [1, n, dim]; backward the gradients of all tokens."""
+    """Forward: [batch, seq, dim] → this rank's tokens of the sum, [1, n, dim]; backward: gradients of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: Any, size: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""One run: from a recipe to a finished training."""
+"""One training run, from a recipe to its outcome."""

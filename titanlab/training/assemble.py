@@ -1,4 +1,4 @@
-"""Assembly: from a recipe to one function that trains a step. The parts meet here and in `stage`, and nowhere else."""
+"""Assembly: from a recipe to one function that trains a step; only this module and `stage` combine techniques."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepBatch(NamedTuple):
 
     tokens: [sequences, seq of this rank] int64
     labels: [sequences, seq of this rank] int64; -100 does not count
-    valid: labels that count and for which this rank answers: of ranks that compute the same loss, one does
+    valid: number of labels that count; 0 on ranks whose loss another rank reports
     """
 
     tokens: torch.Tensor
@@ -38,9 +38,9 @@ class StepBatch(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What one rank adds to a step's totals.
+    """One rank's summands of a step's totals; zero on ranks whose loss another rank reports.
 
-    loss_sum: float32 scalar, cross-entropy summed over the valid labels for which the rank answers
+    loss_sum: float32 scalar, cross-entropy summed over the valid labels
     tokens: number of those labels
     """
 
@@ -54,14 +54,14 @@ class Assembled:
 
     Attributes:
         model: a module that has all parameters of this rank, named as in the model's account.
-        to_device: this rank's part of its data-parallel rank's sequences, on its device.
-        forward_backward: runs all microbatches of a step; leaves gradients of
-            loss_sum / recipe.tokens_per_step · scale of the loss, summed over data-parallel ranks.
-        loss_scale: that scale; it also takes the optimizer's step, or leaves it out.
-        evaluate: the same sums without gradients, for up to `evaluation_rows` sequences.
-        after_update: to be called when parameters have changed, and before the first step.
-        after_first_step: to be called by all ranks when the process's first `forward_backward` is over; raises
-            ConfigError if something that the recipe asks for has not come about.
+        to_device: copies this rank's part of its data-parallel rank's sequences to its device.
+        forward_backward: runs all microbatches of a step; the gradients are those of
+            loss_sum / recipe.tokens_per_step · loss scale, summed over data-parallel ranks.
+        loss_scale: the loss scale; it also runs the optimizer's step, or skips it.
+        evaluate: returns the same sums without gradients, for up to `evaluation_rows` sequences.
+        after_update: has to be called when parameters have changed, and before the first step.
+        after_first_step: has to be called by all ranks after the process's first `forward_backward`; raises
+            ConfigError if a technique of the recipe did not take effect.
     """
 
     model: nn.Module
@@ -75,21 +75,21 @@ class Assembled:
 
 
 def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
-    """Build, spread, materialise and initialise the recipe's model."""
+    """Build, parallelise, materialise and initialise the recipe's model."""
     loss, check = _loss(recipe, mesh), _first_step_check(recipe, world)
     loss_scale = recipe.precision.implementation().loss_scale(world.device)
     if recipe.layout.pipeline > 1:
         return replace(_pipelined(recipe, world, mesh, loss, loss_scale), after_first_step=check)
     stage = build_stage(recipe, world, mesh)
-    answers = mesh.coordinate("tensor") == 0
-    # A model that is given whole sequences knows by itself where each token is.
+    reports_loss = mesh.coordinate("tensor") == 0
+    # Without positions a model takes 0, 1, …, which is right for whole sequences.
     positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
     return Assembled(
         model=stage.model,
-        to_device=_to_device(recipe, world, mesh, answers=answers),
-        forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, answers=answers),
+        to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
+        forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, reports_loss=reports_loss),
         loss_scale=loss_scale,
-        evaluate=_evaluator(stage, recipe, loss, positions, answers=answers),
+        evaluate=_evaluator(stage, recipe, loss, positions, reports_loss=reports_loss),
         evaluation_rows=recipe.microbatch,
         after_update=_updater(recipe, stage.model),
         after_first_step=check,
@@ -97,17 +97,17 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
 
 
 def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale: LossScale) -> Assembled:
-    """One stage or several on this rank, and the schedule that runs them."""
+    """Build this rank's stages of the pipeline, and the schedule that runs them."""
     # Imported here: it takes 0.5 s, and only pipelines need it.
     from titanlab.parallelism.pipeline import Pipeline
 
-    ranks, place = recipe.layout.pipeline, mesh.coordinate("pipeline")
+    ranks, this_rank = recipe.layout.pipeline, mesh.coordinate("pipeline")
     placement = recipe.schedule.placement(ranks=ranks)
     pieces = pieces_by_stage(recipe)
     built = {
         number: build_stage(recipe, world, mesh, pieces=pieces[number])
         for number, rank in enumerate(placement)
-        if rank == place
+        if rank == this_rank
     }
     divides_by = next(iter(built.values())).sharded.divides_by
     pipeline = Pipeline(
@@ -128,24 +128,24 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
         hidden_dtype=dtypes_of(recipe).compute,
         microbatch=recipe.microbatch,
     )
-    answers = mesh.coordinate("tensor") == 0 and placement[-1] == place
+    reports_loss = mesh.coordinate("tensor") == 0 and placement[-1] == this_rank
     positions = _positions(recipe, world, mesh)
 
     def forward_backward(batch: StepBatch) -> Sums:
         total = pipeline.forward_backward(batch.tokens, batch.labels, positions)
         for stage in built.values():
             stage.finish_gradients()
-        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     @torch.no_grad()
     def evaluate(batch: StepBatch) -> Sums:
         total = pipeline.evaluate(batch.tokens, batch.labels, positions)
-        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
     return Assembled(
         model=model,
-        to_device=_to_device(recipe, world, mesh, answers=answers),
+        to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
         forward_backward=forward_backward,
         loss_scale=loss_scale,
         evaluate=evaluate,
@@ -155,12 +155,12 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
 
 
 def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
-    """What the precision does with new parameters."""
+    """The precision's function to run after the optimizer has changed parameters."""
     return functools.partial(recipe.precision.implementation().after_update, model)
 
 
 def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
-    """Begins before anything is compiled."""
+    """A check of compiled code; it has to be created before compilation."""
     if not recipe.parallelism.async_tensor:
         return lambda: None
     from titanlab.compile.async_tensor import FusionCheck
@@ -177,21 +177,21 @@ def _loss(recipe: Recipe, mesh: Mesh) -> Loss:
 
 
 def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
-    """The place of each of this rank's tokens in its sequence: [seq of this rank] int64."""
+    """The positions of this rank's tokens in their sequence: [seq of this rank] int64."""
     layout, seq_len = recipe.layout, recipe.training.seq_len
     if layout.context == 1:
         return torch.arange(seq_len, device=world.device)
     return positions(seq_len, ranks=layout.context, rank=mesh.coordinate("context")).to(world.device)
 
 
-def _to_device(recipe: Recipe, world: World, mesh: Mesh, *, answers: bool) -> Callable[[Batch], StepBatch]:
+def _to_device(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool) -> Callable[[Batch], StepBatch]:
     chosen = _positions(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
 
     def to_device(batch: Batch) -> StepBatch:
         tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
         if chosen is not None:
             tokens, labels = tokens[:, chosen], labels[:, chosen]
-        valid = int((labels != IGNORE).sum()) if answers else 0
+        valid = int((labels != IGNORE).sum()) if reports_loss else 0
         if world.device.type != "cpu":
             tokens = tokens.pin_memory().to(world.device, non_blocking=True)
             labels = labels.pin_memory().to(world.device, non_blocking=True)
@@ -207,10 +207,10 @@ def _trainer(
     loss_scale: LossScale,
     positions: torch.Tensor | None,
     *,
-    answers: bool,
+    reports_loss: bool,
 ) -> Callable[[StepBatch], Sums]:
-    # A constant known to all ranks: dividing by it here keeps gradients small in low precision, and
-    # the loop corrects them exactly where fewer labels were valid.
+    # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
+    # them exactly if fewer labels were valid.
     sharded = stage.sharded
     scale = loss_scale.multiplier(sharded.divides_by / recipe.tokens_per_step)
     size = recipe.microbatch
@@ -227,24 +227,23 @@ def _trainer(
             total = part if total is None else total + part
         assert total is not None
         stage.finish_gradients()
-        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     return forward_backward
 
 
 def _evaluator(
-    stage: Stage, recipe: Recipe, loss: Loss, positions: torch.Tensor | None, *, answers: bool
+    stage: Stage, recipe: Recipe, loss: Loss, positions: torch.Tensor | None, *, reports_loss: bool
 ) -> Callable[[StepBatch], Sums]:
     @torch.no_grad()
     def evaluate(batch: StepBatch) -> Sums:
         tokens, labels = batch.tokens, batch.labels
         if recipe.layout.tensor > 1 or recipe.compile.compiles:
-            # The tokens of a full microbatch can be shared out over the ranks, those of less perhaps not; and they
-            # are of the shape that has been compiled.
+            # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
         total = loss(stage.sharded.forward(tokens, positions), labels)
         stage.sharded.release()
-        return Sums(total if answers else torch.zeros_like(total), batch.valid)
+        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     return evaluate

@@ -1,8 +1,8 @@
-"""Conformance: is a model what its account says? For the tests of whoever brings a model.
+"""Conformance: whether a model agrees with its account, for the tests of new models.
 
     assert faults(MyModel(dim=64, layers=3, …)) == []
 
-Nothing is started here; `titanlab.parity.parity` shows whether a model trains equally in every layout.
+It starts no processes; `titanlab.parity.parity` shows whether a model trains equally in every layout.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from titanlab.parallelism.tensor import STYLES
 from titanlab.training.stage import thin
 from titanlab.weights.initialise import initialise
 
-# Relative difference of logits between two ways of calling one model: same sums, in the same order.
+# Relative difference of logits between two ways to call one model: they compute the same sums in the same order.
 _ROUNDING = 1e-6
 
 
 def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[str]:
-    """What a model's module and its account do not agree on, one line each; empty: nothing was found.
+    """The differences between a model's module and its account, one line each.
 
     Args:
-        config: the model's schema, of a small model with two blocks or more: it is run on the CPU.
-        batch, seq_len: of the tokens that it is run on.
+        config: schema of a small model with two blocks or more; the model runs on the CPU.
+        batch, seq_len: shape of its input tokens.
     """
     account, builder = config.account(), config.implementation()
     with torch.device("meta"):
@@ -42,29 +42,30 @@ def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[st
     sizes = {"batch": batch, "seq_len": seq_len}
     block, edges = config.block_operations(**sizes), config.edge_operations(**sizes)
     values = config.initial_values()
-    found = [*_parameters(model, account, values), *_pieces(model, account), *_plan(model, account)]
-    if not found:
-        # The rest asks for what was just looked at.
-        found += [*_operations(model, account, block, edges, **sizes), *_per_token(account, block, edges, **sizes)]
-        found += _stages(lambda: builder.build(seq_len=seq_len), account, values, **sizes)
-    return found
+    lines = [*_parameters(model, account, values), *_pieces(model, account), *_plan(model, account)]
+    if not lines:
+        # These checks need the parameters, pieces and plan to be correct.
+        lines += [*_operations(model, account, block, edges, **sizes), *_per_token(account, block, edges, **sizes)]
+        lines += _stages(lambda: builder.build(seq_len=seq_len), account, values, **sizes)
+    return lines
 
 
 def _parameters(model: nn.Module, account: ModelAccount, values: Any) -> Iterator[str]:
-    held = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name in (*held, *(set(account.parameters) - set(held))):
-        if held.get(name) != account.parameters.get(name):
-            yield f"parameters: {name} is {held.get(name)} in the module, {account.parameters.get(name)} in the account"
-    if list(held) != list(account.parameters) and not held.keys() ^ account.parameters.keys():
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in (*shapes, *(set(account.parameters) - set(shapes))):
+        shape, declared = shapes.get(name), account.parameters.get(name)
+        if shape != declared:
+            yield f"parameters: {name} is {shape} in the module, {declared} in the account"
+    if list(shapes) != list(account.parameters) and not shapes.keys() ^ account.parameters.keys():
         yield "parameters: the account has them in another order than the module"
-    for name in model.state_dict().keys() - held.keys():
+    for name in model.state_dict().keys() - shapes.keys():
         yield f"parameters: checkpoints would hold {name} too; a buffer should not be persistent"
-    for name in held.keys() ^ values.keys():
+    for name in shapes.keys() ^ values.keys():
         yield f"initial_values: {name} is in only one of initial_values and module"
     for name in (account.embedding, *account.lookups, *account.tied.values()):
-        if name not in held:
+        if name not in shapes:
             yield f"account: {name} is named, and no parameter"
-    for name in account.tied.keys() & held.keys():
+    for name in account.tied.keys() & shapes.keys():
         yield f"tied: {name} has storage of its own"
 
 
@@ -110,7 +111,7 @@ def _operations(
     batch: int,
     seq_len: int,
 ) -> Iterator[str]:
-    """FLOPs and output shapes of every operation that has a module's name; FLOPs of all."""
+    """Compare FLOPs and output shapes of every operation with a module's name, and the total FLOPs."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, __, output, name=name: shapes.update({name: tuple(output.shape)}))
@@ -118,8 +119,8 @@ def _operations(
         model(torch.zeros(batch, seq_len, dtype=torch.int64, device="meta"))
     root = type(model).__name__
     counted = {name.removeprefix(f"{root}."): sum(c.values()) for name, c in counter.get_flop_counts().items()}
-    declared = {f"layers.{index}.{each.name}": each for index in range(account.layers) for each in block}
-    declared.update({each.name: each for each in edges})
+    declared = {f"layers.{index}.{operation.name}": operation for index in range(account.layers) for operation in block}
+    declared.update({operation.name: operation for operation in edges})
     for name, operation in declared.items():
         if name not in shapes:
             continue
@@ -127,34 +128,34 @@ def _operations(
             yield f"operations: {name} gives {shapes[name]}, not {operation.output}"
         if counted.get(name, 0) != operation.flops:
             yield f"operations: {name} takes {counted.get(name, 0)} FLOPs, not {operation.flops}"
-    for name, number in Counter(each.name for each in (*block, *edges)).items():
+    for name, number in Counter(operation.name for operation in (*block, *edges)).items():
         if number > 1:
             yield f"operations: {name} is there {number} times"
     for edge in edges:
         if account.pieces and edge.name not in account.pieces:
             yield f"operations: {edge.name} is outside of the blocks, and no piece"
-    total, said = counter.get_total_flops(), account.layers * flops.forward(block) + flops.forward(edges)
-    if total != said:
-        yield f"operations: a forward pass takes {total} FLOPs, not {said}"
+    total, expected = counter.get_total_flops(), account.layers * flops.forward(block) + flops.forward(edges)
+    if total != expected:
+        yield f"operations: a forward pass takes {total} FLOPs, not {expected}"
 
 
 def _per_token(
     account: ModelAccount, block: list[Operation], edges: list[Operation], *, batch: int, seq_len: int
 ) -> Iterator[str]:
-    """The convention's FLOPs are three forward passes, and six for each scalar that multiplies nothing."""
+    """The convention's FLOPs must be three forward passes, plus six per scalar of vectors, which need no matmul."""
     forward = account.layers * flops.forward(block) + flops.forward(edges)
     vectors = sum(math.prod(shape) for shape in account.parameters.values() if len(shape) < 2)
-    wanted = 3 * forward // (batch * seq_len) + 6 * vectors
-    found = flops.per_token(account, seq_len=seq_len)
-    if found != wanted:
+    from_operations = 3 * forward // (batch * seq_len) + 6 * vectors
+    from_sizes = flops.per_token(account, seq_len=seq_len)
+    if from_sizes != from_operations:
         cause = "is a table missing in lookups?"
-        yield f"FLOPs: the sizes in the account make {found} a token, its operations {wanted}; {cause}"
+        yield f"FLOPs: the sizes in the account make {from_sizes} a token, its operations {from_operations}; {cause}"
 
 
 def _stages(build: Any, account: ModelAccount, values: Any, *, batch: int, seq_len: int) -> Iterator[str]:
-    """Cut before any of its pieces but those of a tied head, the model computes what it computes whole."""
+    """The model must compute the same when it is cut before any piece; a model with a tied head is not cut."""
 
-    def made(kept: tuple[str, ...]) -> LanguageModel:
+    def make_model(kept: tuple[str, ...]) -> LanguageModel:
         with torch.device("meta"):
             model: LanguageModel = build()
         if kept != account.pieces:
@@ -167,18 +168,18 @@ def _stages(build: Any, account: ModelAccount, values: Any, *, batch: int, seq_l
     tokens = torch.arange(batch * seq_len).view(batch, seq_len) % account.vocab_size
     positions = torch.arange(seq_len)
     with torch.no_grad():
-        whole = made(account.pieces)(tokens)
+        whole = make_model(account.pieces)(tokens)
         if tuple(whole.shape) != (batch, seq_len, account.vocab_size):
             yield f"forward: logits are {tuple(whole.shape)}, not {(batch, seq_len, account.vocab_size)}"
-        if not _equal(whole, made(account.pieces)(tokens, positions)):
+        if not _equal(whole, make_model(account.pieces)(tokens, positions)):
             yield "forward: positions 0, 1, … make another result than none"
         cuts = range(1, len(account.pieces)) if not account.tied else ()
         for cut in cuts:
             name = account.pieces[cut]
             try:
-                hidden = made(account.pieces[:cut])(tokens, positions)
-                after = made(account.pieces[cut:])(hidden, positions)
-            # Whatever it is that a stage cannot do without the others.
+                hidden = make_model(account.pieces[:cut])(tokens, positions)
+                after = make_model(account.pieces[cut:])(hidden, positions)
+            # A stage that needs a missing piece may raise anything.
             except Exception as error:
                 yield f"pieces: cut before {name}, the model fails ({type(error).__name__}: {error})"
                 continue

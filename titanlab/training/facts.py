@@ -1,4 +1,4 @@
-"""What is told about a run: the table at its start, the panel at its end."""
+"""Texts about a run: the table at its start, the panel at its end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
 
 
 def model_account(recipe: Recipe) -> ModelAccount:
-    """The recipe's model, as data."""
+    """The account of the recipe's model."""
     return recipe.model.account()
 
 
 def work(recipe: Recipe, device: torch.device) -> Work:
-    """The constants from which throughput becomes TFLOP/s and MFU."""
+    """The constants for computing TFLOP/s and MFU from throughput."""
     compute, reason = Dtypes.of(recipe.precision.formats()).compute, recipe.precision.no_mfu
     peak, source = (None, reason) if reason else peak_flops(recipe.cluster, device, compute)
     return Work(
@@ -40,7 +40,7 @@ def work(recipe: Recipe, device: torch.device) -> Work:
 def start_rows(
     recipe: Recipe, run: RunFolder, device: torch.device, constants: Work, position: Position
 ) -> list[tuple[str, object]]:
-    """The table at the start."""
+    """The rows of the table at the start."""
     account = model_account(recipe)
     training = recipe.training
     vocabulary = grouped(account.vocab_size)
@@ -68,7 +68,7 @@ def start_rows(
 
 
 def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
-    """What is done beside the layout, where something is."""
+    """Rows about activation checkpointing and compilation, if the recipe has them."""
     compiled = " and ".join(name for name in ("blocks", "loss") if getattr(recipe.compile, name))
     rows: list[tuple[str, object]] = []
     if recipe.ac.kind != "none":
@@ -79,7 +79,7 @@ def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
 
 
 def end_rows(outcome: Outcome, run: RunFolder) -> list[tuple[str, object]]:
-    """The panel at the end."""
+    """The rows of the panel at the end."""
     figures = outcome.metrics
     rows: list[tuple[str, object]] = [("steps", f"{grouped(outcome.step)} of {grouped(outcome.steps or 0)}")]
     if outcome.cause:
@@ -99,7 +99,7 @@ def end_rows(outcome: Outcome, run: RunFolder) -> list[tuple[str, object]]:
 
 
 def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
-    """Commands that make sense after this end."""
+    """Suggested commands after this outcome."""
     folder = shown_path(run.path)
     if outcome.kind is OutcomeKind.DONE:
         sample = [f'titanlab generate {folder} --prompt "def "'] if run.tokenizer.is_dir() else []

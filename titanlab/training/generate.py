@@ -26,7 +26,7 @@ from titanlab.weights.huggingface.folder import is_hf_folder
 from titanlab.weights.source import usual_dtype
 from titanlab.weights.starting_weights import open_folder
 
-# Tokens of context at most: a folder of weights may say 131,072, and all of them are computed anew for each token.
+# Most tokens of context: a folder of weights may say 131,072, and all of them are computed again for each new token.
 _MOST_CONTEXT = 4096
 
 
@@ -40,13 +40,13 @@ def generate(
     seed: int = 0,
     device: str = "cpu",
 ) -> Iterator[str]:
-    """The text that follows the prompt, piece by piece as it is sampled.
+    """Sample text after the prompt; yields it piece by piece.
 
     Args:
         run: folder of a run, whose latest checkpoint is used, or of weights: imported, or Hugging Face's.
-        tokens: how many to sample at most; an end-of-text token ends earlier.
+        tokens: largest number of tokens to sample; an end-of-text token ends earlier.
         temperature: 0 takes the likeliest token every time.
-        top_k: sample among this many likeliest tokens only; 0: among all.
+        top_k: sample only among this many likeliest tokens; 0: among all.
 
     Raises:
         ConfigError: no checkpoint, or data without a tokenizer.
@@ -68,7 +68,7 @@ def generate(
     if not (begin or ids):
         raise ConfigError("--prompt", prompt, "is empty, and this tokenizer has no beginning of text", "give a prompt")
     generator = torch.Generator(world.device).manual_seed(seed)
-    # With the prompt: alone, a first word would lose the space before it.
+    # Decoded together with the prompt: alone, the first word would lose the space before it.
     shown = len(tokenizer.decode(ids))
     for _ in range(tokens):
         context = [*begin, *ids][-seq_len:]
@@ -76,7 +76,7 @@ def generate(
         if token == tokenizer.eos_id:
             break
         ids.append(token)
-        # Bytes of one character may come in several tokens: only whole characters are shown.
+        # The bytes of one character may be in several tokens: yield whole characters only.
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):
             yield text[shown:]

@@ -1,4 +1,4 @@
-"""The peak of a device: what the MFU is a share of."""
+"""The peak FLOP/s of a device, the reference of the MFU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MATMUL_SECONDS = 0.05
 
 
 def peak_flops(cluster: Cluster, device: torch.device, compute: torch.dtype) -> tuple[float | None, str]:
-    """FLOP/s of one device in the given dtype, and where the figure comes from.
+    """Peak FLOP/s of one device in the given dtype, and the source of the figure.
 
-    The recipe's own figure wins, then the datasheet's. A CPU has none: there a short matrix product is
-    timed, and the figure says so. None for an accelerator that is not in the table.
+    The recipe's figure comes first, then the datasheet's. On CPU a short matrix product is timed instead. None for
+    an accelerator that is not in the table.
     """
     if cluster.peak_tflops is not None:
         return cluster.peak_tflops * 1e12, "cluster.peak_tflops"
@@ -27,10 +27,10 @@ def peak_flops(cluster: Cluster, device: torch.device, compute: torch.dtype) -> 
 
 
 def _measured(dtype: torch.dtype) -> float:
-    """Best of several products of two square matrices, with the threads that the run has.
+    """FLOP/s of the fastest of several products of square matrices, with the run's number of threads.
 
-    By this thread's processor time: it has a part in each product, and does not get longer where other processes, such
-    as the run's other ranks, share the cores.
+    It measures the CPU time of this thread, which takes part in each product: unlike wall time it does not grow when
+    other processes, such as the run's other ranks, share the cores.
     """
     a = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype)
     best = float("inf")

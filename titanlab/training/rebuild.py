@@ -1,4 +1,4 @@
-"""Writing a tracker's files anew from metrics.jsonl, for runs of which it lacks something."""
+"""Rewrites a tracker's files from metrics.jsonl, for runs whose tracker lacks rows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _ROW = ("kind", "step", "attempt", "time")
 
 
 class RebuildError(TitanlabError):
-    """The tracker had trouble of its own."""
+    """The tracker could not write the rows."""
 
 
 def rebuild(run: RunFolder) -> Record:
-    """Write a run's tracker files anew, with all valid rows and the summary, under the same id.
+    """Rewrite a run's tracker files with all valid rows and the summary, under the same id.
 
-    Earlier files go to `replaced/`; those of an earlier call are removed, so that calling it twice leaves one.
+    The run's own files are moved to `replaced/`; files of an earlier call are deleted, so that only one copy remains.
 
     Raises:
-        ConfigError: the run is in progress, has no rows, or has a tracker that keeps no files.
+        ConfigError: the run is in progress, has no rows, or has a tracker without files.
         RebuildError: the tracker could not write them; the earlier files are unchanged.
     """
     with run.claim():
@@ -64,15 +64,15 @@ def rebuild(run: RunFolder) -> Record:
         files.put_aside(run.path, old, keep=False)
         files.put_aside(run.path, before - old, keep=True)
         (place,) = (str(path.relative_to(run.path)) for path in new)
-        # Where the rows were meant to go.
-        wanted = [record.wanted for record in records(run).values()] or [made.wanted]
-        made = replace(made, rebuilt=True, wanted=wanted[-1], folder=place)
+        # The mode that the run's attempts asked for, not that of the rebuild.
+        modes = [record.wanted for record in records(run).values()] or [made.wanted]
+        made = replace(made, rebuilt=True, wanted=modes[-1], folder=place)
         write_record(described.record, made)
         return made
 
 
 def _summary(outcome: Outcome | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and totals at the run's end; its latest row where no process lived to write them."""
+    """Medians and totals of the run's result; its latest row if no result was written."""
     if outcome is not None:
         return {**asdict(outcome)["metrics"], "outcome": outcome.kind.value}
     return {key: value for key, value in rows[-1].items() if key not in _ROW}

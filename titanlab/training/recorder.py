@@ -1,7 +1,6 @@
-"""The record of a run while it happens: metrics.jsonl, status.json, tracker, console, result.json.
+"""The recorder of a run: metrics.jsonl, status.json, tracker, console, result.json.
 
-Only the rank that logs writes; on the others the same object measures nothing and says nothing, so that
-the story in train.py has no branches.
+Only the rank that logs writes. The other ranks have a recorder that does nothing, so that train.py needs no branches.
 """
 
 from __future__ import annotations
@@ -42,37 +41,37 @@ _STATUS_SECONDS = 1.0
 
 
 class Recorder:
-    """Takes what train.py reports; this one, of a rank that does not log, drops it."""
+    """The interface for train.py; this class, for ranks that do not log, does nothing."""
 
     tracker_id: str | None = None
 
     def start(self) -> None:
-        """The first step begins."""
+        """Note that the first step begins."""
 
     def loading(self) -> AbstractContextManager[None]:
-        """Inside, the run waits for data."""
+        """Inside the block, the run waits for data."""
         return contextlib.nullcontext()
 
     def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
-        """Inside, a step computes and communicates; the first one is looked at."""
+        """Inside the block, a step computes and communicates; the first step is traced."""
         return contextlib.nullcontext()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Inside, a checkpoint is written."""
+        """Inside the block, a checkpoint is written."""
         return contextlib.nullcontext()
 
     def warn(self, text: str) -> None:
-        """Something is not as it should be, and the run goes on."""
+        """Report a problem that does not end the run."""
 
     def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
-        """Inside, held-out sequences are evaluated; yields what takes their loss."""
+        """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
         return contextlib.nullcontext(lambda loss: None)
 
     def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
-        """A step's totals have arrived."""
+        """Record a step's totals."""
 
     def finish(self, outcome: Outcome) -> Outcome:
-        """The run has ended. Returns the outcome with what was measured."""
+        """Record the end of the run; return the outcome with its metrics."""
         return outcome
 
 
@@ -212,7 +211,7 @@ class LoggingRecorder(Recorder):
         return outcome
 
     def abandon(self, error: BaseException) -> None:
-        """This rank has raised: close what is open; whoever started it writes the result."""
+        """Close files and the tracker after an exception on this rank; the launcher writes the result."""
         # A secondary failure: another rank holds the cause.
         kind = {} if is_secondary(error) else {"outcome": classify(error).value}
         # On a full disk these fail too; the message is to name the run's own error.
@@ -262,7 +261,7 @@ class LoggingRecorder(Recorder):
 def open_recorder(
     recipe: Recipe, run: RunFolder, world: World, *, attempt: int, position: Position
 ) -> Iterator[Recorder]:
-    """The recorder for this rank: a silent one unless it logs."""
+    """The recorder for this rank; it does nothing unless the rank logs."""
     if not world.logs:
         yield Recorder()
         return
@@ -277,24 +276,24 @@ def open_recorder(
 
 @contextlib.contextmanager
 def _console(log: Path) -> Iterator[Console]:
-    """This terminal and the log; the log alone, with the time of day, where all that is printed goes there anyway."""
+    """A console for terminal and log; for the log alone, with the time of day, if all output goes to the log anyway."""
     if "TITANLAB_LOG" not in os.environ:
         with Console(log_file=log) as console:
             yield console
         return
-    with Path(os.devnull).open("w") as nowhere, Console(nowhere, errors=nowhere, log_file=log) as console:
+    with Path(os.devnull).open("w") as null, Console(null, errors=null, log_file=log) as console:
         yield console
 
 
 def _scaling(totals: Totals) -> dict[str, object]:
-    """The scale of the loss, and how many steps were skipped, of a precision that scales its loss; else empty."""
+    """Loss scale and number of skipped steps; empty if the precision does not scale the loss."""
     if totals.scaled is None:
         return {}
     return {meter.LOSS_SCALE: totals.scaled.scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
 
 
 def memory(device: torch.device) -> dict[str, object]:
-    """Peaks of memory so far: the allocator's on a GPU, the process's resident memory on CPU."""
+    """Peak memory so far: of the allocator on a GPU, resident memory of the process on CPU."""
     if device.type != "cuda":
         return {"memory/max_resident(GiB)": peak_memory_gib(device)}
     stats = torch.cuda.memory_stats(device)
@@ -311,7 +310,7 @@ def memory(device: torch.device) -> dict[str, object]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak of this rank: reserved by the allocator on a GPU, resident on CPU."""
+    """Peak memory of this rank: reserved by the allocator on a GPU, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     # Linux counts kibibytes, macOS bytes.

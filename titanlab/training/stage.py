@@ -1,6 +1,6 @@
-"""Building the model, or a stage of a pipeline: from modules on meta to this rank's parameters with initial values.
+"""Building a model or a pipeline stage: from modules on the meta device to this rank's initialised parameters.
 
-meta → precision → tensor → context → ac → compile → shard → materialise → initial values, in this order and no other.
+The order matters: meta → precision → tensor → context → ac → compile → shard → materialise → initial values.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Stage:
     """A model, or some pieces of it, ready to compute.
 
     Attributes:
-        model: its modules; call `sharded.forward`.
-        sharded: how it is spread over data-parallel ranks.
-        summands: parameters whose gradients still have to be summed over the tensor axis after the backward.
+        model: its modules; to compute, call `sharded.forward`.
+        sharded: the model distributed over data-parallel ranks.
+        summands: parameters whose gradients have to be summed over the tensor axis after the backward.
         summed_in: the dtype of that sum.
         mesh: of all ranks.
     """
@@ -44,7 +44,7 @@ class Stage:
     mesh: Mesh
 
     def finish_gradients(self) -> None:
-        """Sum what has to be summed after a step's backward passes."""
+        """Sum the gradients of `summands`, after a step's backward passes."""
         if self.summands:
             sum_gradients(self.summands, self.mesh.axis("tensor").get_group(), self.summed_in)
 
@@ -77,22 +77,22 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
         memory_budget=recipe.ac.compiler_budget(),
     )
-    sharded = _spread(model, recipe, world, mesh)
+    sharded = _apply_data_parallelism(model, recipe, world, mesh)
     summed = [parameter for name, parameter in model.named_parameters() if name in summands]
-    # Few numbers, which need not be rounded once more.
+    # They are few numbers, so a wide dtype costs little and avoids another rounding.
     summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
     return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh)
 
 
-def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> Sharded:
-    """Give the model its storage and initial values, and sum gradients over data-parallel ranks."""
+def _apply_data_parallelism(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> Sharded:
+    """Apply DDP or FSDP2, allocate storage and compute initial values."""
     layout, dtypes = recipe.layout, dtypes_of(recipe)
-    way = layout.data_parallelism(mixed=dtypes.mixed)
-    if way == "ddp":
+    method = layout.data_parallelism(mixed=dtypes.mixed)
+    if method == "ddp":
         materialise(model, recipe, world)
         return replicate_model(model, mesh.axis("replicate"))
     sharded = keep_whole(model)
-    if way == "fsdp2":
+    if method == "fsdp2":
         units = keep_in_fp32(model, recipe.model.account(), dtypes)
         sharded = fully_shard_model(
             model,
@@ -109,7 +109,7 @@ def _spread(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> S
 
 
 def thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> None:
-    """Remove from a model on meta the pieces of other stages."""
+    """Remove the pieces of other stages from a model on the meta device."""
     for piece in pieces:
         if piece not in kept:
             container, _, key = piece.rpartition(".")
@@ -121,7 +121,7 @@ def thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> No
 
 
 def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
-    """A module that has the given pieces of several stages, under the names that they have in the whole model."""
+    """A module with the given pieces of several stages, under their names in the whole model."""
     whole = nn.Module()
     for piece, stage in owners.items():
         container, _, key = piece.rpartition(".")
@@ -132,7 +132,7 @@ def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
 
 
 def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:
-    """Give a model on meta its storage, this rank's part only, and its initial values."""
+    """Allocate this rank's storage of a model on the meta device, and compute initial values."""
     model.to_empty(device="cpu" if recipe.parallelism.cpu_offload else world.device)
     model.init_buffers(world.device)
     initialise(model, recipe.model.initial_values(), recipe.seed)
@@ -140,7 +140,7 @@ def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New floating-point tensors have this dtype inside the block."""
+    """New floating-point tensors have this dtype by default inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -150,5 +150,5 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def dtypes_of(recipe: Recipe) -> Dtypes:
-    """Which dtype where."""
+    """The dtypes of the recipe's precision."""
     return Dtypes.of(recipe.precision.formats())

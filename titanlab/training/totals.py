@@ -1,4 +1,4 @@
-"""A step's totals: the one reduction over all ranks that a step makes for loss, norm and flags."""
+"""A step's totals: one reduction over all ranks for loss, norm and flags."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STOPS = tuple(map(int, STOP_SIGNALS))
 
 
 class Totals(NamedTuple):
-    """What all ranks know of a step once it is over.
+    """The results of a step over all ranks, the same on every rank.
 
     loss: mean cross-entropy over the valid labels, in nats
     grad_norm: norm of the gradient of that loss, before clipping
-    tokens: valid labels of the step
-    stop: the signal that any rank has received (the largest of several), or 0
-    scaled: of a precision that scales its loss: by how much, and what came of it
+    tokens: number of valid labels of the step
+    stop: the largest signal that a rank has received, or 0
+    scaled: loss scale and skipped steps; None if the precision does not scale the loss
     """
 
     loss: float
@@ -37,16 +37,15 @@ class Totals(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """True if no later step can make good what is not finite."""
+        """True if loss or norm is not finite and the run cannot recover."""
         tolerated = self.scaled is not None and self.scaled.tolerated
         return not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or tolerated)
 
 
 class Reduction:
-    """Totals that are still on the device.
+    """Totals on the device.
 
-    Reading them waits for the device; on a GPU the loop therefore reads them a step later, when they
-    have long arrived.
+    Reading them waits for the device; on a GPU the loop therefore reads them a step later, without waiting.
     """
 
     def __init__(
@@ -67,17 +66,17 @@ class Reduction:
                 loss_sum / nominal_tokens, times the scale of the loss.
             loss_sum: this rank's loss, summed over its valid labels.
             nominal_tokens: labels of a step in which all are valid.
-            loss_scale: is told the norm; None: nothing was scaled.
+            loss_scale: gets the norm; None: the loss was not scaled.
         """
         device = loss_sum.device
-        # One place a signal, so that a sum over ranks tells which were received.
+        # One element per signal, so that a sum over ranks shows which signals were received.
         flags = [float(stop == number) for number in STOPS]
-        known = torch.tensor([float(tokens), *flags], dtype=torch.float64)
+        host_values = torch.tensor([float(tokens), *flags], dtype=torch.float64)
         if device.type == "cuda":
-            known = known.pin_memory().to(device, non_blocking=True)
-        # Gradients that are offloaded have their norm on the host.
-        measured = torch.stack([squared_norm.to(device), loss_sum.double()])
-        sums = world.sum(torch.cat([measured, known]))
+            host_values = host_values.pin_memory().to(device, non_blocking=True)
+        # The norm of offloaded gradients is on the host.
+        device_values = torch.stack([squared_norm.to(device), loss_sum.double()])
+        sums = world.sum(torch.cat([device_values, host_values]))
         loss_scale = loss_scale or LossScale()
         self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
         self._norm = sums[0].sqrt() * self._correction
@@ -91,9 +90,9 @@ class Reduction:
         self._exact = device.type == "cpu"
 
     def gradient_factor(self, max_norm: float | None) -> torch.Tensor | None:
-        """What to multiply the gradients by: the correction for labels that do not count and the scale, and clipping.
+        """The factor for the gradients: correction for ignored labels and the loss scale, and clipping.
 
-        Returns None where it is known without waiting that nothing changes.
+        None if it is known to be 1 without waiting for the device.
         """
         factor = self._correction
         if max_norm is not None:

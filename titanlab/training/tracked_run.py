@@ -1,4 +1,4 @@
-"""What a tracker is told about a run, while it trains or later from its folder. Torch-free."""
+"""The description of a run for its tracker, during training or later from its folder; torch-free."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def tracked_run(
     id: str | None = None,  # noqa: A002
     is_live: bool = True,
 ) -> TrackedRun:
-    """The run as trackers take it.
+    """The description of a run for trackers.
 
     Args:
-        recipe: as the attempt runs it.
-        id: the tracker's id of the run, as a checkpoint has it; None: that of earlier attempts.
-        is_live: it trains now.
+        recipe: of this attempt.
+        id: the tracker's id of the run in a checkpoint; None: the id of earlier attempts, or a new one.
+        is_live: whether the run is training now.
     """
     account = recipe.model.account()
     return TrackedRun(
-        # Random digits: a run that was deleted and trained again gets another id.
+        # Random digits, so that a run that was deleted and trained again gets another id.
         id=id or _known_id(run) or f"{run.hash8}-{secrets.token_hex(3)}",
         name=run.path.name,
         sweep=recipe.sweep,
@@ -51,12 +51,12 @@ def tracked_run(
 
 
 def records(run: RunFolder) -> dict[int, Record]:
-    """How far the tracker got in each attempt that has used one."""
-    found = {attempt: read_record(run.attempt_folder(attempt) / FILE) for attempt in run.attempts()}
-    return {attempt: record for attempt, record in found.items() if record is not None}
+    """The tracker's record of each attempt that has one."""
+    by_attempt = {attempt: read_record(run.attempt_folder(attempt) / FILE) for attempt in run.attempts()}
+    return {attempt: record for attempt, record in by_attempt.items() if record is not None}
 
 
 def _known_id(run: RunFolder) -> str | None:
-    """The id in the records of earlier attempts, which may have ended before their first checkpoint."""
-    known = [record.id for record in records(run).values() if record.id]
-    return known[-1] if known else None
+    """The id in the records of earlier attempts, for attempts that ended before their first checkpoint."""
+    ids = [record.id for record in records(run).values() if record.id]
+    return ids[-1] if ids else None

@@ -1,7 +1,7 @@
 """One run, top to bottom.
 
-World → mesh → assemble → optimizer → data → resume → steps → outcome. Nothing here asks which technique
-is on: assembly has answered that with one function, `forward_backward`.
+World → mesh → assemble → optimizer → data → resume → steps → outcome. This module does not depend on the recipe's
+techniques: `assemble` combines them into one function, `forward_backward`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _STOPPED = {
 
 
 class Observer:
-    """Looks into a run without changing it; parity proofs subclass it."""
+    """Reads the state of a run without changing it; parity proofs subclass it."""
 
     def with_gradients(self, step: int, model: nn.Module) -> None:
-        """The gradients are those that the optimizer is about to use."""
+        """Called before the optimizer's step, with the gradients that it will use."""
 
     def after_step(self, step: int, totals: Totals) -> None:
-        """A step's totals are known."""
+        """Called when a step's totals are known."""
 
     def at_end(self, model: nn.Module) -> None:
-        """The last step is over."""
+        """Called after the last step."""
 
 
 def train(
@@ -68,21 +68,21 @@ def train(
     watchdog: Watchdog | None = None,
     observer: Observer | None = None,
 ) -> Outcome:
-    """Train a resolved recipe as one of its ranks, from where the run's folder stands to the end.
+    """Train a resolved recipe as one of its ranks, from the latest checkpoint in the run's folder to the end.
 
     All ranks call it together. Rank 0 writes metrics, status and result into the folder.
 
     Args:
-        attempt: that has begun, where every rank was told; None: the ranks agree on the run's latest.
-        stop: the caller's, who may have been asked to stop before torch was imported; None: one of its own.
-        watchdog: is told where the run stands; None: nobody watches.
-        observer: looks on.
+        attempt: number of the attempt if every rank has it; None: the run's latest, as rank 0 reads it.
+        stop: the caller's stop request, which signals may have set before torch was imported; None: a new one.
+        watchdog: gets the run's phases; None: no watchdog.
+        observer: gets the state after steps; None: no observer.
 
     Returns:
-        how it ended, the same on every rank.
+        the outcome, the same on every rank.
 
     Raises:
-        ConfigError: the device is not there, or a checkpoint is of another model.
+        ConfigError: the device is missing, or a checkpoint belongs to another model.
     """
     observer = observer or Observer()
     watchdog = watchdog or Watchdog(step_seconds=None, first_seconds=None, note=lambda outcome: None)
@@ -121,7 +121,7 @@ def train(
 
         def save(at: Position) -> None:
             with recorder.saving(), watchdog.pausing("the checkpoint", at.step):
-                # Ranks that share their sequences stand at the same place.
+                # Ranks with the same sequences have the same state of the data stream.
                 states = dict(world.gather((mesh.data_rank, stream.state())))
                 whole = replace(
                     at,
@@ -154,7 +154,7 @@ def train(
                 outcome = _judge(outcome, known_step, totals, stop)
 
         saved_step = position.step
-        stack.enter_context(_collected_between_steps())
+        stack.enter_context(_no_automatic_collection())
         model.train()
         recorder.start()
         first_step = position.step + 1
@@ -186,8 +186,8 @@ def train(
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
 
-            # Totals are read when they have arrived: at once on CPU, a step later on a GPU. Before the
-            # state is saved or judged, all of them are.
+            # Totals are read without waiting for the device: at once on CPU, a step later on a GPU. Before a
+            # checkpoint or a validation, all of them are read.
             waiting.append((step, rate, reduction))
             last = step == recipe.training.steps
             saves = recipe.checkpoint.every > 0 and step % recipe.checkpoint.every == 0
@@ -202,16 +202,15 @@ def train(
                 save(position)
                 saved_step = step
 
-        # A step that was under way on a GPU when the totals before it told of the end belongs to the run.
+        # On a GPU the totals that end the run arrive during the next step, which belongs to the run too.
         settle(lag=0)
         watchdog.ending(position.step)
         observer.at_end(model)
         outcome = replace(outcome, step=position.step)
         if recipe.checkpoint.at_end and position.step > saved_step and outcome.kind is not OutcomeKind.NAN:
             save(position)
-        # The outcome was begun with the first step, and ends here.
         outcome = recorder.finish(replace(outcome, ended=time.time()))
-        # No rank leaves before the result is on disk: a launcher ends the others when one has left.
+        # Wait until the result is on disk: a launcher ends the other ranks when one rank has exited.
         world.share(None)
         return outcome
 
@@ -219,7 +218,7 @@ def train(
 def _resume(
     recipe: Recipe, run: RunFolder, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> Position:
-    """Continue from the run's own latest checkpoint, or start from the one, or the weights, that the recipe names."""
+    """Load the run's latest checkpoint, else the checkpoint or the weights that the recipe names."""
     own = latest(run.checkpoints)
     if own is not None:
         return store.load(own, "run", model=model, optimizer=optimizer, world=world)
@@ -228,7 +227,7 @@ def _resume(
         position = store.load(
             find(recipe.checkpoint.load_from, key), key, model=model, optimizer=optimizer, world=world
         )
-        # Another run's tracker id stays with that run.
+        # The checkpoint's tracker id belongs to the other run.
         return replace(position, tracker=None)
     if recipe.init_from is not None:
         fill_start(recipe, model)
@@ -243,10 +242,10 @@ def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> fl
 
 
 def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Outcome:
-    """The outcome after one more step: unchanged, or the end."""
+    """The outcome after a step: unchanged, or the reason to end."""
     if outcome.kind is OutcomeKind.NAN:
         return outcome
-    # Also where a stop was on its way: the state is lost, and must not be saved.
+    # Before the stop request, because a state with NaN must not be saved.
     if totals.lost:
         return replace(
             outcome,
@@ -256,7 +255,7 @@ def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Ou
         )
     # After the last step there is nothing left to stop.
     if totals.stop and outcome.kind is OutcomeKind.DONE and step != outcome.steps:
-        # The signal may have reached another rank only.
+        # The cause is known only if this rank has received the signal.
         cause = stop.cause if stop.signal == totals.stop else None
         return replace(
             outcome, kind=STOPS[totals.stop], step=step, cause=cause or _STOPPED[signal.Signals(totals.stop)]
@@ -287,9 +286,9 @@ def _validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) ->
 
 
 @contextlib.contextmanager
-def _collected_between_steps() -> Iterator[None]:
-    """No garbage collection inside steps: a pause of one rank is a pause of all."""
-    # The youngest generation only: all objects that torch has made take 0.17 s, and none of them is garbage.
+def _no_automatic_collection() -> Iterator[None]:
+    """Disable automatic garbage collection, because a pause of one rank is a pause of all ranks."""
+    # Only the young generations: a full collection visits all objects of torch, takes 0.17 s and frees nothing.
     gc.collect(1)
     gc.disable()
     try:

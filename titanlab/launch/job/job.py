@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titanlab.distributed.stop import ONE_WISH_SECONDS, STOP_SIGNALS, handled
+from titanlab.distributed.stop import ONE_REQUEST_SECONDS, STOP_SIGNALS, handled
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, Place
 from titanlab.launch.launchers import launcher_named
@@ -55,7 +55,7 @@ class Job:
     def is_hurried(self) -> bool:
         """Whether the user has signalled twice and does not want to wait. Some schedulers repeat their signals."""
         times = [when for _, when in self.signals]
-        is_repeated = bool(times) and times[-1] - times[0] > ONE_WISH_SECONDS
+        is_repeated = bool(times) and times[-1] - times[0] > ONE_REQUEST_SECONDS
         return is_repeated and not self.launcher.repeats_signals
 
     @property
