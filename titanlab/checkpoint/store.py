@@ -75,14 +75,14 @@ def save(
         files = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
         write_json(part / POSITION, {**asdict(position), "parameters": shapes, "files": files}, durable=True)
         # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
-        error = remove(final)
-        if error is not None:
-            raise error
+        failure = remove(final)
+        if failure is not None:
+            raise failure
         part.rename(final)
         for old in checkpoints(folder)[:-keep] if keep else []:
-            error = remove(old)
-            if error is not None:
-                warn(f"the old checkpoint {old} cannot be removed: {error.strerror or error}")
+            failure = remove(old)
+            if failure is not None:
+                warn(f"the old checkpoint {old} cannot be removed: {failure.strerror or failure}")
     world.share(None)
     return final
 

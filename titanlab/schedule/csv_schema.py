@@ -19,8 +19,8 @@ class CsvSchedule(PipelineSchedule):
     """The actions in a file.
 
     Attributes:
-        file: one line per rank, one cell per action: `0F0` is stage 0, forward, microbatch 0; B is a backward pass, I and
-            W its halves (gradient of the input, gradient of the weights).
+        file: one line per rank, one cell per action: `0F0` is stage 0, forward, microbatch 0; B is a backward pass; I
+            and W are its halves (gradient of the input, gradient of the weights).
     """
 
     kind: str = "csv"

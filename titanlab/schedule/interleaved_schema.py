@@ -1,9 +1,9 @@
 """schedule=interleaved_1f1b and interleaved_zero_bubble: ranks with several stages run microbatches in rounds.
 
 In a round, a rank runs some microbatches through its first stage, then the same through its second, and so on; backward
-passes go from its last stage to its first (depth first, arXiv 2104.04473). In the paper a round has as many microbatches
-as there are ranks, so their total is a multiple of the ranks. Here rounds are as equal as possible and have at least as
-many microbatches as there are ranks, so any total works; if rounds are equal, the order is that of torch.
+passes go from its last stage to its first (depth first, arXiv 2104.04473). In the paper a round has as many
+microbatches as there are ranks, so their total is a multiple of the ranks. Here rounds are as equal as possible and
+have at least as many microbatches as there are ranks, so any total works; if rounds are equal, the order is torch's.
 """
 
 from __future__ import annotations
