@@ -129,7 +129,7 @@ def test_fingerprint_is_remembered_until_a_file_changes(
     monkeypatch.setattr(fingerprint, "_SETTLED_SECONDS", -time.time())
     first = fingerprint.of_files([file])
     assert len(list((cache / "fingerprints").iterdir())) == 1
-    fingerprint._remembered.cache_clear()
+    fingerprint._cached_hash.cache_clear()
     monkeypatch.setattr(fingerprint, "_read", lambda seen: pytest.fail("read again"))
     assert fingerprint.of_files([file]) == first
     monkeypatch.undo()

@@ -16,8 +16,8 @@ sys.stdin.readline()
 """
 FILTERS = """
 import os, signal, sys
-from titanlab.tracker.signal_filter import ignore_for_good
-print(ignore_for_good([signal.SIGTERM]), flush=True)
+from titanlab.tracker.signal_filter import ignore_signals
+print(ignore_signals([signal.SIGTERM]), flush=True)
 os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 """
 

@@ -1,7 +1,7 @@
-"""Recomputing a block's forward in its backward: all of it, or what a policy does not keep.
+"""Recomputation of a block's forward in its backward: all of it, or the parts that a policy does not keep.
 
-The block's own `forward` is replaced, and no module is wrapped around it: names stay, FSDP's hooks gather parameters
-outside of what is recomputed, and a compiler sees one function for all blocks.
+The block's `forward` is replaced, instead of wrapping the block in a module: parameter names do not change, FSDP's
+hooks are not recomputed, and a compiler sees one function for all blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titanlab.ac.contract import ACConfig
 
-# Attributes of the block. A compiler allows their values to differ from block to block, but not their names.
+# Attributes of a block. With torch.compile their values may differ between blocks, but not their names.
 _CONTEXTS = "checkpoint_contexts"
 _FORWARD = "forward_once"
 
@@ -23,7 +23,7 @@ Contexts = Callable[[], tuple[Any, Any]]
 
 
 class WholeBlocks:
-    """The blocks that a config chooses keep their inputs only; other blocks stay as they are."""
+    """Recomputes the blocks that a config chooses from their inputs; does not change other blocks."""
 
     def __init__(self, config: ACConfig) -> None:
         self._config = config
@@ -40,11 +40,11 @@ def checkpoint_block(block: nn.Module, contexts: Contexts | None = None) -> None
 
     Args:
         contexts: `context_fn` of `torch.utils.checkpoint`: makes two contexts, for the forward pass and for its
-            recomputation. Pass the same object for all blocks, so that they share one compilation. None: only the
-            block's inputs are kept.
+            recomputation. All blocks must get the same object, so that they share one compilation. None: keep only
+            the block's inputs.
     """
     if "forward" in vars(block):
-        # Other code has replaced it before.
+        # Other code has already replaced `forward`.
         setattr(block, _FORWARD, block.forward)
     if contexts is None:
         block.forward = types.MethodType(recomputed_forward, block)
@@ -53,9 +53,9 @@ def checkpoint_block(block: nn.Module, contexts: Contexts | None = None) -> None
         block.forward = types.MethodType(partly_recomputed_forward, block)
 
 
-# Each forward pass gets a new pair of contexts, so that policies which count operators start at 0, also with several
-# microbatches in flight. torch restores the state of random generators, for models with dropout, and stops the
-# recomputation when it has the last tensor that the backward needs.
+# Each forward pass gets new contexts, so that policies which count operators start at 0, also with several microbatches
+# in flight. torch restores the states of random generators (for dropout), and stops the recomputation at the last
+# tensor that the backward needs.
 
 
 def recomputed_forward(block: nn.Module, *inputs: Any, **named: Any) -> Any:
@@ -72,7 +72,7 @@ def _once(block: nn.Module) -> Callable[..., Any]:
         forward: Callable[..., Any] = getattr(block, _FORWARD)
         return forward
 
-    # The class's function, not a method bound to this block: compilers see the same function for all blocks.
+    # The function of the class, not a bound method, so that compilers see the same function for all blocks.
     def once(*inputs: Any, **named: Any) -> Any:
         return type(block).forward(block, *inputs, **named)
 

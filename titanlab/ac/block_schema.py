@@ -1,4 +1,4 @@
-"""Configs of ac=none, ac=full and ac=selective_layer: blocks are recomputed as a whole, or not at all."""
+"""Configs of ac=none, ac=full and ac=selective_layer: a block is recomputed completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlab.options import option
 @option("ac", "none")
 @dataclass(kw_only=True)
 class NoCheckpointing(ACConfig):
-    """Everything that the backward pass needs is kept."""
+    """Blocks keep all activations that the backward pass needs."""
 
     kind: str = "none"
 
@@ -21,7 +21,7 @@ class NoCheckpointing(ACConfig):
 @option("ac", "full")
 @dataclass(kw_only=True)
 class FullCheckpointing(ACConfig):
-    """Every block keeps its input only; its forward is computed again in the backward (arXiv 1604.06174)."""
+    """Every block keeps only its input and is recomputed in the backward pass (arXiv 1604.06174)."""
 
     kind: str = "full"
 
@@ -33,11 +33,11 @@ class FullCheckpointing(ACConfig):
 @option("ac", "selective_layer")
 @dataclass(kw_only=True)
 class SelectiveLayer(ACConfig):
-    """Every n-th block is computed again and the others keep everything, or the other way round.
+    """Every n-th block is recomputed and the others keep all activations, or the reverse.
 
     Attributes:
-        every: n: blocks 0, n, 2n, … counted in the whole model, however it is cut into stages of a pipeline.
-        keep: these keep everything, and the others are computed again.
+        every: n, for blocks 0, n, 2n, … counted in the full model, not in a pipeline stage.
+        keep: the reverse: every n-th block keeps all activations, and the others are recomputed.
     """
 
     kind: str = "selective_layer"
@@ -50,7 +50,7 @@ class SelectiveLayer(ACConfig):
             raise ConfigError("ac.every", self.every, "must be at least 1", cure)
 
     def check(self, setting: Setting) -> None:
-        """Check that the model has as many blocks.
+        """Check that the model has at least `every` blocks.
 
         Raises:
             ConfigError: it has fewer.
@@ -66,5 +66,5 @@ class SelectiveLayer(ACConfig):
 
     @property
     def _for_none(self) -> str:
-        """The policy that does the same as this one when `every` chooses no block."""
+        """The policy that is the same as this one without any n-th block."""
         return "full" if self.keep else "none"

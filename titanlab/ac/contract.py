@@ -1,4 +1,4 @@
-"""What a policy of activation checkpointing is: a config, which needs no torch, and an implementation."""
+"""The contract of a policy of activation checkpointing: a torch-free config, and an implementation."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class ACConfig(Protocol):
-    """Config of a policy. A dataclass that inherits from it has to define `kind`.
+    """Config of a policy. A dataclass that inherits from it must define `kind`.
 
-    Blocks are counted in the whole model, however a pipeline cuts it into stages. By default nothing is recomputed.
+    Blocks are numbered in the full model, not in a pipeline stage. By default no block is recomputed.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: str
 
     def recomputes(self, number: int) -> bool:
-        """Whether block `number` keeps its input only, and its forward is computed again in the backward."""
+        """Whether block `number` keeps only its input and is recomputed in the backward pass."""
         return False
 
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
-        """Bytes that one rank keeps of block `number` between its forward and its backward."""
+        """Bytes of block `number` that one rank keeps between its forward and its backward."""
         return share.bytes_of([block_input(block)] if self.recomputes(number) else kept(block))
 
     def compiler_budget(self) -> float | None:
@@ -34,7 +34,7 @@ class ACConfig(Protocol):
         return None
 
     def check(self, setting: Setting) -> None:
-        """Check the rest of the recipe against what this policy needs.
+        """Check that the rest of the recipe fits this policy.
 
         Raises:
             ConfigError: it does not fit.
@@ -42,7 +42,7 @@ class ACConfig(Protocol):
         return  # the default; mypy takes an empty body for an abstract method
 
     def implementation(self) -> ActivationCheckpointing:
-        """By default the blocks that `recomputes` chooses are recomputed as a whole."""
+        """By default the blocks that `recomputes` chooses are recomputed completely."""
         from titanlab.ac.block import WholeBlocks
 
         return WholeBlocks(self)
@@ -55,8 +55,8 @@ class ActivationCheckpointing(Protocol):
         """Checkpoint blocks of this rank, in place.
 
         Args:
-            blocks: by number in the whole model.
+            blocks: by number in the full model.
 
         Raises:
-            ConfigError: what the policy names does not exist.
+            ConfigError: the policy names an operator that does not exist.
         """

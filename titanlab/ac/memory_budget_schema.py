@@ -18,10 +18,11 @@ BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 @option("ac", "memory_budget")
 @dataclass(kw_only=True)
 class MemoryBudget(ACConfig):
-    """torch's compiler chooses what each block keeps: as little as possible is recomputed within the budget.
+    """torch's compiler chooses the activations that each block keeps, with the least recomputation in the budget.
 
     Attributes:
-        budget: between 0, where blocks keep their inputs only, and 1, where they keep what makes them fastest.
+        budget: from 0, where blocks keep only their inputs, to 1, where they keep the activations that make them
+            fastest.
     """
 
     kind: str = "memory_budget"
@@ -35,14 +36,14 @@ class MemoryBudget(ACConfig):
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
         """An upper bound.
 
-        The compiler applies the budget to what lies between a block's input and what it would keep at its fastest.
-        That is less than what autograd keeps without it; which tensors it keeps depends on its version.
+        The compiler applies the budget to the bytes between a block's input and the activations that make it fastest,
+        which are fewer than autograd keeps without a compiler; the choice of tensors depends on its version.
         """
         least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept(block))
         return round(least + self.budget * (most - least))
 
     def compiler_budget(self) -> float:
-        """The budget: blocks themselves stay as they are."""
+        """The budget."""
         return self.budget
 
     def check(self, setting: Setting) -> None:

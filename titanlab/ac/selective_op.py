@@ -27,15 +27,15 @@ class SelectedOperators:
             ConfigError: torch lacks an operator, although the model has been imported.
         """
         self._config.check_known(self.known_operators(), all_imported=True)
-        # Compilers compare the partial's values: they are plain, so that all blocks share one compilation.
+        # Compilers compare the partial's arguments; they are plain values, so that all blocks share one compilation.
         contexts = functools.partial(_contexts, tuple(self._config.saved), self._config.every_other_matmul)
         for block in blocks.values():
             checkpoint_block(block, contexts)
 
     @staticmethod
     def known_operators() -> frozenset[str]:
-        """Every operator that is registered in this process, as torch prints it."""
-        # Private in torch 2.11 to 2.13. No public function lists operators that have not been used yet.
+        """Names of all operators that are registered in this process, as torch prints them."""
+        # Private in torch 2.11 to 2.13; no public function lists operators that have not been used yet.
         return frozenset(_printed(name) for name in torch._C._dispatch_get_all_op_names())
 
 
@@ -52,7 +52,7 @@ def _contexts(saved: tuple[str, ...], every_other: bool) -> tuple[Any, Any]:  # 
 
 
 class _Policy:
-    """Which results one forward pass of a block keeps. It counts products, in the pass and in its recomputation."""
+    """Chooses the results that a block keeps; it counts products separately in the forward and in its recomputation."""
 
     def __init__(self, saved: tuple[str, ...], *, every_other: bool) -> None:
         self._saved = frozenset(saved)

@@ -17,10 +17,10 @@ from titanlab.options import option
 if TYPE_CHECKING:
     from titanlab.ac.selective_op import SelectedOperators
 
-# How torch prints an operator: namespace.name.overload.
+# The form in which torch prints an operator: namespace.name.overload.
 NAME = re.compile(r"\w+\.\w+\.\w+")
 KEY = "ac.saved"
-# Products of matrices, of which every second one may be recomputed.
+# Matrix products, of which every second may be recomputed.
 MATMULS = (
     "aten.mm.default",
     "aten.addmm.default",
@@ -28,7 +28,7 @@ MATMULS = (
     "aten.baddbmm.default",
     "aten._scaled_mm.default",
 )
-# TorchTitan's list (arXiv 2410.06511, and its code): what is expensive to compute, or to communicate, again.
+# TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
 PAPER = (
     "aten.mm.default",
     "aten.addmm.default",
@@ -46,12 +46,12 @@ PAPER = (
 @option("ac", "selective_op")
 @dataclass(kw_only=True)
 class SelectiveOp(ACConfig):
-    """Every block keeps its input and the results of some operators; the others are computed again.
+    """Every block keeps its input and the results of some operators; the other results are recomputed.
 
     Attributes:
         saved: operators whose results are kept, as torch prints them: `aten.mm.default`.
-        every_other_matmul: of the products of matrices among them, in the order in which a block computes them, only
-            the first, third, … are kept. False: all.
+        every_other_matmul: of the matrix products among them, in a block's order, keep only the first, third, …
+            False: keep all.
     """
 
     kind: str = "selective_op"
@@ -74,7 +74,7 @@ class SelectiveOp(ACConfig):
         Operators of other packages may be unknown until the model is imported; `apply` checks those.
 
         Raises:
-            ConfigError: torch lacks one.
+            ConfigError: torch lacks an operator.
         """
         if not set(self.saved) <= set(PAPER):
             # Imports torch, so only for a list other than the default.
@@ -101,10 +101,10 @@ class SelectiveOp(ACConfig):
         return SelectedOperators(self)
 
     def check_known(self, known: frozenset[str], *, all_imported: bool) -> None:
-        """Check the names against the operators that torch knows.
+        """Check that the names are those of known operators.
 
         Args:
-            all_imported: no package is still to be imported; otherwise names of unknown namespaces pass.
+            all_imported: whether all packages have been imported; otherwise names of unknown namespaces pass.
 
         Raises:
             ConfigError: a name is unknown.
@@ -113,7 +113,7 @@ class SelectiveOp(ACConfig):
         spaces = {name.partition(".")[0] for name in known}
         for name in self.saved:
             space = name.partition(".")[0]
-            # A namespace that is nearly a known one is a typing error.
+            # A namespace that is similar to a known one is probably a typing error.
             if name not in known and (all_imported or space in spaces or nearest(space, spaces)):
                 rule = f"torch has no operator {name}"
                 raise ConfigError(KEY, self._typed(), rule, f"try {nearest(name, known) or PAPER[0]}")
@@ -123,12 +123,12 @@ class SelectiveOp(ACConfig):
 
 
 def _respelled(name: str) -> str:
-    """An operator in another spelling (`aten::mm`, `torch.ops.aten.mm`) as torch prints it."""
+    """Convert another spelling of an operator (`aten::mm`, `torch.ops.aten.mm`) to the form that torch prints."""
     parts = name.replace("::", ".").removeprefix("torch.ops.").split(".")
     printed = ".".join([*parts, "default"] if len(parts) == 2 else parts)
     return printed if NAME.fullmatch(printed) else PAPER[0]
 
 
 def nearest(name: str, among: frozenset[str] | set[str] | tuple[str, ...]) -> str:
-    """The most similar name, or nothing."""
+    """The most similar name; empty if none is similar."""
     return next(iter(difflib.get_close_matches(name, sorted(among), n=1, cutoff=0.7)), "")

@@ -1,4 +1,4 @@
-"""Names of checkpoints on disk, and checks of one that need no torch."""
+"""Names of checkpoints on disk, and the checks of a checkpoint that need no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlab.checkpoint.position import POSITION, SavedPosition, check_files, r
 from titanlab.errors import ConfigError
 
 PART = ".part"
-# Suffix of a checkpoint newer than the one that a person went back to: kept, but no longer the run's.
+# Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
 ASIDE = ".aside"
 _STEP = re.compile(r"step-([0-9]+)")
 _ANOTHER = "give another checkpoint of the run"
@@ -31,24 +31,24 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored."""
-    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and (path / ".metadata").exists()]
-    return sorted(found, key=lambda path: (step_of(path), path.name))
+    complete = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and (path / ".metadata").exists()]
+    return sorted(complete, key=lambda path: (step_of(path), path.name))
 
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
+    known = checkpoints(folder)
+    return known[-1] if known else None
 
 
 def of_step(folder: Path, step: int, key: str, value: object) -> Path:
     """The complete checkpoint of one step in a run's folder of checkpoints.
 
     Args:
-        key, value: what the person gave, for the error.
+        key, value: the user's input, for the error.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such checkpoint.
     """
     known = checkpoints(folder)
     for path in known:
@@ -61,10 +61,10 @@ def of_step(folder: Path, step: int, key: str, value: object) -> Path:
 
 
 def find(text: str, key: str) -> Path:
-    """The checkpoint that a path means: itself, also as `step-8`, or the newest of the run there.
+    """The checkpoint at a path, whose name may be short (`step-8`), or the newest checkpoint of the run at the path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no checkpoint.
     """
     path = Path(text).expanduser()
     step = _STEP.fullmatch(path.name)
@@ -83,10 +83,10 @@ def find(text: str, key: str) -> Path:
 
 
 def remove(checkpoint: Path) -> OSError | None:
-    """Remove a checkpoint, whole or not; for a symbolic link only the link, never its target.
+    """Remove a complete or incomplete checkpoint; of a symbolic link only the link, never its target.
 
     Returns:
-        what speaks against it: a run must not end because an old checkpoint cannot be removed.
+        the error if it cannot be removed; it is not raised, because an old checkpoint must not end a run.
     """
     try:
         if checkpoint.is_symlink() or not checkpoint.is_dir():
@@ -99,7 +99,7 @@ def remove(checkpoint: Path) -> OSError | None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove incomplete checkpoints of processes that died while they saved, of any step."""
+    """Remove the incomplete checkpoints of any step, which processes leave that die while they save."""
     for unfinished in folder.glob(f"step-*{PART}"):
         remove(unfinished)
 
@@ -120,10 +120,10 @@ def put_aside(folder: Path, *, after: int) -> list[Path]:
 
 
 def read_checked(checkpoint: Path, key: str) -> SavedPosition:
-    """The content of a checkpoint's position.json, after it and the files beside it were checked.
+    """Read a checkpoint's position.json, and check it and the sizes of the other files.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or position.json has what no run saves.
+        ConfigError: the checkpoint is damaged, or position.json has a value that no run saves.
     """
     cure = another(checkpoint)
     saved = read_position(checkpoint, key, cure=cure)
@@ -132,43 +132,43 @@ def read_checked(checkpoint: Path, key: str) -> SavedPosition:
 
 
 def another(checkpoint: Path) -> str:
-    """The advice for a checkpoint that cannot be used: the one before it, where there is one."""
+    """The hint for a checkpoint that cannot be used: the checkpoint before it, if there is one."""
     known = checkpoints(checkpoint.parent)
     older = known[: known.index(checkpoint)] if checkpoint in known else []
     return f"{_ANOTHER}: the one before it is {older[-1]}" if older else _ANOTHER
 
 
 def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Check a checkpoint against a model, and read what ranks will read first, before any rank starts.
+    """Check that a checkpoint fits a model, and that its metadata can be read, before any rank starts.
 
     Raises:
-        ConfigError: it is another model's, or its metadata is damaged or would run code.
+        ConfigError: it belongs to another model, or its metadata is damaged or would run code.
     """
     check_shapes(checkpoint, parameters, key)
     read_saved(checkpoint, key)
 
 
 def check_shapes(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Check a checkpoint against the parameters that a model declares.
+    """Check that a checkpoint has the parameters that a model declares.
 
     Raises:
-        ConfigError: it cannot be read, is damaged, or is another model's.
+        ConfigError: it cannot be read, is damaged, or belongs to another model.
     """
     saved = dict(read_checked(checkpoint, key).parameters)
-    mine = {name: list(shape) for name, shape in parameters.items()}
-    if saved == mine:
+    declared = {name: list(shape) for name, shape in parameters.items()}
+    if saved == declared:
         return
-    name = next(name for name in [*mine, *saved] if saved.get(name) != mine.get(name))
+    name = next(name for name in [*declared, *saved] if saved.get(name) != declared.get(name))
     raise ConfigError(
         key,
         checkpoint,
-        f"is of another model: {name} is {_shape(saved.get(name))} there and {_shape(mine.get(name))} here",
+        f"is of another model: {name} is {_shape(saved.get(name))} there and {_shape(declared.get(name))} here",
         "choose the model that it was trained as",
     )
 
 
 def check_step(checkpoint: Path, steps: int) -> None:
-    """Check a checkpoint that a new run starts from against the run's length.
+    """Check that a new run has steps left after the checkpoint from which it starts.
 
     Raises:
         ConfigError: no step would be left.

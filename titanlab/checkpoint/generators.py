@@ -1,6 +1,6 @@
-"""States of the random generators in a checkpoint: tensors all, so that no pickle is needed to read them.
+"""States of the random generators in a checkpoint, saved as tensors, so that no pickle is needed to read them.
 
-Older checkpoints hold Python's and numpy's as pickled objects; those are read without running code.
+Older checkpoints have the states of Python and numpy as pickled objects; these are read without running code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def generator_states(world: World) -> dict[str, Tensor]:
     states = {
         "cpu": torch.get_rng_state(),
         "python": _packed(random.getstate()),
-        "numpy": _packed(_plain(np.random.get_state())),  # noqa: NPY002 - the one that third-party code draws from
+        "numpy": _packed(_plain(np.random.get_state())),  # noqa: NPY002 - third-party code uses this generator
     }
     if world.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(world.device)
@@ -38,33 +38,33 @@ def generator_states(world: World) -> dict[str, Tensor]:
 
 
 def saved_states(
-    mine: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Path, key: str
+    current: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Path, key: str
 ) -> dict[str, Any]:
-    """Tensors into which a checkpoint's states of a rank are read; empty: it has none.
+    """Make the tensors into which a checkpoint's states of a rank are read; empty if it has none.
 
-    Saved by fewer ranks, or on another device: what is not there stays as the seed made it.
+    A checkpoint of fewer ranks or of another device lacks some states; those generators keep the state of the seed.
 
     Raises:
-        ConfigError: the checkpoint has something else in their place.
+        ConfigError: an entry of the checkpoint is not the state of a generator.
     """
-    found: dict[str, Any] = {}
-    for name, state in mine.items():
+    states: dict[str, Any] = {}
+    for name, state in current.items():
         entry = f"generators.{rank}.{name}"
         if entry in saved.objects and name in ("python", "numpy"):
-            found[name] = None
+            states[name] = None
         elif entry in saved.tensors:
             tensor = saved.tensors[entry]
             if tensor.dtype != "uint8" or len(tensor.size) != 1 or tensor.size[0] > _MOST_BYTES:
                 raise ConfigError(key, checkpoint, f"{entry} is no state of a generator", _CURE)
-            found[name] = torch.empty(tensor.size, dtype=state.dtype)
-    return found
+            states[name] = torch.empty(tensor.size, dtype=state.dtype)
+    return states
 
 
 def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Path, key: str) -> None:
     """Set the generators to the states.
 
     Raises:
-        ConfigError: a state is none.
+        ConfigError: a state is not valid.
     """
     try:
         _restore(states, world)
@@ -81,7 +81,7 @@ def _restore(states: Mapping[str, Any], world: World) -> None:
         random.setstate((version, tuple(words), gauss))
     if "numpy" in states:
         kind, words, position, has_gauss, gauss = _unpacked(states["numpy"])
-        # numpy does not check the position, and would read memory beyond the words.
+        # numpy does not check the position, and could read memory behind the words.
         if len(words) != _WORDS or not 0 <= position <= _WORDS:
             raise ValueError("no state of numpy's generator")
         np.random.set_state((kind, np.array(words, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
@@ -95,7 +95,7 @@ def _plain(state: Any) -> tuple[Any, ...]:
 
 
 def _packed(state: Any) -> Tensor:
-    """A state as the bytes of its JSON, in which numbers are exact."""
+    """Encode a state as the bytes of its JSON, in which numbers are exact."""
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 

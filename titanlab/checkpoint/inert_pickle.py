@@ -1,8 +1,8 @@
-"""Reads a pickle without running any code of it: what it would import and call is recorded, and never done.
+"""Reads a pickle without running its code: imports and calls in it are recorded, and never done.
 
-A pickle is a program: it names functions of any module and calls them. Here every name gives a class of this module
-that keeps the arguments it is called with, and names that are not on the caller's list are refused. Nothing is
-imported, and no class that lives longer than one reading can be changed. torch is not imported.
+A pickle is a program that can call functions of any module. Here every name becomes a class of this module that
+records its arguments, and names that are not on the caller's list are refused. Nothing is imported, torch included,
+and the pickle can change only classes that exist for one reading.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 
 class UnreadablePickle(ValueError):
-    """The bytes are no pickle, or one that asks for what its reader does not expect."""
+    """The bytes are not a pickle, or it asks for a name that its reader does not expect."""
 
 
 class Inert:
-    """Represents an object of another class: its constructor's arguments, and the state that it would be given.
+    """Records how a pickle would make an object: the constructor's arguments and the state.
 
     Attributes:
         name: module and name of the class or function, joined by a dot.
-        args: arguments that it would be called with.
-        state: what would be given to `__setstate__`; None: nothing.
+        args: arguments of the call.
+        state: argument of `__setstate__`; None: it is not called.
     """
 
     name = ""
@@ -31,33 +31,33 @@ class Inert:
     state: Any
 
     def __new__(cls, *args: Any) -> Inert:
-        """Keep the arguments."""
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        """Record the arguments."""
+        instance = super().__new__(cls)
+        instance.args, instance.state = args, None
+        return instance
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 def read_inert(content: bytes, names: Collection[tuple[str, str]]) -> Any:
-    """What a pickle holds: plain values, and an `Inert` in place of every other object.
+    """Read a pickle: plain values, and an `Inert` in place of every other object.
 
-    A name that is not called, such as that of a dtype, gives a subclass of Inert.
+    A name that is not called, such as that of a dtype, becomes a subclass of Inert.
 
     Args:
         content: the pickle.
-        names: pairs of module and name that it may ask for.
+        names: pairs of module and name that the pickle may ask for.
 
     Raises:
-        UnreadablePickle: it asks for another name, or is damaged.
+        UnreadablePickle: the pickle asks for another name, or is damaged.
     """
     try:
         return _Unpickler(content, names).load()
     except UnreadablePickle:
         raise
     except Exception as error:
-        # Damaged bytes are read as any opcode, which fails with any exception.
+        # Damaged bytes can be any opcodes, which can raise any exception.
         raise UnreadablePickle(f"is damaged ({type(error).__name__})") from error
 
 
@@ -68,8 +68,8 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> type[Inert]:
-        """Every opcode that imports comes here."""
+        """Called by every opcode that imports."""
         if (module, name) not in self._names:
             raise UnreadablePickle(f"asks for {module}.{name}, which could run code")
-        # A new class for each reading: what the pickle does to it has no effect elsewhere.
+        # A new class for each reading, so that the pickle cannot change a class for later readings.
         return self._classes.setdefault((module, name), type("Named", (Inert,), {"name": f"{module}.{name}"}))

@@ -1,8 +1,8 @@
-"""The `.metadata` of a checkpoint, read without torch and without running any code of it.
+"""The `.metadata` of a checkpoint, read without torch and without running its code.
 
-torch.distributed.checkpoint writes this file as a pickle, and reads it as one: `FileSystemReader.read_metadata` calls
-`pickle.load`, which runs whatever the file says. A checkpoint may come from a stranger, so its pickle is read as data
-(`inert_pickle`), and each value is checked for its type and range. May go when checkpoints have no pickle any more.
+torch.distributed.checkpoint writes this file as a pickle: `FileSystemReader.read_metadata` calls `pickle.load`, which
+runs any code in the file. A checkpoint may come from an untrusted source, so its pickle is read as data
+(`inert_pickle`), and the type and range of each value are checked. This can go when torch's checkpoints have no pickle.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from titanlab.checkpoint.inert_pickle import Inert, UnreadablePickle, read_inert
 from titanlab.errors import ConfigError
 
 METADATA = ".metadata"
-# A checkpoint of 405B parameters over 512 ranks has about a fifth of this.
+# The metadata of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
 MOST_BYTES = 1 << 30
 _CURE = "give a checkpoint that titanlab has saved, from a source that you trust"
 
@@ -36,7 +36,7 @@ _NAMES = frozenset(
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         *(("torch", name) for name in DTYPES),
-        # Where it was saved; the module's name differs with Python's version.
+        # The path of the checkpoint; the module's name depends on the version of Python.
         *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
         # Python before 3.12 writes a member of an enumeration as getattr(class, name). Nothing calls it here.
         ("builtins", "getattr"),
@@ -46,12 +46,12 @@ _NAMES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A tensor that was saved.
+    """A tensor in a checkpoint.
 
     Attributes:
-        dtype: as `torch` names it.
-        size: its shape.
-        boxes: offsets and sizes of the parts that it was saved in.
+        dtype: its name in `torch`.
+        size: shape of the full tensor.
+        boxes: offsets and sizes of the saved parts.
     """
 
     dtype: str
@@ -61,12 +61,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPlace:
-    """Where the bytes of one entry are; with the attributes that torch's reader takes.
+    """The place of an entry's bytes, with the attributes that torch's reader needs.
 
     Attributes:
         relative_path: the file's name in the checkpoint's folder.
-        offset, length: bytes.
-        transform_descriptors: None, nothing is compressed.
+        offset, length: in bytes.
+        transform_descriptors: None: no compression.
     """
 
     relative_path: str
@@ -77,12 +77,12 @@ class SavedPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """What a checkpoint holds.
+    """The entries of a checkpoint.
 
     Attributes:
-        tensors: by their names.
-        objects: names of the entries that are no tensors.
-        places: by the entry's name, the offsets of the chunk (None: of no tensor), and its number where one is noted.
+        tensors: by name.
+        objects: names of the entries that are not tensors.
+        places: by the entry's name, the chunk's offsets (None: not a tensor), and the chunk's number if it is known.
         version: of the format.
     """
 
@@ -93,14 +93,14 @@ class SavedState:
 
 
 def read_saved(checkpoint: Path, key: str) -> SavedState:
-    """What a checkpoint's metadata says; nothing in it is executed.
+    """Read a checkpoint's metadata without running code in it.
 
     Args:
         checkpoint: folder of one step.
         key: for errors.
 
     Raises:
-        ConfigError: the file is missing, damaged, too large, or asks for what no checkpoint needs.
+        ConfigError: the file is missing, damaged, too large, or asks for a name that no checkpoint needs.
     """
     path = checkpoint / METADATA
     try:
@@ -116,20 +116,20 @@ def read_saved(checkpoint: Path, key: str) -> SavedState:
 
 
 def _state(node: Any, *, most_chunks: int) -> SavedState:
-    found = _fields(node, f"{_TYPES}.Metadata")
+    state = _fields(node, f"{_TYPES}.Metadata")
     tensors: dict[str, SavedTensor] = {}
     objects: set[str] = set()
-    for name, entry in _mapping(found.get("state_dict_metadata")).items():
+    for name, entry in _mapping(state.get("state_dict_metadata")).items():
         if _is(entry, f"{_TYPES}.BytesStorageMetadata"):
             objects.add(_text(name))
             continue
         tensors[_text(name)] = tensor = _tensor(entry)
         most_chunks -= len(tensor.boxes)
         if most_chunks < 0:
-            # Many entries share one list: a small file that would take hours to read.
+            # In a pickle many entries can share one list, so a small file could take hours to read.
             raise UnreadablePickle("is damaged (it has more chunks than bytes)")
-    places = {_index(index): _place(place) for index, place in _mapping(found.get("storage_data")).items()}
-    version = found.get("version")
+    places = {_index(index): _place(place) for index, place in _mapping(state.get("storage_data")).items()}
+    version = state.get("version")
     return SavedState(
         tensors=tensors,
         objects=frozenset(objects),
@@ -139,26 +139,26 @@ def _state(node: Any, *, most_chunks: int) -> SavedState:
 
 
 def _tensor(node: Any) -> SavedTensor:
-    found = _fields(node, f"{_TYPES}.TensorStorageMetadata")
-    size, dtype = _size(found.get("size")), _dtype(found.get("properties"))
-    chunks = found.get("chunks")
+    state = _fields(node, f"{_TYPES}.TensorStorageMetadata")
+    size, dtype = _size(state.get("size")), _dtype(state.get("properties"))
+    chunks = state.get("chunks")
     if not isinstance(chunks, list):
         raise UnreadablePickle("is damaged (it lacks a list of chunks)")
     return SavedTensor(dtype=dtype, size=size, boxes=tuple(_chunk(chunk, size) for chunk in chunks))
 
 
 def _dtype(node: Any) -> str:
-    """Of a tensor's properties; the others of them are those of every tensor."""
+    """The name of the dtype in a tensor's properties; the other properties are the same for all tensors."""
     _expect(_is(node, f"{_TYPES}.TensorProperties") and isinstance(node.state, tuple), "properties of a tensor")
-    found = node.state[0] if node.state else None
-    name = found.name.removeprefix("torch.") if isinstance(found, type) and issubclass(found, Inert) else ""
+    dtype = node.state[0] if node.state else None
+    name = dtype.name.removeprefix("torch.") if isinstance(dtype, type) and issubclass(dtype, Inert) else ""
     _expect(name in DTYPES, "a dtype")
     return name
 
 
 def _chunk(node: Any, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    found = _fields(node, f"{_TYPES}.ChunkStorageMetadata")
-    offsets, sizes = _size(found.get("offsets")), _size(found.get("sizes"))
+    state = _fields(node, f"{_TYPES}.ChunkStorageMetadata")
+    offsets, sizes = _size(state.get("offsets")), _size(state.get("sizes"))
     _expect(len(offsets) == len(sizes) == len(size), "a chunk of its tensor's dimensions")
     inside = all(at + extent <= whole for at, extent, whole in zip(offsets, sizes, size, strict=True))
     _expect(inside, "a chunk inside of its tensor")
@@ -166,22 +166,22 @@ def _chunk(node: Any, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _index(node: Any) -> tuple[str, tuple[int, ...] | None, int | None]:
-    found = _fields(node, f"{_TYPES}.MetadataIndex")
-    offset, index = found.get("offset"), found.get("index")
+    state = _fields(node, f"{_TYPES}.MetadataIndex")
+    offset, index = state.get("offset"), state.get("index")
     return (
-        _text(found.get("fqn")),
+        _text(state.get("fqn")),
         None if offset is None else _size(offset),
         None if index is None else _count(index),
     )
 
 
 def _place(node: Any) -> SavedPlace:
-    found = _fields(node, f"{_FILES}._StorageInfo")
-    file = _text(found.get("relative_path"))
-    # The name is opened as a file: a checkpoint must not make us read others.
+    state = _fields(node, f"{_FILES}._StorageInfo")
+    file = _text(state.get("relative_path"))
+    # This file is opened later: it must be inside the checkpoint's folder.
     _expect(PurePath(file).name == file and "\0" not in file, "the name of a file beside it")
-    _expect(not found.get("transform_descriptors"), "bytes that are not compressed")
-    return SavedPlace(relative_path=file, offset=_count(found.get("offset")), length=_count(found.get("length")))
+    _expect(not state.get("transform_descriptors"), "bytes that are not compressed")
+    return SavedPlace(relative_path=file, offset=_count(state.get("offset")), length=_count(state.get("length")))
 
 
 def _fields(node: Any, name: str) -> Mapping[str, Any]:
@@ -195,8 +195,8 @@ def _is(node: Any, name: str) -> bool:
 
 def _mapping(node: Any) -> Mapping[Any, Any]:
     _expect(isinstance(node, dict), "a mapping")
-    found: Mapping[Any, Any] = node
-    return found
+    mapping: Mapping[Any, Any] = node
+    return mapping
 
 
 def _size(node: Any) -> tuple[int, ...]:
@@ -214,6 +214,6 @@ def _text(node: Any) -> str:
     return str(node)
 
 
-def _expect(holds: object, wanted: str) -> None:
-    if not holds:
+def _expect(condition: object, wanted: str) -> None:
+    if not condition:
         raise UnreadablePickle(f"is damaged (it lacks {wanted})")

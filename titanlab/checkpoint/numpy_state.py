@@ -1,7 +1,7 @@
-"""The state of numpy's generator as older checkpoints hold it: a pickled array, read without running code of it.
+"""The state of numpy's generator in older checkpoints: a pickled array, read without running its code.
 
-torch.load with weights_only=True would have to be allowed numpy's arrays and dtypes, and a pickle can make a dtype that
-reads any memory.
+torch.load with weights_only=True would need numpy's arrays and dtypes on its list of safe names, and with them a pickle
+can make a dtype that reads any memory.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _NAMES = frozenset(
 
 
 def is_numpy_state(name: str) -> bool:
-    """Whether an entry that is no tensor is numpy's generator, as older checkpoints hold it."""
+    """Whether an entry that is not a tensor is the state of numpy's generator, as in older checkpoints."""
     return name.startswith("generators.") and name.endswith(".numpy")
 
 
 def read_numpy_state(file: io.BytesIO) -> tuple[Any, ...]:
-    """The state of numpy's generator in what torch.save wrote for older checkpoints.
+    """Read the state of numpy's generator from the bytes that torch.save wrote into an older checkpoint.
 
     Raises:
-        UnreadablePickle: it holds something else.
+        UnreadablePickle: the bytes are something else.
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            (entry,) = (each for each in archive.infolist() if each.filename.endswith("/data.pkl"))
+            (entry,) = (file for file in archive.infolist() if file.filename.endswith("/data.pkl"))
             if max(entry.file_size, entry.compress_size) > _MOST_BYTES:
                 raise UnreadablePickle("is too long for the state of a generator")
             kind, array, position, has_gauss, gauss = read_inert(archive.read(entry), _NAMES)

@@ -1,4 +1,4 @@
-"""position.json of a checkpoint: where the run stood, apart from its tensors. Read and checked without torch."""
+"""position.json of a checkpoint: the run's progress without its tensors. Read and checked without torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ POSITION = "position.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A run's progress, apart from its tensors.
+    """A run's progress without its tensors.
 
     Attributes:
         step: optimizer steps done.
         tokens: labels that have counted so far.
-        data: the data stream's own state.
-        tracker: id under which the tracker knows the run.
-        layout: degrees of the layout that saved it, for people.
-        loss_scale: state of the loss's scale, see `titanlab.precision.loss_scale`; empty: there was none.
+        data: state of the data stream.
+        tracker: the run's id in the tracker.
+        layout: degrees of the layout that saved the checkpoint, for users.
+        loss_scale: state of the loss scale, see `titanlab.precision.loss_scale`; empty without loss scaling.
     """
 
     step: int = 0
@@ -36,12 +36,12 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPosition:
-    """What position.json holds.
+    """The content of position.json.
 
     Attributes:
-        position: where the run stood.
-        parameters: shapes of the model, by name.
-        files: sizes in bytes of the checkpoint's other files, by name; empty: an earlier version saved it.
+        position: the run's progress.
+        parameters: shapes of the model's parameters, by name.
+        files: sizes in bytes of the checkpoint's other files, by name; empty in checkpoints of older versions.
     """
 
     position: Position
@@ -56,23 +56,23 @@ def read_position(checkpoint: Path, key: str, *, cure: str) -> SavedPosition:
         key, cure: for the error.
 
     Raises:
-        ConfigError: it is missing, is no JSON, lacks a key, or has a key or a value that no run saves.
+        ConfigError: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
     """
     try:
         saved = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
         parameters, step = dict(saved["parameters"]), saved["step"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(key, checkpoint, f"cannot be read ({type(error).__name__})", cure) from error
-    known = {each.name for each in fields(Position)}
+    known = {field.name for field in fields(Position)}
     for name, value in saved.items():
         if name not in _RULES:
             raise ConfigError(key, checkpoint, f"its {POSITION} has a key that is not known, {name}", cure)
         is_valid, wanted = _RULES[name]
         if not is_valid(value):
             raise ConfigError(key, checkpoint, f"its {POSITION} has {name}={json.dumps(value)}: {wanted}", cure)
-    named = _step_in_name(checkpoint)
-    if named not in (None, step):
-        rule = f"its {POSITION} is of step {step}, and the folder's name says {named}"
+    step_in_name = _step_in_name(checkpoint)
+    if step_in_name not in (None, step):
+        rule = f"its {POSITION} is of step {step}, and the folder's name says {step_in_name}"
         raise ConfigError(key, checkpoint, rule, cure)
     position = Position(**{name: value for name, value in saved.items() if name in known})
     return SavedPosition(position=position, parameters=parameters, files=saved.get("files", {}))
@@ -81,14 +81,14 @@ def read_position(checkpoint: Path, key: str, *, cure: str) -> SavedPosition:
 def check_progress(
     position: Position, *, steps: int, tokens_per_step: int, global_batch: int, checkpoint: Path, key: str, cure: str
 ) -> None:
-    """Check the position of a run's own checkpoint against its recipe.
+    """Check that the position of a run's own checkpoint is possible in its recipe.
 
     Args:
         steps: of the run.
-        tokens_per_step, global_batch: labels and sequences of a step; 0: the run did not begin at step 0 of its own.
+        tokens_per_step, global_batch: labels and sequences of a step; 0 if the run started from another checkpoint.
 
     Raises:
-        ConfigError: it has more steps than the run, or tokens or samples that so many steps do not have.
+        ConfigError: the position has more steps than the run, or its tokens or samples do not fit its step.
     """
     step, tokens, samples = position.step, position.tokens, position.data.get("samples")
     rule = None
@@ -109,20 +109,20 @@ def check_files(checkpoint: Path, files: Mapping[str, int], key: str, *, cure: s
     """Check that a checkpoint's files have the sizes that they had when it was saved.
 
     Raises:
-        ConfigError: one is missing, or has another size.
+        ConfigError: a file is missing, or has another size.
     """
     for name, size in files.items():
         try:
-            found = (checkpoint / name).stat().st_size
+            actual = (checkpoint / name).stat().st_size
         except OSError:
             raise ConfigError(key, checkpoint, f"is damaged: its file {name} is missing", cure) from None
-        if found != size:
-            rule = f"is damaged: its file {name} has {found} bytes, and had {size} when it was saved"
+        if actual != size:
+            rule = f"is damaged: its file {name} has {actual} bytes, and had {size} when it was saved"
             raise ConfigError(key, checkpoint, rule, cure)
 
 
 def _step_in_name(checkpoint: Path) -> int | None:
-    """The step in a folder's name; None for a folder that a person has named."""
+    """The step in a folder's name; None for a folder with a name of the user's choice."""
     word, _, digits = checkpoint.name.partition("-")
     return int(digits) if word == "step" and digits.isdecimal() and digits.isascii() else None
 
@@ -131,8 +131,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _maps(value: Any, is_wanted: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(is_wanted(inner) for inner in value.values())
+def _is_mapping(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(is_valid(inner) for inner in value.values())
 
 
 def _is_shape(value: Any) -> bool:
@@ -149,14 +149,14 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tokens": (_is_count, _COUNT),
     "data": (lambda value: isinstance(value, dict), "must be a mapping"),
     "tracker": (lambda value: value is None or isinstance(value, str), "must be text or null"),
-    "layout": (lambda value: _maps(value, _is_count), "must be a mapping to whole numbers"),
+    "layout": (lambda value: _is_mapping(value, _is_count), "must be a mapping to whole numbers"),
     "loss_scale": (
-        lambda value: _maps(value, lambda inner: isinstance(inner, (int, float)) and not isinstance(inner, bool)),
+        lambda value: _is_mapping(value, lambda inner: isinstance(inner, (int, float)) and not isinstance(inner, bool)),
         "must be a mapping to numbers",
     ),
-    "parameters": (lambda value: _maps(value, _is_shape), "must be a mapping to shapes"),
+    "parameters": (lambda value: _is_mapping(value, _is_shape), "must be a mapping to shapes"),
     "files": (
-        lambda value: _maps(value, _is_count) and all(map(_is_file_name, value)),
+        lambda value: _is_mapping(value, _is_count) and all(map(_is_file_name, value)),
         "must be a mapping from names of files to sizes",
     ),
 }

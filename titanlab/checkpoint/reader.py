@@ -1,4 +1,4 @@
-"""torch's reader and planner of checkpoints, changed so that nothing in a checkpoint is executed."""
+"""torch's reader and planner of checkpoints, changed so that no code in a checkpoint runs."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from titanlab.records.outcome import OutcomeKind, classify, first_line
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads `.metadata` as data, once; what it raises about the files is a ConfigError.
+    """Reads `.metadata` as data, once, and reports faults of the files as ConfigError.
 
     Args:
         checkpoint: folder of one step.
         key: for errors.
 
     Attributes:
-        saved: what the checkpoint holds.
-        checkpoint, named_by: as they were given.
+        saved: the entries of the checkpoint.
+        checkpoint, named_by: the arguments `checkpoint` and `key`.
 
     Raises:
-        ConfigError: its metadata is missing or damaged, or asks for what no checkpoint needs.
+        ConfigError: the metadata is missing or damaged, or asks for a name that no checkpoint needs.
     """
 
     def __init__(self, checkpoint: Path, key: str) -> None:
@@ -51,7 +51,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.named_by = key
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As in FileSystemReader, which calls pickle.load."""
+        """Make torch's Metadata from `saved`; FileSystemReader would call pickle.load."""
         saved = self.saved
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         entries |= {name: BytesStorageMetadata() for name in saved.objects}
@@ -65,17 +65,17 @@ class CheckpointReader(dcp.FileSystemReader):
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As in FileSystemReader, which reads tensors with weights_only=True.
+        """Read as FileSystemReader does, with weights_only=True for tensors.
 
         Raises:
-            ConfigError: a file is missing or damaged, or asks for what no tensor needs.
+            ConfigError: a file is missing or damaged, or asks for a name that no tensor needs.
         """
         with _damage_named(self.checkpoint, self.named_by):
             return super().read_data(plan, planner)
 
 
 class CheckpointPlanner(dcp.DefaultLoadPlanner):
-    """Reads what is no tensor without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
+    """Reads objects without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one object into the state."""
@@ -89,17 +89,18 @@ class CheckpointPlanner(dcp.DefaultLoadPlanner):
 
 
 def load_state(state: dict[str, Any], reader: CheckpointReader) -> None:
-    """Read a checkpoint into a state dict, together with all ranks; nothing in it is executed.
+    """Read a checkpoint into a state dict without running code in it; all ranks call this together.
 
     Raises:
-        ConfigError: a file of it is missing or damaged, or would run code; or it is of another model.
+        ConfigError: a file is missing, damaged or would run code, or the checkpoint belongs to another model.
     """
     try:
         dcp.load(state, storage_reader=reader, planner=CheckpointPlanner())
     except dcp.CheckpointException as error:
-        # It holds the error of every rank. A ConfigError is reported as itself, in one line.
+        # The exception has the errors of all ranks; a ConfigError among them is the clearest message.
         failures = [failure for failure, _ in error.failures.values()]
-        failure = next((each for each in failures if isinstance(each, ConfigError)), failures[0] if failures else error)
+        config_errors = [failure for failure in failures if isinstance(failure, ConfigError)]
+        failure = next(iter([*config_errors, *failures]), error)
         if isinstance(failure, ConfigError):
             raise failure from error
         # Errors of the machine say nothing about the checkpoint.
@@ -121,7 +122,7 @@ def _as_torch(tensor: SavedTensor) -> TensorStorageMetadata:
 
 @contextlib.contextmanager
 def _damage_named(checkpoint: Path, key: str) -> Iterator[None]:
-    """Report errors while files are read in one line; errors of the machine are passed on."""
+    """Report damaged files as ConfigError; errors of the machine pass unchanged."""
     try:
         yield
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
@@ -131,7 +132,7 @@ def _damage_named(checkpoint: Path, key: str) -> Iterator[None]:
             raise
         raise _unreadable(checkpoint, key, f"it has no file {Path(str(error.filename)).name}") from error
     except Exception as error:
-        # Damaged bytes fail in any way; torch's message about a refused name takes ten lines.
+        # Damaged bytes can raise any exception; torch's message about a refused name has ten lines.
         reason = f"{type(error).__name__}: a file is damaged, or asks for more than tensors"
         raise _unreadable(checkpoint, key, reason) from error
 

@@ -11,14 +11,14 @@ from titanlab.options import option
 @option("checkpoint")
 @dataclass(kw_only=True)
 class Checkpoint:
-    """When a run saves itself, and what it starts from.
+    """When a run saves checkpoints, and the checkpoint from which a new run starts.
 
     Attributes:
         every: steps between checkpoints; 0: only at the end.
-        keep: checkpoints kept, newest first; 0: all.
-        at_end: whether the end of a run, a stop included, is saved.
-        load_from: a run or one of its checkpoints whose model, optimizer and position in the data a
-            new run starts with; null: start from initial values.
+        keep: number of the newest checkpoints to keep; 0: all.
+        at_end: whether to save at the end of a run, also after a stop.
+        load_from: a run or a checkpoint; a new run takes model, optimizer and position in the data from it. null: start
+            from initial values.
     """
 
     every: int = field(default=0, metadata={"identity": False})

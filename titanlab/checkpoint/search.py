@@ -1,4 +1,4 @@
-"""Finding the checkpoint of a run that a person means."""
+"""Finding the run or the checkpoint that a user names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _STEP = re.compile(r"step-([0-9]+)")
 
 
 def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tuple[RunFolder, Path | None]:
-    """The run that a person names, and the checkpoint in it, if that is what is named.
+    """Find the named run, and the checkpoint if a checkpoint is named.
 
     `RUN/checkpoints/step-00000008` is a checkpoint, `RUN/checkpoints/step-8` the same; `RUN/checkpoints` is the run.
 
     Raises:
-        ConfigError: no run fits, several do, or the run has no such checkpoint.
+        ConfigError: no run matches, several match, or the run has no such checkpoint.
     """
     for given in (Path(text).expanduser(), Path(runs).expanduser() / text):
-        # The path as it was typed comes first: a checkpoint may be a symbolic link to its new place.
+        # The unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.
         for path in (Path(os.path.abspath(given)), given.resolve()):
             step = _STEP.fullmatch(path.name)
             folder = path.parent if step else path

@@ -1,7 +1,7 @@
-"""A run's state on disk: one folder a step, complete or absent.
+"""A run's checkpoints on disk: one folder per step, complete or absent.
 
-A checkpoint is written by all ranks into `step-N.part`, which rank 0 renames to `step-N` when every
-rank has finished: a folder without the suffix is whole.
+All ranks write a checkpoint into `step-N.part`; rank 0 renames it to `step-N` when every rank has finished, so a folder
+without the suffix is complete.
 
     step-000100/
         .metadata, *.distcp   model, optimizer and generators, by torch.distributed.checkpoint
@@ -41,13 +41,13 @@ def save(
     keep: int,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write `folder/step-N` together with all ranks and drop the oldest beyond `keep` (0: none).
+    """Write `folder/step-N` together with all ranks, and remove all but the newest `keep` checkpoints (0: keep all).
 
     Args:
-        warn: told, on rank 0, of an old checkpoint that cannot be removed.
+        warn: called on rank 0 if an old checkpoint cannot be removed.
 
     Returns:
-        the checkpoint's folder, complete.
+        the folder of the complete checkpoint.
     """
     final = step_folder(folder, position.step)
     part = final.with_name(final.name + PART)
@@ -58,53 +58,53 @@ def save(
     try:
         dcp.save(_tensors(model, optimizer, world), checkpoint_id=part)
     except CheckpointException as error:
-        # All ranks learn of it, and none writes any more.
+        # dcp.save raises on all ranks, so no rank is still writing.
         refused = refusal(part)
         world.share(None)
         if world.rank == 0:
-            # On a full disk the partial files take the space that the record of the run's end needs.
+            # On a full disk the partial files would leave no space for the record of the run's outcome.
             remove(part)
         if refused is not None and disk_fault(refused) is not None:
             raise refused from error
         raise
-    # Each stage of a pipeline knows only its own.
+    # Each pipeline stage has only its own parameters.
     shapes = dict(
         itertools.chain.from_iterable(world.gather([(n, list(p.shape)) for n, p in model.named_parameters()]))
     )
     if world.rank == 0:
         files = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
         write_json(part / POSITION, {**asdict(position), "parameters": shapes, "files": files}, durable=True)
-        # From an attempt that was later resumed from an earlier step.
-        obstacle = remove(final)
-        if obstacle is not None:
-            raise obstacle
+        # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
+        failure = remove(final)
+        if failure is not None:
+            raise failure
         part.rename(final)
         for old in checkpoints(folder)[:-keep] if keep else []:
-            obstacle = remove(old)
-            if obstacle is not None:
-                warn(f"the old checkpoint {old} cannot be removed: {obstacle.strerror or obstacle}")
+            failure = remove(old)
+            if failure is not None:
+                warn(f"the old checkpoint {old} cannot be removed: {failure.strerror or failure}")
     world.share(None)
     return final
 
 
 def load(folder: Path, key: str, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Position:
-    """Read a checkpoint into model, optimizer and generators, written by any layout.
+    """Read a checkpoint that any layout wrote into model, optimizer and generators.
 
-    Learning rate, weight decay and the like stay as the optimizer has them: they are the recipe's.
+    Learning rate, weight decay and other settings of the optimizer are kept, because the recipe decides them.
 
     Args:
-        key: how the checkpoint was given, for the error.
+        key: the config key or argument that names the checkpoint, for the error.
 
     Raises:
-        ConfigError: it is damaged, or of another model.
+        ConfigError: the checkpoint is damaged, or belongs to another model.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     state = _tensors(model, optimizer, world)
     generators = state.pop("generators")[str(world.rank)]
     reader = CheckpointReader(folder, key)
-    mine = saved_states(generators, reader.saved, world.rank, folder, key)
-    if mine:
-        state["generators"] = {str(world.rank): mine}
+    rank_states = saved_states(generators, reader.saved, world.rank, folder, key)
+    if rank_states:
+        state["generators"] = {str(world.rank): rank_states}
     load_state(state, reader)
     set_state_dict(
         model,
@@ -115,19 +115,19 @@ def load(folder: Path, key: str, *, model: nn.Module, optimizer: torch.optim.Opt
     )
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
-    if mine:
+    if rank_states:
         restore_generators(state["generators"][str(world.rank)], world, folder, key)
     return read_checked(folder, key).position
 
 
 def load_model(folder: Path, key: str, model: nn.Module) -> None:
-    """Read only a checkpoint's model; in a world of one rank the model is whole.
+    """Read only the model of a checkpoint.
 
     Args:
-        key: how the checkpoint was given, for the error.
+        key: the config key or argument that names the checkpoint, for the error.
 
     Raises:
-        ConfigError: it is damaged, or of another model.
+        ConfigError: the checkpoint is damaged, or belongs to another model.
     """
     state = {"model": model.state_dict()}
     load_state(state, CheckpointReader(folder, key))
@@ -135,7 +135,7 @@ def load_model(folder: Path, key: str, model: nn.Module) -> None:
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    # Flat: every key names a parameter, so that stages of a pipeline save and find what is theirs.
+    # Flat, so that every key has a parameter's name: each pipeline stage saves and loads only its own parameters.
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=flat)
     return {

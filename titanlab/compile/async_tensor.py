@@ -1,4 +1,4 @@
-"""AsyncTP: inductor fuses products with the collectives of tensor parallelism beside them."""
+"""AsyncTP: inductor fuses matrix products with adjacent collectives of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def register(group: dist.ProcessGroup) -> None:
 
 
 class FusionCheck:
-    """Checks that inductor fuses something in the blocks that this process compiles from now on.
+    """Checks that inductor fuses products in the blocks that this process compiles from now on.
 
-    It reads the generated code: code from torch's cache has not gone through the pass in this process.
+    It reads the generated code, because inductor's pass does not run for code from torch's cache.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class FusionCheck:
         self._before = set(map(id, _generated()))
 
     def count(self) -> int:
-        """Calls of fused operators in the code that was generated, or found in the cache."""
+        """Number of calls of fused operators in code that was generated or taken from the cache."""
         files = [module.__file__ for module in _generated() if id(module) not in self._before]
         return sum(len(_CALL.findall(Path(file).read_text())) for file in files if file)
 
     def check_fused(self, gather: Callable[[int], list[int]]) -> None:
-        """Check that every rank has fused something. All ranks call this together, after the first step.
+        """Check that every rank has fused a product. All ranks call this together, after the first step.
 
         Args:
             gather: takes this rank's count and returns those of all ranks.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Finds backends by name, also those of other packages, in torch 2.11 to 2.13.
+# Private in torch 2.11 to 2.13: returns a backend by name, also a backend of another package.
 from torch._dynamo import lookup_backend
 from torch._functorch import config as functorch_config
 
@@ -22,7 +22,7 @@ class Budgeted:
     Attributes:
         name: of the backend.
         options: of inductor.
-        budget: 1 keeps all activations, 0 the inputs only.
+        budget: 1 keeps all activations, 0 only the inputs.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Budgeted:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         """Compile a graph."""
         patches = {"config_patches": dict(self.options)} if self.options else {}
-        # The mesh of tensor parallelism is an input too, whose size torch 2.13 cannot compute: it has no activations.
+        # The mesh of tensor parallelism is an input too; torch 2.13 cannot compute its size, which is zero.
         known = hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size")
         objects: dict[str, Any] = {"unsafe_treat_script_objects_as_zero_size": True} if known else {}
         with functorch_config.patch(activation_memory_budget=self.budget, **objects):

@@ -17,8 +17,8 @@ from titanlab.compile.schema import Compile
 class TorchCompiler:
     """Compiles with `torch.compile`.
 
-    A block's `forward` is compiled and not the module: names stay, and the hooks by which FSDP gathers parameters run
-    outside of the graph; inside they would break it.
+    It compiles a block's `forward`, not the module: so parameter names do not change, and FSDP's hooks run outside of
+    the graph, which they would break.
     """
 
     def __init__(self, config: Compile) -> None:
@@ -50,7 +50,7 @@ class TorchCompiler:
 
 
 def inductor_options(config: Compile) -> dict[str, Any]:
-    """The mode as options of inductor, to which others can be added; empty for other backends."""
+    """The inductor options of the mode, to which others can be added; empty for other backends."""
     if config.backend != "inductor" or config.mode == "default":
         return {}
     from torch._inductor import list_mode_options
@@ -62,10 +62,10 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     import torch._dynamo
 
     put_states_before_objects()
-    # Compilations for an earlier model of this process would be tried first at every call, and would count against
-    # torch's limit of versions of a function.
+    # Otherwise torch would try the compilations for an earlier model of this process first, and count them against its
+    # limit of compilations of a function.
     torch._dynamo.reset_code(getattr(function, "__func__", function).__code__)
-    # Otherwise torch splits a block's graph under DDP at the ends of DDP's buckets, which are those of the whole model,
+    # Otherwise torch splits a block's graph under DDP at the ends of DDP's buckets, which are made for the full model,
     # and refuses checkpointed blocks.
     torch._dynamo.config.optimize_ddp = False
     backend: Any = config.backend

@@ -1,8 +1,8 @@
-"""Inductor's cache folder, and its repair after a process was killed while it compiled.
+"""Inductor's cache folder, and its repair after a compiling process was killed.
 
-torch lets the compiler write objects and libraries under their final names (`CppBuilder.build`, torch 2.11 to 2.13): a
-killed one leaves half a file, which later processes load ("file too short"). So damaged files are removed before torch
-is imported, and torch makes them again. Delete this when torch writes to another name and renames.
+In torch 2.11 to 2.13 the compiler writes objects and libraries under their final names (`CppBuilder.build`): a killed
+compiler leaves a part of a file, which later processes load ("file too short"). So damaged files are removed before
+torch is imported, and torch makes them again. Delete this when torch writes to another name and renames.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _UNDER_WAY = "_CxxBuild"
 _LOCKS = "locks"
 _WRITTEN_IN_PLACE = (".so", ".o", ".gch", ".dylib")
-# torch renames these when they are complete; after a power cut they may be empty nevertheless.
+# torch renames these files when they are complete; after a power cut they may still be empty.
 _RENAMED = (".py", ".cpp", ".h", ".hpp", ".json", ".best_config")
 
 
 def default_folder(other: Callable[[], Path]) -> Path | None:
-    """A cache folder of this user on this host, for titanlab only; None: there is none.
+    """A cache folder of this user on this host, for titanlab only; None if there is none.
 
-    It is not in the home folder, which hosts may share: code is generated for the host's processor, and a disk of the
-    host supports locks.
+    It is not in the home folder, which hosts may share: the generated code is for this host's processor, and a local
+    disk supports locks.
 
     Args:
-        other: the folder to use where another user could write to the first; may raise ConfigError.
+        other: gives the folder to use if another user could write to the first; may raise ConfigError.
     """
     folder = Path(tempfile.gettempdir()) / f"titanlab-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
-        # Its files are executed: no other user may write there.
+        # The files are executed, so no other user may be able to write them.
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
             return folder / "inductor"
     with contextlib.suppress(ConfigError):
@@ -54,11 +54,11 @@ def default_folder(other: Callable[[], Path]) -> Path | None:
 def repair(folder: Path) -> list[Path]:
     """Remove damaged files of a cache folder and of torch's folder of precompiled headers.
 
-    Files that another process is writing stay: it holds torch's lock. Processes that start together wait here until
-    the first has finished.
+    Files that another process is writing are kept: it holds torch's lock. Processes that start together wait here
+    until the first one has finished.
 
     Returns:
-        what was removed.
+        the removed paths.
     """
     if not folder.is_dir():
         return []
@@ -81,7 +81,7 @@ def _damaged(folder: Path) -> list[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file is as long as its header says, which a linker writes last."""
+    """Whether a file has the length in its header, which the linker writes last."""
     try:
         size = path.stat().st_size
         if size == 0 or path.suffix not in (".so", ".o") or sys.platform != "linux":
@@ -101,7 +101,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _remove(path: Path, locks: Path) -> bool:
-    """Remove a damaged file, or all files of a killed compiler; False if another process works on it."""
+    """Remove a damaged file, or all files of a killed compiler; False if another process is writing them."""
     base = path.name.removesuffix(_UNDER_WAY) if path.name.endswith(_UNDER_WAY) else path.stem
     with contextlib.ExitStack() as stack:
         if path.suffix not in _RENAMED and not all(_lock(lock, stack) for lock in _locks_of(base, locks)):
@@ -145,7 +145,7 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time; where locks do not work, several, which is harmless."""
+    """Let one process in at a time; several where locks do not work, which is harmless."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             fcntl.flock(stack.enter_context((folder / ".titanlab-repair.lock").open("a")), fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""What compilation is: `titanlab.compile.schema.Compile` is its config, and this its implementation."""
+"""The contract of the compiler; its config is `titanlab.compile.schema.Compile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Compiler(Protocol):
-    """Compiles what the config asks for, and leaves the rest as it is."""
+    """Compiles the parts of the model that the config names."""
 
     def compile_blocks(
         self,
@@ -27,8 +27,8 @@ class Compiler(Protocol):
         Args:
             async_group: AsyncTP: products and the collectives of this group beside them become one operator of
                 symmetric memory, which computes on one piece while another is being sent.
-            memory_budget: share of a block's activations that is kept between forward and backward; None: what the
-                backend finds best.
+            memory_budget: share of a block's activations that is kept between forward and backward; None: the
+                backend's choice.
         """
 
     def compile_loss(self, function: F) -> F:

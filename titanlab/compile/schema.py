@@ -14,7 +14,7 @@ from titanlab.options import option
 
 # torch's backends with which a model can train.
 BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager", "cudagraphs")
-# The entry points by which torch finds backends of other packages.
+# The group of entry points in which torch looks for backends of other packages.
 ENTRY_POINTS = "torch_dynamo_backends"
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 # Modes that record CUDA graphs.
@@ -24,14 +24,14 @@ RECORDING = ("reduce-overhead", "max-autotune")
 @option("compile")
 @dataclass(kw_only=True)
 class Compile:
-    """What torch compiles.
+    """The parts of a model that torch compiles.
 
     Attributes:
-        blocks: every block, each as one graph; equal blocks share one compilation.
-        loss: the loss function, as one graph; where logits stay split over the vocabulary, what a rank computes
-            before and after its collectives.
-        backend: inductor generates kernels; aot_eager and eager only trace, to find out where something fails;
-            aot_eager_decomp_partition also takes operators apart as inductor does; cudagraphs records the graphs of
+        blocks: compile every block as one graph; equal blocks share one compilation.
+        loss: compile the loss function as one graph; if logits are sharded over the vocabulary, the parts before and
+            after the collectives.
+        backend: inductor generates kernels; aot_eager and eager only trace, to find the cause of a failure;
+            aot_eager_decomp_partition also decomposes operators as inductor does; cudagraphs records the graphs of
             aot_eager. Backends of installed packages are known too.
         mode: of inductor. `max-autotune-no-cudagraphs` tries several kernels for each product and keeps the fastest;
             `reduce-overhead` records CUDA graphs; `max-autotune` does both.
@@ -44,7 +44,7 @@ class Compile:
 
     @property
     def compiles(self) -> bool:
-        """Whether anything is compiled at all."""
+        """Whether any part is compiled."""
         return self.blocks or self.loss
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Compile:
             raise ConfigError("compile.mode", self.mode, rule, "try default, or compile.backend=inductor")
 
     def check(self, setting: Setting) -> None:
-        """Check the rest of the recipe against what the backend needs.
+        """Check that the rest of the recipe fits the backend.
 
         Raises:
             ConfigError: it does not fit.
@@ -87,7 +87,7 @@ class Compile:
 
 
 def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
-    """A CUDA graph runs again on the addresses with which it was recorded, so parameters must not move."""
+    """Check that parameters keep their addresses: a CUDA graph uses the addresses with which it was recorded."""
     if setting.accelerator != "cuda":
         raise ConfigError(key, value, "records CUDA graphs, and this runs on a CPU", cure)
     if setting.layout.world > 1:
@@ -100,9 +100,9 @@ def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
 
 
 def _check_tools(setting: Setting) -> None:
-    """Inductor needs a C++ compiler for a CPU.
+    """Check that inductor has a C++ compiler for a CPU.
 
-    What it needs for a GPU comes with torch; it is not checked, because a recipe may be checked on another machine.
+    The tools for a GPU come with torch; they are not checked, because a recipe may be checked on another machine.
     """
     compiler = os.environ.get("CXX") or "g++"
     if setting.accelerator == "cpu" and shutil.which(compiler) is None:

@@ -1,4 +1,4 @@
-"""Watching torch's compilations: how long they take, and which functions are compiled again without need."""
+"""Monitoring of torch's compilations: their duration, and unexpected recompilations."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ RECOMPILATIONS = "compile/recompilations"
 
 @dataclass(frozen=True)
 class Compilation:
-    """One function that was compiled.
+    """One compilation of a function.
 
     Attributes:
         function: name and place, `forward (llama.py:130)`.
-        reason: why existing compilations did not fit; empty for a function's first one.
-        surprise: whether it should not have been necessary.
+        reason: why existing compilations did not fit; empty for a function's first compilation.
+        surprise: whether it was not expected.
     """
 
     function: str
@@ -32,10 +32,10 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Compilations:
-    """What was compiled since the last look.
+    """The compilations since the last call of `look`.
 
     Attributes:
-        seconds: of compiling; overlapping spans count once.
+        seconds: compile time; overlapping spans count once.
         functions: the compilations, in order.
     """
 
@@ -46,13 +46,13 @@ class Compilations:
 class Watch:
     """Reads torch's records of compilations and reports them.
 
-    Expected are the first compilation of a function, and one more when it is first called without gradients, as in
+    The first compilation of a function is expected, and one more when it is first called without gradients, as in
     validation. Any other is a surprise: it costs seconds of a step, and may happen in every step.
 
     Args:
-        active: give metrics even before anything is compiled.
-        note: takes a line about expected compilations.
-        warn: takes a line about the first surprise.
+        active: give metrics even before the first compilation.
+        note: called with a line about expected compilations.
+        warn: called with a line about the first surprise.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Watch:
         self._new()
 
     def after_step(self, step: int, *, first: bool) -> float:
-        """Report what a step compiled, and return the seconds that it took.
+        """Report the compilations of a step, and return their seconds.
 
         Args:
-            first: it was the first step of the process.
+            first: whether it was the first step of the process.
         """
         new = self.look(first=first)
         if first and new.functions:
@@ -86,7 +86,7 @@ class Watch:
         return new.seconds
 
     def after_validation(self, step: int) -> None:
-        """Report what the validation after a step compiled."""
+        """Report the compilations of the validation after a step."""
         self._report(step, self.look(evaluating=True))
 
     def metrics(self) -> dict[str, float | int]:
@@ -94,11 +94,11 @@ class Watch:
         return {SECONDS: self.seconds, RECOMPILATIONS: self.surprises} if self._active else {}
 
     def look(self, *, evaluating: bool = False, first: bool = False) -> Compilations:
-        """What was compiled since the last look.
+        """The compilations since the last call.
 
         Args:
-            evaluating: during a validation.
-            first: during the first step of the process.
+            evaluating: whether a validation has run since then.
+            first: whether the first step of the process has run since then.
         """
         records = self._new()
         named = [record for record in records if record.co_name]

@@ -1,4 +1,4 @@
-"""The folder in which prepared data is kept, and how several processes fill it once."""
+"""The cache folder of prepared data, which several processes can fill together."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def root() -> Path:
 def build(
     folder: Path, make: Callable[[Path], None], *, report: Report, is_whole: Callable[[Path], bool] = Path.is_dir
 ) -> None:
-    """Make a folder once, however many processes ask for it at the same time.
+    """Make a folder once, even if several processes call this at the same time.
 
-    It appears whole, under its name, or not at all: `make` fills a folder beside it, which is then
-    renamed. Whoever comes while another process makes it waits.
+    The folder appears complete or not at all: `make` fills a temporary folder beside it, which is then renamed.
+    While one process makes the folder, the others wait.
 
     Args:
-        folder: what is to exist; its parent is created.
-        make: fills the folder that it is given.
-        report: told when this process waits for another.
-        is_whole: whether the folder, which is there, can be used; it is made again if not, as after a power cut.
+        folder: the folder to make; its parent is created.
+        make: fills the folder whose path it receives.
+        report: called when this process waits for another.
+        is_whole: whether an existing folder can be used; if not, for example after a power cut, it is made again.
 
     Raises:
         ConfigError: the disk is full or the folder cannot be written.
@@ -70,7 +70,7 @@ def build(
                 shutil.rmtree(folder)
             prefix = f".{folder.name}.making-"
             if alone:
-                # What a process that was killed left behind.
+                # A killed process leaves its temporary folder behind.
                 for leftover in folder.parent.glob(prefix + "*"):
                     shutil.rmtree(leftover, ignore_errors=True)
             _make_beside(folder, prefix, make)
@@ -84,7 +84,7 @@ def _make_beside(folder: Path, prefix: str, make: Callable[[Path], None]) -> Non
         try:
             temporary.rename(folder)
         except OSError:
-            # Without a working lock another process may have been first: its folder is the same.
+            # Without a working lock another process may have made the folder first; its content is the same.
             if not folder.is_dir():
                 raise
     finally:
@@ -93,7 +93,7 @@ def _make_beside(folder: Path, prefix: str, make: Callable[[Path], None]) -> Non
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Report) -> Iterator[bool]:
-    """Hold a lock that the system releases when this process ends; False where locks do not work."""
+    """Hold a file lock, which the system releases when this process ends; yields False where locks do not work."""
     with path.open("a") as file:
         try:
             try:
@@ -103,7 +103,7 @@ def _locked(path: Path, report: Report) -> Iterator[bool]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             alone = True
         except OSError as error:
-            # Some network file systems have no locks; the rename above is enough to be safe, only slower.
+            # Some network file systems have no locks. The rename in `_make_beside` is safe without one, only slower.
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             alone = False

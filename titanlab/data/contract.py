@@ -1,4 +1,4 @@
-"""What titanlab asks of a kind of data: of its config, and of what reads it. Torch-free."""
+"""The contract of a kind of data: its config and its reader. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class DataConfig(Protocol):
     kind: str
 
     def implementation(self) -> DataSource:
-        """What reads the data. Imports neither torch nor, at the top of its file, numpy."""
+        """The reader of the data. Its file must not import torch, nor numpy at the top."""
         ...
 
     def check(self, setting: Setting) -> None:
-        """Check rules that reach beyond the data and that `DataSource.check` is not given; by default there are none.
+        """Check rules that need more of the recipe than `DataSource.check` receives; by default there are none.
 
         Raises:
             ConfigError: the first rule that is broken.
@@ -42,14 +42,14 @@ class DataSource(Protocol):
         ...
 
     def check(self, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int) -> None:
-        """Check every rule that can be checked now; called again after `prepare` for the rest. By default none.
+        """Check every rule that can be checked now; called again after `prepare` for the rest. By default no rule.
 
         Args:
             seq_len: tokens in a sequence.
             global_batch: sequences in a step, over all ranks; a multiple of `ranks`.
             ranks: data-parallel ranks.
-            vocab_size: the model's.
-            validation_sequences: of a validation; 0 where there is none.
+            vocab_size: of the model.
+            validation_sequences: sequences of one validation; 0 without validation.
 
         Raises:
             ConfigError: a rule is broken, or files that the config names are missing or cannot be read.
@@ -57,12 +57,12 @@ class DataSource(Protocol):
         return
 
     def prepare(self, *, report: Report) -> None:
-        """Do what must be done once: train a tokenizer, tokenise into the cache. Returns at once if it has been done.
+        """Do the work that is needed once: train a tokenizer, tokenise into the cache. Returns at once if it is done.
 
         Safe when several processes call it together: one works, the others wait.
 
         Args:
-            report: given a line now and then.
+            report: called with a line of progress now and then.
 
         Raises:
             ConfigError: the data, the tokenizer or the cache cannot be used.
@@ -70,7 +70,7 @@ class DataSource(Protocol):
         ...
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of prepared data; None where tokens have no text.
+        """The tokenizer of prepared data; None if the tokens do not come from text.
 
         Raises:
             ConfigError: it cannot be read, or the data has not been prepared.
@@ -78,7 +78,7 @@ class DataSource(Protocol):
         ...
 
     def vocab_size(self) -> int:
-        """Tokens that prepared data can have: every id is below it.
+        """Size of the vocabulary of prepared data: every id is below it.
 
         Raises:
             ConfigError: the data has not been prepared.
@@ -90,16 +90,16 @@ class DataSource(Protocol):
     ) -> Stream:
         """One rank's part of the endless stream of training sequences.
 
-        The global order is a function of data, seed, sequence length and sample number. Sample g belongs to rank
-        g % ranks, so that it is the same for any number of ranks.
+        The global order depends only on data, seed, sequence length and sample number. Sample g belongs to rank
+        g % ranks, so the order is the same for any number of ranks.
 
         Args:
             seed: of the order.
             seq_len: tokens in a sequence.
             global_batch: sequences in a step, over all ranks; a multiple of `ranks`.
             rank: data-parallel rank.
-            ranks: how many there are.
-            state: resume here: the merged states of all ranks, however many there were.
+            ranks: number of data-parallel ranks.
+            state: the position to resume from: the merged states of all ranks, whose number may differ from `ranks`.
 
         Raises:
             ConfigError: the data has not been prepared, is too short, or `state` is of other data.
@@ -109,14 +109,14 @@ class DataSource(Protocol):
     def open_validation(self, *, seq_len: int, sequences: int, rank: int, ranks: int) -> Rows:
         """One rank's part of the held-out sequences: the same at every call and in every pass.
 
-        Every rank has equally many rows. Over all ranks they are `sequences`, or all that exist if there are
-        fewer; padding, within a row or of whole rows, has the label `IGNORE`.
+        Every rank has the same number of rows. All ranks together have `sequences` rows, or all that exist if there
+        are fewer; padding, within a row or as a whole row, has the label `IGNORE`.
 
         Args:
             seq_len: tokens in a sequence.
             sequences: rows over all ranks.
             rank: data-parallel rank.
-            ranks: how many there are.
+            ranks: number of data-parallel ranks.
 
         Raises:
             ConfigError: the data has not been prepared, or nothing was held out.

@@ -17,10 +17,10 @@ class Files(Text):
     """Text, JSONL or parquet files.
 
     Attributes:
-        files: a file, a folder (all that is under it) or a glob in which `**` stands for any folders;
-            several are separated by `:`. The ending tells the format: `.jsonl`, `.ndjson` or `.json` is one
-            JSON object a line, `.parquet` is parquet, anything else is text, one document a file. `.gz`
-            may follow, except after parquet.
+        files: a file, a folder (with all files below it) or a glob in which `**` matches any folders;
+            several are separated by `:`. The ending decides the format: `.jsonl`, `.ndjson` or `.json` has one
+            JSON object per line, `.parquet` is parquet, any other file is one text document. `.gz` may follow,
+            except after parquet.
         text_field: key or column of the text in JSONL and parquet.
     """
 

@@ -1,4 +1,4 @@
-"""Short hashes that stand for data: of files, and of anything made of plain values."""
+"""Short hashes that identify data: hashes of files, and of plain values."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from titanlab.data import cache
 from titanlab.system.atomic_file import write_text
 
 WHOLE_BYTES = 256 << 20
-"""Up to this many bytes in all, every byte of the files counts; above it, samples of each file."""
+"""Files of up to this many bytes together are hashed completely; of larger ones, samples of each file."""
 _BLOCK_BYTES = 64 << 10
 _BLOCKS = 16
-# A file changed this recently may change again without its time showing it.
+# A file that was changed so recently may change again within the resolution of its modification time.
 _SETTLED_SECONDS = 2.0
 
 
 def of_values(*values: object) -> str:
-    """32 hexadecimal digits for plain values, in order."""
+    """Hash plain values in their order; 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def of_files(files: Sequence[Path]) -> str:
-    """32 hexadecimal digits for the contents of files in their order; names and times do not count.
+    """Hash the contents of files in their order, without names and times; 32 hexadecimal digits.
 
-    Remembered in the cache under the files' paths, sizes and times, so that asking again reads nothing.
+    The cache keeps the hash under the files' paths, sizes and times, so that the next call does not read them.
 
     Raises:
         OSError: a file cannot be read.
     """
-    facts = [(os.path.abspath(path), path.stat()) for path in files]
-    seen = tuple((path, fact.st_size, fact.st_mtime_ns, fact.st_ctime_ns) for path, fact in facts)
-    newest = max((max(fact.st_mtime, fact.st_ctime) for _, fact in facts), default=0.0)
-    return _read(seen) if newest > time.time() - _SETTLED_SECONDS else _remembered(seen)
+    stats = [(os.path.abspath(path), path.stat()) for path in files]
+    versions = tuple((path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats)
+    newest = max((max(stat.st_mtime, stat.st_ctime) for _, stat in stats), default=0.0)
+    return _hash(versions) if newest > time.time() - _SETTLED_SECONDS else _cached_hash(versions)
 
 
 @functools.cache
-def _remembered(seen: tuple[tuple[str, int, int, int], ...]) -> str:
-    note = cache.root() / "fingerprints" / of_values(1, seen)
+def _cached_hash(versions: tuple[tuple[str, int, int, int], ...]) -> str:
+    entry = cache.root() / "fingerprints" / of_values(1, versions)
     with contextlib.suppress(OSError):
-        if len(found := note.read_text()) == 32:
-            return found
-    found = _read(seen)
-    # A note only saves time: without it all is as well.
+        if len(digits := entry.read_text()) == 32:
+            return digits
+    digits = _hash(versions)
+    # The cache entry only saves time, so an error while it is written is ignored.
     with contextlib.suppress(OSError):
-        note.parent.mkdir(exist_ok=True)
-        write_text(note, found)
-    return found
+        entry.parent.mkdir(exist_ok=True)
+        write_text(entry, digits)
+    return digits
 
 
-def _read(seen: tuple[tuple[str, int, int, int], ...]) -> str:
-    whole = sum(size for _, size, _, _ in seen) <= WHOLE_BYTES
+def _hash(versions: tuple[tuple[str, int, int, int], ...]) -> str:
+    whole = sum(size for _, size, _, _ in versions) <= WHOLE_BYTES
     total = hashlib.blake2b(digest_size=16)
-    for path, size, _, _ in seen:
+    for path, size, _, _ in versions:
         total.update(f"{Path(path).suffix}:{size}:".encode())
         with open(path, "rb", buffering=0) as file:
             if whole or size <= _BLOCKS * _BLOCK_BYTES:

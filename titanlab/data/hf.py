@@ -24,7 +24,7 @@ from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
-"""Raised when the same dataset would give other tokens, or the same tokens in another order."""
+"""Increased when a code change gives other tokens of the same dataset, or another order of them."""
 
 
 class HuggingFaceSource(DataSource):
@@ -37,8 +37,8 @@ class HuggingFaceSource(DataSource):
         return fingerprints.of_values(self._content, self.config.streams)
 
     def prepare(self, *, report: Report) -> None:
-        # Once, and not for every rank: held-out documents are read and kept, and a tokenizer is trained if none is
-        # named. A dataset that cannot be read fails here, before training starts.
+        # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
+        # rank. A dataset that cannot be read fails here, before training starts.
         cache.build(self._folder, lambda folder: self._make(folder, report), report=report, is_whole=is_whole)
 
     def tokenizer(self) -> Tokenizer:
@@ -63,7 +63,7 @@ class HuggingFaceSource(DataSource):
                 check_validation(None, "data.validation_documents", config.validation_documents)
 
     def open_train(self, *, seed: int, ranks: int, state: State | None, **how: int) -> Stream:
-        # The seed changes nothing: the order is the dataset's, so that a position is a place in it.
+        # The seed is not used: the documents come in the dataset's order, so that a position is a place in it.
         from titanlab.data.corpus import hf_documents
         from titanlab.data.streams import streaming
 
@@ -92,20 +92,20 @@ class HuggingFaceSource(DataSource):
     def _content(self) -> str:
         """A hash of everything but the number of streams."""
         config = self.config
-        named = (
+        tokenizer = (
             ["trained", config.vocab_size]
             if config.tokenizer is None
             else tokenizers.load(Path(config.tokenizer)).fingerprint
         )
         if config.path in LOCAL_BUILDERS:
-            where: list[object] = [config.path, fingerprints.of_files(_local_files(config))]
+            location: list[object] = [config.path, fingerprints.of_files(_local_files(config))]
         elif os.path.isdir(config.path):
-            where = ["folder", fingerprints.of_files(matching(config.path, "data.path")), config.data_files]
+            location = ["folder", fingerprints.of_files(matching(config.path, "data.path")), config.data_files]
         else:
-            where = [config.path, config.data_files]
+            location = [config.path, config.data_files]
         held_out = [config.validation_split, config.validation_fraction, config.validation_documents]
         return fingerprints.of_values(
-            ORDER, where, config.name, config.revision, config.split, held_out, config.text_field, named
+            ORDER, location, config.name, config.revision, config.split, held_out, config.text_field, tokenizer
         )
 
     @property

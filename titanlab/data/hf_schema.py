@@ -1,4 +1,4 @@
-"""Config of data=hf and of the datasets with a name of their own, such as data=c4."""
+"""Config of data=hf and of named datasets, such as data=c4."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import option
 
 LOCAL_BUILDERS = ("json", "parquet", "text", "csv", "arrow")
-"""Values of `path` that are formats, whose `data_files` are files of this machine."""
+"""Values of `path` that name a format; `data_files` then are files on this machine."""
 
 
 @option("data", "hf")
@@ -20,21 +20,21 @@ class HuggingFace(Text):
     """Any dataset that Hugging Face `datasets` can stream.
 
     Attributes:
-        path: a dataset of the hub (`allenai/c4`), a folder, or a format (`json`, `parquet`) for `data_files`.
+        path: a dataset on the hub (`allenai/c4`), a folder, or a format (`json`, `parquet`) of `data_files`.
         name: configuration of the dataset, such as `en`.
         revision: branch, tag or commit on the hub; a commit makes a run repeatable.
         data_files: files or globs, for a format or for a part of a dataset.
-        split: trained on.
-        validation_split: validated on; null: documents are held out of `split` by `validation_fraction`.
-        validation_documents: how many are read and kept for validation; 0: none.
+        split: the split to train on.
+        validation_split: the split to validate on; null holds `validation_fraction` of the documents of `split` out.
+        validation_documents: number of documents that are read and kept for validation; 0: none.
         text_field: column of the text.
-        streams: virtual streams; the order of tokens depends on their number, never on that of the
-            processes, which must divide it.
+        streams: number of virtual streams, a multiple of the data-parallel processes; the order of tokens depends on
+            it, never on the number of processes.
         prefetch: batches that a thread prepares ahead; 0: none.
     """
 
     kind: str = "hf"
-    # A folder of this machine is hashed by its content, a dataset of the hub by its name.
+    # The data's fingerprint has the content of a local folder, and the name of a dataset on the hub.
     path: str = field(default="", metadata={"identity": False})
     name: str | None = None
     revision: str | None = None
@@ -64,7 +64,7 @@ class HuggingFace(Text):
                 raise ConfigError(
                     "data.data_files", [], f"path={self.path} needs files", "try 'data.data_files=[corpus/*.jsonl]'"
                 )
-            self.data_files = [each if "://" in each else absolute(each) for each in self.data_files]
+            self.data_files = [file if "://" in file else absolute(file) for file in self.data_files]
         elif os.path.isdir(os.path.expanduser(self.path)):
             self.path = absolute(self.path)
 

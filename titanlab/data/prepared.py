@@ -1,4 +1,4 @@
-"""Text that becomes token shards in the cache: what data=stdlib and data=files share."""
+"""Text that becomes token shards in the cache: the code that data=stdlib and data=files share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 
 ORDER = 1
-"""Raised when the same corpus would give other tokens, or the same tokens in another order."""
+"""Increased when a code change gives other tokens of the same corpus, or another order of them."""
 VALIDATION_KEY = "data.validation_fraction"
 
 _TRIED_CHARACTERS = 4096
@@ -51,32 +51,32 @@ class PreparedText(DataSource, Generic[TextConfig]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """32 hexadecimal digits of the texts, the tokenizer and what is held out."""
+        """A hash of the texts, the tokenizer and the validation fraction; 32 hexadecimal digits."""
         config = self.config
         trained = ["trained", config.vocab_size]
-        named = trained if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
+        tokenizer = trained if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
         try:
             content = fingerprint.of_files(self.corpus.files)
         except OSError as error:
             raise ConfigError(
                 self.corpus.key, error.filename or "", f"cannot be read ({error.strerror})", "check its permissions"
             ) from error
-        return fingerprint.of_values(ORDER, content, self.corpus.text_field, named, config.validation_fraction)
+        return fingerprint.of_values(ORDER, content, self.corpus.text_field, tokenizer, config.validation_fraction)
 
     def fingerprint(self) -> str:
         return self._fingerprint
 
     @property
     def folder(self) -> Path:
-        """Where its token shards are, or will be."""
+        """The folder of the token shards; it may not exist yet."""
         return cache.root() / "tokens" / f"{self.config.kind}-{self.fingerprint()}"
 
     @cached_property
     def index(self) -> Index:
-        """The index of its token shards.
+        """The index of the token shards.
 
         Raises:
-            ConfigError: they have not been made.
+            ConfigError: the shards have not been made.
         """
         folder = self.folder
         if not folder.is_dir():
@@ -88,7 +88,7 @@ class PreparedText(DataSource, Generic[TextConfig]):
         cache.build(self.folder, lambda folder: self._make(folder, report), report=report, is_whole=is_whole)
 
     def tokenizer(self) -> Tokenizer:
-        # One that the config names needs no corpus: text is sampled from a run on machines that no longer have it.
+        # A tokenizer that the config names needs no corpus: text may be generated on a machine without the corpus.
         if self.config.tokenizer is not None:
             return tokenizers.load(Path(self.config.tokenizer))
         index = self.index
@@ -101,7 +101,7 @@ class PreparedText(DataSource, Generic[TextConfig]):
         config, folder = self.config, self.folder
         whole = folder.is_dir() and is_whole(folder)
         if not whole:
-            # Before the vocabulary, which says nothing about a file without text.
+            # Before the vocabulary: a file without text must give its own error.
             self.corpus.check()
         check_vocab_size(vocab_size, config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size)
         if validation_sequences and not config.validation_fraction:
@@ -113,7 +113,7 @@ class PreparedText(DataSource, Generic[TextConfig]):
                 check_validation(index, VALIDATION_KEY, config.validation_fraction)
 
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
-        # Imported here: it needs numpy, which the rules do not.
+        # Imported here: it needs numpy, and the checks do not.
         from titanlab.data.streams import indexed
 
         return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)
@@ -146,7 +146,7 @@ def make_shards(
     fingerprint: str,
     report: Report,
 ) -> Index:
-    """Fill an empty folder with the token shards of a corpus, and train their tokenizer if none is named.
+    """Fill an empty folder with the token shards of a corpus; without `tokenizer`, train one first.
 
     Raises:
         ConfigError: the corpus or the tokenizer cannot be used.
@@ -161,7 +161,7 @@ def make_shards(
             rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"
             raise ConfigError("data.tokenizer", tokenizer, rule, "give a tokenizer that was trained on such text")
     report(f"reading {len(corpus.files):,} files, {size / 1e6:,.1f} MB")
-    # Imported here: they need numpy or sentencepiece, which the rules do not.
+    # Imported here: they need numpy or sentencepiece, and the checks do not.
     from titanlab.data.shards import writer
     from titanlab.data.tokenizers import training
 
@@ -194,7 +194,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, file: Path, report
     """Train a tokenizer and report it.
 
     Raises:
-        ConfigError: the texts do not suffice for the vocabulary.
+        ConfigError: the texts are too few for the vocabulary.
     """
     from titanlab.data.tokenizers import training
 

@@ -1,4 +1,4 @@
-"""Rules between data, model, batch and layout that more than one kind of data has."""
+"""Rules between data, model, batch and layout that several kinds of data share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from titanlab.errors import ConfigError
 
 
 def check_batch(global_batch: int, ranks: int) -> None:
-    """Check that every data-parallel rank has equally many sequences of a step.
+    """Check that every data-parallel rank has the same number of sequences in a step.
 
     Raises:
         ConfigError: `global_batch` is no multiple of `ranks`.
@@ -22,7 +22,7 @@ def check_batch(global_batch: int, ranks: int) -> None:
 
 
 def check_vocab_size(of_model: int, of_data: int) -> None:
-    """Check that the model has a row for every token.
+    """Check that the model's embedding has a row for every token.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the data's.
@@ -40,7 +40,7 @@ def check_sequences(index: Index, seq_len: int) -> None:
     """Check that there is at least one sequence to train on.
 
     Raises:
-        ConfigError: no file has that many tokens.
+        ConfigError: no file has `seq_len` + 1 tokens.
     """
     if index.sequences("train", seq_len) < 1:
         longest = max((shard.tokens for shard in index.train), default=0)
@@ -53,17 +53,17 @@ def check_sequences(index: Index, seq_len: int) -> None:
 
 
 def check_validation(index: Index | None, key: str, value: object) -> None:
-    """Check that there are held-out tokens to validate on; `index` is None where there can be none.
+    """Check that there are held-out tokens to validate on; `index` is None if the config excludes them.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no held-out tokens.
     """
     if index is None or index.tokens("validation") < 2:
         raise ConfigError(key, value, "holds nothing out to validate on", "hold some out, or training.validate_every=0")
 
 
 def check_streams(streams: int, ranks: int) -> None:
-    """Check that every data-parallel rank owns equally many virtual streams.
+    """Check that every data-parallel rank owns the same number of virtual streams.
 
     Raises:
         ConfigError: `streams` is no multiple of `ranks`.

@@ -1,6 +1,6 @@
-"""What the recipe, the trainer and the sampler call, for every kind of data; see `titanlab.data.contract`.
+"""The functions that other folders call for every kind of data; see `titanlab.data.contract`.
 
-Nothing here imports torch, nor, until data is opened, numpy.
+This module does not import torch; it imports numpy only when data is opened.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def check(
 
 
 def prepare(config: DataConfig, *, report: Report) -> None:
-    """Do what must be done once; any number of processes may call it together."""
+    """Do the work that is needed once; any number of processes may call this together."""
     config.implementation().prepare(report=report)
 
 
 def tokenizer(config: DataConfig) -> Tokenizer | None:
-    """The tokenizer of prepared data; None where tokens have no text."""
+    """The tokenizer of prepared data; None if the tokens do not come from text."""
     return config.implementation().tokenizer()
 
 
 def vocab_size(config: DataConfig) -> int:
-    """Tokens that prepared data can have: every id is below it."""
+    """Size of the vocabulary of prepared data: every id is below it."""
     return config.implementation().vocab_size()
 
 

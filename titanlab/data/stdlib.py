@@ -11,7 +11,7 @@ from titanlab.data.prepared import PreparedText
 from titanlab.data.stdlib_schema import Stdlib
 from titanlab.errors import ConfigError
 
-# Installed packages, what only some systems ship, and tables of characters, from which nothing can be learned.
+# Installed packages, folders that only some systems have, and tables of characters, which are no use as training text.
 _LEFT_OUT = {
     "__pycache__",
     "__phello__",
@@ -26,7 +26,7 @@ _LEFT_OUT = {
     "tests",
     "turtledemo",
 }
-# Written when this Python was built: it has paths of the machine that built it.
+# These files contain paths of the machine that built this Python.
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
 
 
@@ -44,8 +44,8 @@ class StdlibSource(PreparedText[Stdlib]):
 
 def source_files(folder: Path) -> tuple[Path, ...]:
     """Python files of a standard library, sorted by their path in it."""
-    found: list[Path] = []
+    sources: list[Path] = []
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(each for each in folders if each not in _LEFT_OUT and not each.startswith("config-"))
-        found += [Path(place, file) for file in files if file.endswith(".py") and not file.startswith(_BUILT)]
-    return tuple(sorted(found, key=lambda file: file.relative_to(folder).parts))
+        folders[:] = sorted(name for name in folders if name not in _LEFT_OUT and not name.startswith("config-"))
+        sources += [Path(place, file) for file in files if file.endswith(".py") and not file.startswith(_BUILT)]
+    return tuple(sorted(sources, key=lambda file: file.relative_to(folder).parts))

@@ -12,7 +12,7 @@ from titanlab.options import option
 @option("data", "stdlib")
 @dataclass(kw_only=True)
 class Stdlib(Text):
-    """The source of the Python standard library that runs this: real text on every machine, offline."""
+    """The source of this Python's standard library: real text on every machine, without a network."""
 
     kind: str = "stdlib"
     validation_fraction: float = 0.05

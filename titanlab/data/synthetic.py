@@ -33,7 +33,7 @@ class SyntheticSource(DataSource):
         check_vocab_size(vocab_size, self.config.vocab_size)
 
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
-        # Imported here: it needs numpy, which the rules do not.
+        # Imported here: it needs numpy, and the checks do not.
         from titanlab.data.streams.random_tokens import RandomStream
 
         return RandomStream(self.config.vocab_size, fingerprint=self.fingerprint(), state=state, **how)

@@ -12,10 +12,10 @@ from titanlab.options import option
 @option("data", "synthetic")
 @dataclass(kw_only=True)
 class Synthetic(DataConfig):
-    """Random tokens, computed and not read: for benchmarks, where nothing may wait for data.
+    """Random tokens, computed and not read: for benchmarks, in which no step may wait for data.
 
     Attributes:
-        vocab_size: tokens are drawn evenly from [0, vocab_size).
+        vocab_size: tokens are drawn uniformly from [0, vocab_size).
     """
 
     kind: str = "synthetic"

@@ -1,4 +1,4 @@
-"""Config that every kind of data made of text shares: its tokenizer and what is held out of it."""
+"""Config that all kinds of text data share: the tokenizer and the validation split."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Text(DataConfig):
     Attributes:
         tokenizer: a SentencePiece `.model`, an HF `tokenizer.json`, or a folder with one of them; null: train
             a SentencePiece BPE on the text itself.
-        vocab_size: of the tokenizer to train; not used where `tokenizer` names one.
-        validation_fraction: of the documents, held out of training; chosen by a hash of their content.
+        vocab_size: of the tokenizer to train; not used if `tokenizer` names one.
+        validation_fraction: fraction of the documents to hold out of training, chosen by a hash of their content.
     """
 
-    # Not part of the identity by name: the data's fingerprint has its content.
+    # The tokenizer's path is not part of the run's identity: the data's fingerprint has the file's content.
     tokenizer: str | None = field(default=None, metadata={"identity": False})
     vocab_size: int = 2048
     validation_fraction: float = 0.01
@@ -48,5 +48,5 @@ class Text(DataConfig):
 
 
 def absolute(path: str) -> str:
-    """The path as it is found from any working directory; a run is resumed and sampled from others."""
+    """The path made absolute: a run may be resumed from another working directory."""
     return os.path.abspath(os.path.expanduser(path))

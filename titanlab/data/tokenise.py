@@ -1,4 +1,4 @@
-"""Making token shards for data=tokens: what `titanlab tokenize` does."""
+"""`titanlab tokenize`: makes token shards for data=tokens."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def write_token_shards(
     validation_fraction: float = 0.01,
     report: Callable[[str], None],
 ) -> Index:
-    """Tokenise files into a new folder of token shards, which appears whole or not at all.
+    """Tokenise files into a new folder of token shards, which appears complete or not at all.
 
     Args:
         files: a file, folder or glob, several separated by `:`; as in `files_schema.Files`.
-        folder: made; its parent too. An empty one may be there.
+        folder: the folder to make, with its parent; it may exist if it is empty.
         tokenizer: a `.model`, a `tokenizer.json` or a folder with one; None: train one on the files.
         vocab_size: of the tokenizer to train.
         text_field: key or column of the text in JSONL and parquet.
-        validation_fraction: of the documents, held out.
-        report: given a line now and then.
+        validation_fraction: fraction of the documents to hold out.
+        report: called with a line of progress now and then.
 
     Returns:
         The folder's index, with the number of tokens.
@@ -48,7 +48,7 @@ def write_token_shards(
     try:
         return _write(files, folder, tokenizer, vocab_size, text_field, validation_fraction, report)
     except ConfigError as error:
-        # The rules are those of data=files; here a person gave the values on a command line.
+        # The checks of data=files name config keys; here the values come from the command line.
         if not error.key.startswith("data"):
             raise
         name = error.key.removeprefix("data").lstrip(".") or "files"
@@ -73,7 +73,7 @@ def _write(
         validation_fraction=validation_fraction,
     )
     corpus = Corpus(files=matching(config.files), text_field=text_field)
-    named = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
+    given = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
     content = fingerprint.of_files(corpus.files)
     folder = folder.absolute()
     temporary = _beside(folder)
@@ -84,7 +84,7 @@ def _write(
             tokenizer=config.tokenizer,
             vocab_size=vocab_size,
             validation_fraction=validation_fraction,
-            fingerprint=fingerprint.of_values(ORDER, content, text_field, named, vocab_size, validation_fraction),
+            fingerprint=fingerprint.of_values(ORDER, content, text_field, given, vocab_size, validation_fraction),
             report=report,
         )
         temporary.rename(folder)
@@ -96,7 +96,7 @@ def _write(
 
 
 def _beside(folder: Path) -> Path:
-    """A new folder next to one that does not exist yet, or is empty."""
+    """Make a temporary folder beside a folder, which must not exist or must be empty."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError("folder", folder, "is there already", "name another, or remove it")

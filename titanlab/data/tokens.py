@@ -1,4 +1,4 @@
-"""data=tokens: token shards that were made before."""
+"""data=tokens: a folder of existing token shards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TokenFolderSource(DataSource):
         return fingerprint_of(self.folder, self.index)
 
     def prepare(self, *, report: Report) -> None:
-        # Nothing has to be made. A wrong index would cost a run on a GPU, so some tokens are read.
+        # The shards exist; only their tokens are checked, because a wrong index would waste a run.
         from titanlab.data.shards.split import check_tokens
 
         check_tokens(self.folder, self.index)
@@ -55,7 +55,7 @@ class TokenFolderSource(DataSource):
             check_validation(self.index, "data.folder", self.config.folder)
 
     def open_train(self, *, state: State | None, **how: Any) -> Stream:
-        # Imported here: it needs numpy, which the rules do not.
+        # Imported here: it needs numpy, and the checks do not.
         from titanlab.data.streams import indexed
 
         return indexed.open_train(self.folder, self.index, fingerprint=self.fingerprint(), state=state, **how)

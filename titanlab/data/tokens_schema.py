@@ -13,10 +13,10 @@ from titanlab.options import option
 @option("data", "tokens")
 @dataclass(kw_only=True)
 class TokenFolder(DataConfig):
-    """Token shards made before, by `titanlab tokenize` or by another tool.
+    """Existing token shards, made by `titanlab tokenize` or by another tool.
 
     Attributes:
-        folder: has `index.json` and the shards that it names.
+        folder: contains `index.json` and the shards that it names.
     """
 
     kind: str = "tokens"

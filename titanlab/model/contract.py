@@ -1,4 +1,4 @@
-"""What titanlab asks of a model: its config, what builds it, and its form in Hugging Face transformers. Torch-free."""
+"""The contract of a model: its config, its builder, and its form in Hugging Face transformers. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(Protocol):
-    """A config of the group `model`: a dataclass that inherits from this class, and that never imports torch.
+    """A config of the group `model`: a torch-free dataclass that inherits from this class.
 
     Attributes:
         kind: name of the option.
-        vocab_size: rows of the embedding and of the head.
+        vocab_size: rows of the embedding and of the output head.
         attention: the kernel that computes attention; see `titanlab.model.attention`.
     """
 
@@ -29,27 +29,27 @@ class ModelConfig(Protocol):
     attention: str = "auto"
 
     def account(self) -> ModelAccount:
-        """Parameters by name in the module's own order, the sizes that sums need, and where the model may be cut."""
+        """Parameters by name in the module's order, the sizes that cost estimates need, and the pipeline's pieces."""
         ...
 
     def block_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
-        """What one block computes in its forward pass; pipeline stages are balanced by its FLOPs."""
+        """The operations of one block's forward pass; pipeline stages are balanced by their FLOPs."""
         ...
 
     def edge_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
-        """The same before and after the blocks; each operation has the name of its piece."""
+        """The operations before and after the blocks; each operation has the name of its piece."""
         ...
 
     def initial_values(self) -> Mapping[str, Init]:
-        """How every parameter starts, by name."""
+        """The initial value of every parameter, by name."""
         ...
 
     def implementation(self) -> ModelBuilder:
-        """What builds the modules. May import torch."""
+        """The builder of the modules. May import torch."""
         ...
 
     def check(self, setting: Setting) -> None:
-        """Check rules that reach beyond the model's own fields; by default there are none.
+        """Check rules that need more of the recipe than the model's fields; by default there are none.
 
         Raises:
             ConfigError: the first rule that is broken.
@@ -58,7 +58,7 @@ class ModelConfig(Protocol):
 
     @classmethod
     def hugging_face(cls) -> HuggingFaceFamily | None:
-        """How models of this kind are kept by transformers; None: they have no form there."""
+        """The form of such models in transformers; None: transformers has no such models."""
         return None
 
 
@@ -66,7 +66,7 @@ class ModelBuilder(Protocol):
     """Builds the modules that a config describes."""
 
     def build(self, *, seq_len: int) -> LanguageModel:
-        """The whole model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`."""
+        """Build the full model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`."""
         ...
 
 
@@ -74,8 +74,8 @@ class HuggingFaceFamily(Protocol):
     """Models of one kind in the form of transformers: config.json and names of tensors, both ways.
 
     Attributes:
-        architectures: values of `architectures` in the config.json files that it reads.
-        derived: matches names of tensors that follow from config.json and need not be read.
+        architectures: values of `architectures` in supported config.json files.
+        derived: matches names of tensors that can be computed from config.json and are not read.
     """
 
     architectures: Sequence[str]
@@ -85,7 +85,7 @@ class HuggingFaceFamily(Protocol):
         """The model that a config.json describes.
 
         Raises:
-            ConfigError: it describes a model that is not computed here, or an incomplete one.
+            ConfigError: the model is not supported, or its description is incomplete.
         """
         ...
 
@@ -94,17 +94,17 @@ class HuggingFaceFamily(Protocol):
         ...
 
     def tensors(self, model: Any) -> dict[str, Foreign]:
-        """Where transformers keeps each of our parameters, by our name."""
+        """Name and order of rows in transformers of each parameter, by titanlab's name."""
         ...
 
     def copies(self, model: Any) -> dict[str, str]:
-        """Tensors that a folder may have and that must equal another one, such as a tied head that was saved too."""
+        """Tensors that a folder may have in addition and that must equal another tensor, such as a tied head."""
         return {}
 
     def stretched_context(self, model: Any) -> int:
-        """Tokens for which rotary frequencies were scaled; 0 where they were not."""
+        """The context length in tokens for which rotary frequencies were scaled; 0 without scaling."""
         return 0
 
     def difference(self, model: Any, other: Any) -> str:
-        """The first field by which two models compute differently from the same weights; empty: there is none."""
+        """The first field that makes two models compute differently with the same weights; empty: there is none."""
         ...

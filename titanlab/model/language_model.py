@@ -1,4 +1,4 @@
-"""The base class of a model's modules, of ours or of another package's."""
+"""The base class of models, also of those in other packages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 class LanguageModel(nn.Module):
     """`forward(tokens, positions)`: ids [batch, seq], positions [seq] → logits [batch, seq, vocab].
 
-    Without positions these are 0, 1, …. With some of its account's `pieces` set to None or taken from `layers`
-    the model is a stage of a pipeline, whose input and output are hidden states [batch, seq, dim].
+    Positions are 0, 1, … by default. With some of its account's `pieces` set to None or removed from `layers`, the
+    model is a pipeline stage, whose inputs and outputs between stages are hidden states [batch, seq, dim].
 
     Attributes:
-        layers: the blocks, by index; each is sharded on its own.
+        layers: the blocks, by index; FSDP shards each block separately.
     """
 
     layers: nn.ModuleDict
 
     def init_buffers(self, device: torch.device | str | None = None) -> None:
-        """Compute what no checkpoint holds, on `device`; called once storage is there. By default nothing."""
+        """Compute the values that no checkpoint has, on `device`, after the model is materialised; by default none."""

@@ -36,13 +36,12 @@ class LlamaBuilder(ModelBuilder):
 class Llama(LanguageModel):
     """Tokens [batch, seq] → logits [batch, seq, vocab_size].
 
-    `tok_embeddings`, `norm` and `output` may be set to None and `layers` thinned, for a stage of a
-    pipeline: the input is then the hidden state [batch, seq, dim], and so is the output.
+    In a pipeline stage `tok_embeddings`, `norm` and `output` may be None, and `layers` has fewer blocks: the input or
+    the output is then the hidden state [batch, seq, dim].
 
-    With tied embeddings `output` has no weight of its own and is given the embedding's, so that
-    there is one parameter, under one name, whatever happens to the module (meta, `to_empty`,
-    sharding, state dicts). It follows that the embedding's table has to be whole when `output`
-    runs: under FSDP it belongs to the root's group, not to one of its own.
+    With tied embeddings `output` has no weight and gets the embedding's as an argument, so that there is one parameter
+    with one name after any change of the module (meta, `to_empty`, sharding, state dicts). So the embedding's weight
+    must be gathered when `output` runs: under FSDP it belongs to the root's group and has no group of its own.
     """
 
     rope: Tensor
@@ -62,7 +61,7 @@ class Llama(LanguageModel):
             self.init_buffers()
 
     def init_buffers(self, device: torch.device | str | None = None) -> None:
-        """Compute what no checkpoint holds, on `device` (the buffers' own where it is None)."""
+        """Compute the rotary table and choose attention kernels, on `device` (None: the buffers' device)."""
         table = rope_table(self.config, seq_len=self.rope.shape[0])
         self.rope = table.to(self.rope.device if device is None else device)
         for module in self.layers.modules():
@@ -73,8 +72,8 @@ class Llama(LanguageModel):
         """Logits of every position.
 
         Args:
-            tokens: [batch, seq] ids; hidden states [batch, seq, dim] where there is no embedding.
-            positions: [seq] or [batch, seq] place of each token in its sequence; 0, 1, … by default.
+            tokens: [batch, seq] ids; hidden states [batch, seq, dim] if the stage has no embedding.
+            positions: [seq] or [batch, seq] position of each token in its sequence; 0, 1, … by default.
 
         Raises:
             ValueError: the sequence is longer than the model was built for.
@@ -104,7 +103,7 @@ class Llama(LanguageModel):
 
 
 class Block(nn.Module):
-    """One layer: hidden [batch, seq, dim] → the same, by attention and feed-forward residuals."""
+    """One layer: hidden [batch, seq, dim] → the same shape, with residual attention and feed-forward."""
 
     def __init__(self, config: llama_schema.Llama) -> None:
         super().__init__()
@@ -133,7 +132,7 @@ class Attention(nn.Module):
         self.inner = InnerAttention(config.attention)
 
     def forward(self, hidden: Tensor, rope: Tensor) -> Tensor:
-        # Heads are counted by what the projections return: under tensor parallelism, this rank's.
+        # The number of heads is that of the projections' outputs: under tensor parallelism, this rank's heads.
         q, k, v = (w(hidden).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope), rotate(k, rope)
         mixed = self.inner(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -157,18 +156,18 @@ class FeedForward(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """A head that borrows its weight: hidden [batch, seq, dim], weight [vocab, dim] → logits."""
+    """An output head without a parameter: hidden [batch, seq, dim], weight [vocab, dim] → logits."""
 
     def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.linear(hidden, weight)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair of neighbouring elements by its position's angle, in fp32, and cast back.
+    """Rotate each pair of neighbouring elements by its position's angle, in fp32, and cast back.
 
-    Pairs are (0, 1), (2, 3), … as in Meta's checkpoints, not (0, head_dim/2), … as in Hugging
-    Face's. One complex product is five to ten times faster than its real form on a CPU; compilers
-    generate no code for complex numbers, and fuse the real form.
+    Pairs are (0, 1), (2, 3), … as in Meta's checkpoints, not (0, head_dim/2), … as in Hugging Face's. On a CPU a
+    complex product is five to ten times faster than its real form; torch.compile cannot generate code for complex
+    numbers, but fuses the real form.
 
     Args:
         x: [batch, seq, heads, head_dim].
@@ -178,21 +177,21 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         a, b = pairs.unbind(-1)
         cos, sin = rope.unbind(-1)
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
-    return turned.flatten(-2).type_as(x)
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
+    return rotated.flatten(-2).type_as(x)
 
 
 def rope_table(config: llama_schema.Llama, *, seq_len: int) -> Tensor:
     """(cos, sin) of every position and frequency: [seq_len, head_dim / 2, 2], fp32, on the CPU.
 
-    Angles are taken in fp64: at position 100,000 those of fp32 are off by 0.01 radian. The scaling
-    is Llama 3.1's (`rope_factor` 1 leaves the frequencies as they are).
+    Angles are computed in fp64: at position 100,000 the error of fp32 is 0.01 radian. The scaling is that of Llama 3.1
+    (`rope_factor` 1 does not change the frequencies).
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies = config.rope_theta**-exponents
-    # How often a frequency turns within the original context decides whether it is kept.
+    # The number of turns within the original context decides whether a frequency is kept.
     turns = config.rope_original_context * frequencies / (2 * math.pi)
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""What a Llama declares about itself: shapes, operations with FLOPs, initial values. Torch-free."""
+"""The declared costs and initial values of a Llama: shapes, operations with FLOPs. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "output.weight"
-# Megatron's cut (arXiv 1909.08053, section 3): columns, then rows, so that a pair of products meets once.
+# Megatron's plan (arXiv 1909.08053, section 3): columns, then rows, so that two products need one all-reduce.
 TENSOR_PLAN = {
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "norm",
@@ -33,7 +33,7 @@ TENSOR_PLAN = {
 
 
 def account(config: Llama) -> ModelAccount:
-    """Parameters by name in the module's own order, and the sizes that sums need."""
+    """Parameters by name in the module's order, and the sizes that cost estimates need."""
     parameters: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
     for layer in range(config.layers):
         parameters.update({f"layers.{layer}.{name}": shape for name, shape in _block_parameters(config).items()})
@@ -83,13 +83,12 @@ def edge_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operatio
 
 
 def initial_values(config: Llama) -> dict[str, Init]:
-    """How every parameter starts.
+    """The initial value of every parameter, by name.
 
-    Matrices: normal with std 0.02. The two that write into the residual stream (wo, w2) are
-    divided by sqrt(2·layers), so that its variance does not grow with depth (GPT-2; Megatron-LM,
-    arXiv 1909.08053, section 4). Norms: ones. The head, or the table that is also the head, is held
-    to a std of 1/(2·sqrt(dim)) for wide models: logits of a normalised stream then have a std of at
-    most a half, which puts the first loss at most 1/8 above ln(vocab_size).
+    Matrices: normal with std 0.02. The std of the two that write into the residual stream (wo, w2) is divided by
+    sqrt(2·layers), so that its variance does not grow with depth (GPT-2; Megatron-LM, arXiv 1909.08053, section 4).
+    Norms: ones. The output head, also a tied one, has a std of at most 1/(2·sqrt(dim)): logits of a normalised stream
+    then have a std of at most 1/2, and the first loss is at most 1/8 above ln(vocab_size).
     """
     residual_std = 0.02 / math.sqrt(2 * config.layers)
     head_std = min(0.02, 0.5 / math.sqrt(config.dim))

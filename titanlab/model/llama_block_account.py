@@ -1,4 +1,4 @@
-"""What a Llama's block computes, operation by operation, and what autograd keeps of each. Torch-free."""
+"""The operations of a Llama block, and the activations that autograd saves for each. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titanlab.costs.account import HIDDEN, Activation, Cut, Operation, Operator
 if TYPE_CHECKING:
     from titanlab.model.llama_schema import Llama
 
-# Which of them runs is chosen by device and precision; all return the output and the softmax's denominators.
+# Device and precision decide which of them runs; all return the output and the log-sum-exp of the scores.
 FUSED_ATTENTION = (
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -28,8 +28,8 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
     Names are paths in the block. Shapes: `[batch, seq, width]`; `attention.rope_*` give
     `[batch, seq, heads, head_dim]`, `attention.inner` gives `[batch, heads, seq, head_dim]`.
 
-    The rotations keep the table of angles, which all blocks share, and nothing of their own. Casts are no operators
-    here: where compute and statistics have one precision, there are none.
+    The rotations save only the table of angles, which all blocks share. Casts are not declared as operators: without
+    mixed precision there are none.
     """
     dim, kv_dim, ffn_dim = config.dim, config.kv_heads * config.head_dim, config.ffn_dim
     tokens = (batch, seq_len)
@@ -56,13 +56,13 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
         _pointwise(silu, "aten.silu.default", keeps=(gate,)),
         _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
         matmul("feed_forward.w2", mul, dim, "whole"),
-        # What it makes is the next block's input, and counted there.
+        # Its output is the input of the next block, and is counted there.
         Operation(name="ffn_residual", kind="pointwise", flops=0, output=stream.shape),
     ]
 
 
 def matmul(name: str, inputs: Activation, outputs: int, cut: Cut) -> Operation:
-    """A product with a matrix; inputs: [batch, seq, width]. Its gradient needs them."""
+    """A product of inputs [batch, seq, width] with a matrix; autograd saves the inputs."""
     output = (*inputs.shape[:-1], outputs)
     result = Activation(name=name, shape=output, cut=cut)
     return Operation(
@@ -75,11 +75,11 @@ def matmul(name: str, inputs: Activation, outputs: int, cut: Cut) -> Operation:
     )
 
 
-def norm(name: str, given: Activation) -> Operation:
-    """RMSNorm, in float32: on a GPU one kernel, which keeps what it was given; on a CPU a kernel for each step."""
-    rstd = Activation(name=f"{name}.rstd", shape=(*given.shape[:-1], 1), element_bytes=4)
-    wide = replace(given, name=f"{name}.wide", copy_of=given.name, element_bytes=4)
-    scaled, squares = (replace(given, name=f"{name}.{step}", element_bytes=4) for step in ("scaled", "squares"))
+def norm(name: str, inputs: Activation) -> Operation:
+    """RMSNorm in float32: on a GPU one kernel, which saves its inputs; on a CPU one kernel for each step."""
+    rstd = Activation(name=f"{name}.rstd", shape=(*inputs.shape[:-1], 1), element_bytes=4)
+    wide = replace(inputs, name=f"{name}.wide", copy_of=inputs.name, element_bytes=4)
+    scaled, squares = (replace(inputs, name=f"{name}.{step}", element_bytes=4) for step in ("scaled", "squares"))
     weighted = replace(scaled, name=f"{name}.weighted", copy_of=name)
     by_step = {
         "aten.pow.Tensor_Scalar": (squares,),
@@ -87,14 +87,14 @@ def norm(name: str, given: Activation) -> Operation:
         "aten.rsqrt.default": (rstd,),
         "aten.mul.Tensor": (scaled, weighted),
     }
-    fused = Operator(names=("aten._fused_rms_norm.default",), results=_on("cuda", replace(given, name=name), rstd))
+    fused = Operator(names=("aten._fused_rms_norm.default",), results=_on("cuda", replace(inputs, name=name), rstd))
     steps = (Operator(names=(step,), results=_on("cpu", *results)) for step, results in by_step.items())
     return Operation(
         name=name,
         kind="norm",
         flops=0,
-        output=given.shape,
-        keeps=(rstd, *_on("cuda", given), *_on("cpu", wide, scaled)),
+        output=inputs.shape,
+        keeps=(rstd, *_on("cuda", inputs), *_on("cpu", wide, scaled)),
         operators=(fused, *steps),
     )
 
@@ -105,10 +105,10 @@ def _pointwise(result: Activation, operator: str, keeps: tuple[Activation, ...] 
 
 
 def _rotation(name: str, shape: tuple[int, ...]) -> Operation:
-    """In float32, and cast back."""
+    """A rotation in float32, which is cast back."""
     result = Activation(name=name, shape=shape, cut="part")
-    turned = replace(result, name=f"{name}.turned", element_bytes=4, copy_of=name)
-    operators = (Operator(names=("aten.mul.Tensor",), results=(turned,)),)
+    rotated = replace(result, name=f"{name}.turned", element_bytes=4, copy_of=name)
+    operators = (Operator(names=("aten.mul.Tensor",), results=(rotated,)),)
     return Operation(name=name, kind="pointwise", flops=0, output=shape, operators=operators)
 
 
@@ -126,7 +126,7 @@ def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
     else:
         lse = Activation(name="attention.inner.lse", shape=output[:-1], cut="part", element_bytes=4)
         if config.attention == "efficient" and k.shape != q.shape:
-            # It is given the shared heads once for each head that shares them.
+            # This kernel gets the key/value heads repeated for every query head.
             k, v = (replace(x, name=f"attention.inner.{name}", shape=q.shape) for x, name in ((k, "k"), (v, "v")))
         kept, operators = (q, k, v, mixed, lse), (Operator(names=FUSED_ATTENTION, results=(mixed, lse)),)
     return Operation(
@@ -143,7 +143,7 @@ def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
 def _plain_attention(
     q: Activation, k: Activation, v: Activation, mixed: Activation
 ) -> tuple[Sequence[Activation], tuple[Operator, ...]]:
-    """What torch calls math: q and k, scaled, values and the whole matrix of weights, all in float32."""
+    """The `math` kernel of torch: it saves scaled q and k, v and the full matrix of weights, all in float32."""
     scaled = [
         replace(q, name=f"attention.inner.{name}", element_bytes=4, copy_of=copy_of)
         for name, copy_of in (("q", ""), ("k", ""), ("v", v.name if v.shape == q.shape else ""))
@@ -158,11 +158,11 @@ def _plain_attention(
 
 
 def _mixed(config: Llama, attention: Operation, tokens: tuple[int, int]) -> Activation:
-    """The attention's output as the projection is given it, [batch, seq, dim]."""
-    # Fused kernels write it so; that of math is copied into this order.
+    """The attention's output as the input of the projection, [batch, seq, dim]."""
+    # Fused kernels write this order; the output of math is copied into it.
     name = f"{attention.name}.by_token" if config.attention == "math" else attention.name
     return Activation(name=name, shape=(*tokens, config.dim), cut="part")
 
 
 def _on(accelerator: str, *activations: Activation) -> tuple[Activation, ...]:
-    return tuple(replace(each, accelerator=accelerator) for each in activations)
+    return tuple(replace(activation, accelerator=accelerator) for activation in activations)

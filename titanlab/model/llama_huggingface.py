@@ -1,7 +1,7 @@
 """Llamas in the form of Hugging Face transformers: config.json and names of tensors, both ways. Torch-free.
 
-Sources: the config.json files that were released with Llama 2, 3, 3.1 and 3.2, in the style of transformers 4
-(`rope_theta`, `rope_scaling`) and in that of transformers 5 (`rope_parameters`).
+Sources: the config.json files of Llama 2, 3, 3.1 and 3.2, in the style of transformers 4 (`rope_theta`,
+`rope_scaling`) and of transformers 5 (`rope_parameters`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _IN_BLOCK = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-# Rotary position embedding turns (i, i + head_dim/2) there and neighbours here.
-_TURNED = ("attention.wq", "attention.wk")
+# transformers rotates the pairs (i, i + head_dim/2) of a head, titanlab neighbouring elements.
+_ROTATED = ("attention.wq", "attention.wk")
 _SIZES = {
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
@@ -46,8 +46,8 @@ _SCALING = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_context": "original_max_position_embeddings",
 }
-# What is not computed here, and the value under which a model does not use it.
-_PLAIN: Mapping[str, Any] = {
+# Features that are not supported, each with the value that switches it off.
+_UNSUPPORTED: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
@@ -62,12 +62,12 @@ class LlamaFamily(HuggingFaceFamily):
     """Llamas in the form of transformers.
 
     Attributes:
-        schema: the config's class; given, since the module of that class imports this one.
+        schema: the config's class; an argument, because its module imports this one.
     """
 
     schema: type[Llama]
     architectures = ("LlamaForCausalLM",)
-    # Files of 2023 have them.
+    # Files from 2023 have these tensors.
     derived = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
     def tensors(self, model: Llama) -> dict[str, Foreign]:
@@ -78,7 +78,7 @@ class LlamaFamily(HuggingFaceFamily):
                 continue
             _, layer, rest = name.split(".", 2)
             module = rest.removesuffix(".weight")
-            head = model.head_dim if module in _TURNED else 0
+            head = model.head_dim if module in _ROTATED else 0
             places[name] = Foreign(name=f"model.layers.{layer}.{_IN_BLOCK[module]}.weight", head=head)
         return places
 
@@ -86,10 +86,10 @@ class LlamaFamily(HuggingFaceFamily):
         return {_OUTSIDE[HEAD]: _OUTSIDE[EMBEDDING]} if model.tied_embeddings else {}
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
-        for name, plain in _PLAIN.items():
-            value = config.get(name, plain)
-            if value != plain and value is not None:
-                cure = f"import a Llama with {name}={_json(plain)}"
+        for name, off in _UNSUPPORTED.items():
+            value = config.get(name, off)
+            if value != off and value is not None:
+                cure = f"import a Llama with {name}={_json(off)}"
                 raise _wrong(name, value, "is not computed here", cure)
         sizes: dict[str, Any] = {ours: _whole(config, theirs) for ours, theirs in _SIZES.items()}
         heads = sizes["heads"]
@@ -106,7 +106,7 @@ class LlamaFamily(HuggingFaceFamily):
         )
 
     def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
-        """config.json of a model, in the older style, which transformers 4 and 5 both read.
+        """config.json of a model in the style of transformers 4, which transformers 5 reads too.
 
         `context` becomes `max_position_embeddings`.
         """
@@ -167,13 +167,13 @@ def _rope_type(given: Mapping[str, Any]) -> Any:
 
 
 def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Check that the file describes one RoPE: where it describes two, libraries choose differently."""
+    """Check that the file describes one RoPE: if it describes two, libraries choose differently."""
     cure = "leave out the one that the model was not trained with"
     if parameters and scaling:
-        plain = [{**given, "rope_type": _rope_type(given)} for given in (parameters, scaling)]
+        ropes = [{**given, "rope_type": _rope_type(given)} for given in (parameters, scaling)]
         for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
-            values = [given.get(name) for given in plain]
-            # Where only one of them has the name, the other one leaves it to the rest of the file.
+            values = [rope.get(name) for rope in ropes]
+            # If only one of them has the key, the other takes the value from the rest of the file.
             differs = values[0] != values[1] and (None not in values or name in _SCALING.values())
             if differs:
                 rule = f"disagrees with rope_scaling, which has {name}={_json(values[1])}"

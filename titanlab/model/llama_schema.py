@@ -12,9 +12,9 @@ from titanlab.model.contract import ModelBuilder, ModelConfig
 from titanlab.model.llama_huggingface import LlamaFamily
 from titanlab.options import option
 
-# Which kernel computes attention; `auto` is the fastest that the device has for the inputs.
+# Kernels of attention; `auto` is the fastest one on the device that supports the inputs.
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math", "flash_attn")
-# The ones that exist without a GPU.
+# Kernels that exist without a GPU.
 CPU_ATTENTION_BACKENDS = ("auto", "flash", "math")
 
 
@@ -26,20 +26,19 @@ class Llama(ModelConfig):
     Attributes:
         dim: width of the residual stream.
         layers: number of blocks.
-        heads: query heads; each is dim / heads wide.
-        kv_heads: key/value heads, shared by heads / kv_heads query heads each (arXiv 2305.13245).
-        ffn_dim: width of the SwiGLU feed-forward, given as it is and not derived.
-        vocab_size: rows of the embedding and of the head.
+        heads: query heads, each of width dim / heads.
+        kv_heads: key/value heads; heads / kv_heads query heads share each of them (arXiv 2305.13245).
+        ffn_dim: width of the SwiGLU feed-forward; not derived from dim.
+        vocab_size: rows of the embedding and of the output head.
         norm_eps: added to the mean square in RMSNorm.
         rope_theta: base of the rotary frequencies.
-        rope_factor: context extension of Llama 3.1 and 3.2: frequencies whose wavelength exceeds
-            rope_original_context / rope_low_freq_factor are divided by it, those shorter than
-            rope_original_context / rope_high_freq_factor are kept, between them it blends.
-            1 is off.
+        rope_factor: context extension of Llama 3.1 and 3.2: frequencies with a wavelength above
+            rope_original_context / rope_low_freq_factor are divided by it, those with a wavelength below
+            rope_original_context / rope_high_freq_factor are kept, and between them the two are blended. 1 is off.
         rope_low_freq_factor, rope_high_freq_factor, rope_original_context: see rope_factor.
-        tied_embeddings: the head is the embedding's table (Llama 3.2).
-        attention: kernel of the attention: auto, the fastest that takes the inputs; flash, cudnn, efficient, math,
-            one of torch's; flash_attn, that of the package flash-attn.
+        tied_embeddings: the output head uses the embedding's weight (Llama 3.2).
+        attention: kernel of the attention: auto, the fastest that supports the inputs; flash, cudnn, efficient, math,
+            a kernel of torch; flash_attn, the kernel of the package flash-attn.
 
     Raises:
         ConfigError: a value breaks a rule.
@@ -47,7 +46,7 @@ class Llama(ModelConfig):
 
     kind: str = "llama"
     dim: int
-    # Rules and plans look at every block; deeper models than a thousand blocks are not known.
+    # Rules and plans loop over all blocks; no known model has more than 1,000.
     layers: int = field(metadata={"most": 10_000})
     heads: int
     kv_heads: int
@@ -116,7 +115,7 @@ class Llama(ModelConfig):
 
     def _check_heads(self) -> None:
         if self.dim % self.heads or self.head_dim % 2:
-            # Rotary embedding turns pairs of a head's elements, so that a head needs an even width.
+            # Rotary embedding rotates pairs of a head's elements, so a head needs an even width.
             usable = [n for n in _divisors(self.dim) if (self.dim // n) % 2 == 0]
             if not usable:
                 raise ConfigError("model.dim", self.dim, "must be even: heads are turned in pairs", "try 256")
@@ -162,8 +161,8 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _nearest(usable: list[int], asked: int) -> str:
-    """The usable values next below and next above the one that was asked for."""
-    below = [n for n in usable if n < asked][-1:]
-    above = [n for n in usable if n > asked][:1]
+def _nearest(usable: list[int], given: int) -> str:
+    """The nearest usable values below and above the given one."""
+    below = [n for n in usable if n < given][-1:]
+    above = [n for n in usable if n > given][:1]
     return " or ".join(str(n) for n in (*below, *above))

@@ -1,4 +1,4 @@
-"""optimizer=adamw: torch's fused AdamW; torchao's arithmetic where new values are rounded stochastically."""
+"""optimizer=adamw: torch's fused AdamW, or torchao's arithmetic if new values are rounded stochastically."""
 
 from __future__ import annotations
 

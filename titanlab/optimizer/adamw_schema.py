@@ -1,4 +1,4 @@
-"""Config of optimizer=adamw, and the fields that other optimizers with Adam's averages share."""
+"""Config of optimizer=adamw, and the fields of all optimizers with Adam's averages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Averaged(Scheduled):
         lr: peak learning rate.
         betas: decay of the averages of gradient and squared gradient.
         eps: added to the denominator.
-        weight_decay: applied to parameters of two or more dimensions; norms and biases have none.
+        weight_decay: of parameters with two or more dimensions; norms and biases do not decay.
     """
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -41,12 +41,11 @@ class Averaged(Scheduled):
 
 @dataclass(kw_only=True)
 class Rounded(Averaged):
-    """AdamW with a choice of how new values are rounded to bfloat16.
+    """AdamW with a choice of the rounding to bfloat16.
 
     Attributes:
-        rounding: `nearest`, which loses an update of less than 1/256 of its parameter; `stochastic`, up or down with
-            the probability that keeps the mean (arXiv 2010.06192); `auto`: stochastic where parameters rest in
-            bfloat16.
+        rounding: `nearest`, which loses an update below 1/256 of its parameter; `stochastic`, up or down with the
+            probability that keeps the mean (arXiv 2010.06192); `auto`: stochastic if parameters are stored in bfloat16.
     """
 
     rounding: str = field(default="auto", metadata={"before": "auto"})
@@ -57,10 +56,10 @@ class Rounded(Averaged):
             raise ConfigError("optimizer.rounding", self.rounding, "no such choice", f"try {', '.join(ROUNDINGS)}")
 
     def check(self, setting: Setting) -> None:
-        """Check that stochastic rounding has something to round.
+        """Check that stochastic rounding is possible.
 
         Raises:
-            ConfigError: parameters do not rest in bfloat16, or torchao is not installed.
+            ConfigError: parameters are not stored in bfloat16, or torchao is not installed.
         """
         if self.rounding != "stochastic":
             return

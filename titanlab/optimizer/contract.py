@@ -1,4 +1,4 @@
-"""What an optimizer is: a config, which needs no torch, and an implementation."""
+"""The contract of an optimizer: a torch-free config, and an implementation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OptimizerConfig(Protocol):
     schedule: Schedule
 
     def check(self, setting: Setting) -> None:
-        """Check the rest of the recipe against what this optimizer needs.
+        """Check that the rest of the recipe fits this optimizer.
 
         Raises:
             ConfigError: it does not fit.
@@ -40,14 +40,14 @@ class OptimizerConfig(Protocol):
 
     @abstractmethod
     def implementation(self) -> OptimizerFactory:
-        """What makes the optimizer."""
+        """The factory of the optimizer."""
 
 
 class OptimizerFactory(Protocol):
     """Implementation of an optimizer."""
 
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer over this rank's parameters, by name: plain tensors or DTensors.
+        """Make an optimizer for this rank's parameters, by name: plain tensors or DTensors.
 
         The training loop sets the learning rate of every param group before each step.
         """

@@ -1,4 +1,4 @@
-"""Which parameters decay."""
+"""Param groups with and without weight decay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def groups_by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Param groups of matrices, which decay, and of vectors, which do not; without those that are empty."""
+    """Param groups of matrices, which decay, and of vectors, which do not; empty groups are left out."""
     parameters = list(parameters)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},

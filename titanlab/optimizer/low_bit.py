@@ -1,9 +1,8 @@
-"""AdamW in torchao's arithmetic: averages in few bits, and parameters in bfloat16 that are rounded stochastically.
+"""AdamW in torchao's arithmetic: averages in few bits, and stochastically rounded parameters in bfloat16.
 
-torchao provides the number formats and the update of one parameter. Its own optimizer class is not used, because its
-blocks run over the flattened shard of a rank. Here a block stays within a row, so that its scale does not depend on the
-layout; codes and scales are states that are sharded like their parameter, which `torch.distributed.checkpoint` can
-reshard for another layout.
+torchao provides the number formats and the update of one parameter. Its optimizer class is not used, because its blocks
+cover the flattened shard of a rank. Here a block is inside a row, so that its scale does not depend on the layout;
+codes and scales are states that are sharded like their parameter, so `torch.distributed.checkpoint` can reshard them.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlab.optimizer.adamw_schema import Rounded
 from titanlab.optimizer.groups import groups_by_decay
 
-# Elements of the smallest matrix with few bits: for smaller ones scales cost more than is saved (after bitsandbytes).
+# Elements of the smallest matrix with averages in few bits: in smaller ones scales cost more than they save, as in
+# bitsandbytes.
 SMALLEST = 4096
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How an average is stored.
+    """The storage format of an average.
 
     Attributes:
         dtype: of the codes.
-        per_code: elements that one code holds.
-        wrap: `wrap(codes, scale, shape, signed=)` is torchao's tensor over `codes` [rows, columns / per_code] and
-            `scale` [rows, columns / block]. Writing into it writes into them.
+        per_code: number of elements in one code.
+        wrap: `wrap(codes, scale, shape, signed=)` makes torchao's tensor from `codes` [rows, columns / per_code] and
+            `scale` [rows, columns / block]; it shares their storage.
     """
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Format:
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW over the parameters that this rank holds.
+    """AdamW for this rank's parameters.
 
     Args:
         config: learning rate, betas and the rest; `rounding`.
@@ -73,7 +73,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; parameters without a gradient stay."""
+        """Update the parameters that have a gradient."""
         with self._own_randomness():
             for group in self.param_groups:
                 lr = torch.tensor(group["lr"], dtype=torch.float32)
@@ -82,11 +82,11 @@ class LowBitAdamW(torch.optim.Optimizer):
                         self._step(parameter, group, lr)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but codes and scales keep their dtypes: torch casts states to that of the parameter."""
+        """Load a state as torch does, but keep the dtypes of codes and scales: torch would cast them."""
         super().load_state_dict(state_dict)
-        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        held = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, held, strict=True):
+        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name.endswith(("_codes", "_scale")):
                     self.state[parameter][name] = value.to(parameter.device)
@@ -131,7 +131,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         return state
 
     def _packs(self, parameter: nn.Parameter) -> bool:
-        """Whether every rank's part of a row is whole blocks; the same on every rank."""
+        """Whether every rank's part of a row consists of complete blocks; the same on every rank."""
         if parameter.ndim < 2 or parameter.numel() < SMALLEST:
             return False
         return parameter.shape[-1] % (self._block_size * _cuts_of_rows(parameter)) == 0
@@ -144,9 +144,9 @@ class LowBitAdamW(torch.optim.Optimizer):
         return self._format.wrap(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
 
     def _seed(self, parameter: nn.Parameter, step: int) -> int:
-        """The seed of one update's rounding, from the parameter, the step, and where this rank's part begins.
+        """The seed of one update's rounding, from the parameter's name, the step, and the offsets of this rank's part.
 
-        So ranks with copies of a part round alike, and a resumed run rounds like an uninterrupted one.
+        So ranks with copies of a part round equally, and a resumed run rounds like an uninterrupted run.
         """
         begins: tuple[int, ...] = (0,) * parameter.ndim
         if isinstance(parameter, DTensor):
@@ -199,12 +199,12 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _compiles(local: Tensor) -> bool:
-    # On a CPU, compiling takes longer than training the small models that fit.
+    # On a CPU, compilation takes longer than the training of the small models that fit.
     return local.device.type != "cpu"
 
 
 def _without_limit() -> contextlib.AbstractContextManager[None]:
-    """No limit of recompilations: every shape of a parameter is compiled."""
+    """Raise torch's limit of recompilations: the update is compiled for every shape of a parameter."""
     import torch._dynamo.config
 
     limit: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=10_000)
@@ -221,7 +221,7 @@ def _update_function() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings: torchao warns about parts that it cannot load and about deprecations of torch."""
+    """Suppress warnings: torchao warns about parts that it cannot load and about deprecations of torch."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

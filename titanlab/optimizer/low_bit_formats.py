@@ -12,7 +12,7 @@ from titanlab.optimizer.low_bit_schema import LowBit
 
 
 class LowBitFactory:
-    """AdamW; the averages of matrices whose rows are whole blocks have few bits."""
+    """AdamW with averages in few bits for matrices whose rows consist of complete blocks."""
 
     def __init__(self, config: LowBit) -> None:
         self._config = config
@@ -28,7 +28,7 @@ def _eight_bits(block_size: int, device: torch.device) -> Format:
     with quiet():
         from torchao.optim.subclass_8bit import OptimState8bit
 
-    # The value of every code. Averages with a sign have a table of their own.
+    # The value of every code; signed and unsigned averages have different tables.
     tables = {signed: OptimState8bit.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
 
     def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:

@@ -17,10 +17,10 @@ _FP8_CAPABILITY = (8, 9)
 
 @dataclass(kw_only=True)
 class LowBit(Rounded):
-    """AdamW whose two averages of every matrix are kept in few bits, with one scale a block.
+    """AdamW that stores the two averages of every matrix in few bits, with one scale per block.
 
     Attributes:
-        block_size: neighbours in a row that share a scale.
+        block_size: number of neighbouring elements in a row that share a scale.
     """
 
     kind: str = ""

@@ -51,15 +51,15 @@ class MuonFactory:
 
 
 class WholeMuon(torch.optim.Muon):
-    """torch's Muon, but it orthogonalises whole matrices.
+    """torch's Muon, but it orthogonalises full matrices.
 
-    torch's own iterates on DTensors: every product needs collectives, and sums in another order. Here each rank of
-    FSDP2 gathers some of the matrices that are sharded alike, in the bfloat16 of the orthogonalisation.
+    torch's Muon computes with DTensors: every product needs collectives, and adds in another order. Here each rank of
+    FSDP2 gathers some of the equally sharded matrices, in bfloat16 like the orthogonalisation.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; parameters without a gradient stay."""
+        """Update the parameters that have a gradient."""
         for group in self.param_groups:
             groups: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
@@ -72,7 +72,7 @@ class WholeMuon(torch.optim.Muon):
                     self._step(parameters[start : start + size], group)
 
     def _step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """One update of parameters that are sharded alike."""
+        """Update parameters that are sharded equally."""
 
         def orthogonalise(update: Tensor) -> Tensor:
             orthogonal: Tensor = torch_muon._zeropower_via_newtonschulz(
@@ -95,7 +95,7 @@ class WholeMuon(torch.optim.Muon):
         average: Tensor = state["momentum_buffer"]
         average.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        # The iteration divides in place, so a gradient in bf16 has to be copied.
+        # The Newton-Schulz iteration divides in place, so a bfloat16 gradient must be copied.
         return update.to(torch.bfloat16, copy=True)
 
 

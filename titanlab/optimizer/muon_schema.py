@@ -24,7 +24,7 @@ class Muon(Averaged):
         nesterov: mix the current gradient into that average once more.
         newton_schulz_steps: iterations of the orthogonalisation.
         adjust_lr: `match_rms_adamw` scales an update to the size of AdamW's, so that AdamW's learning rates fit
-            (0.2·√(larger side)); `original` scales it by √(rows / columns) where there are more rows.
+            (0.2·√(larger side)); `original` scales it by √(rows / columns) if there are more rows than columns.
     """
 
     kind: str = "muon"

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 
-# Warm-up of a recipe that does not give one.
+# Default of `warmup_steps` in a run that has at least as many steps.
 WARMUP_STEPS = 200
 DECAYS = ("linear", "cosine", "sqrt")
 
 
 @dataclass(kw_only=True)
 class Schedule:
-    """Warm-up, then stable, then decay.
+    """Warm-up, then a constant rate, then decay.
 
     Attributes:
-        warmup_steps: steps over which the rate rises linearly from 0; null: 200, or a tenth of a run of fewer steps.
-        decay_fraction: share of all steps, at the end, over which the rate falls; 0: never.
-        decay: how it falls: `linear`, `cosine`, or `sqrt` (1 − √progress, arXiv 2405.18392).
+        warmup_steps: steps in which the rate rises linearly from 0; null: 200, or a tenth of a run with fewer steps.
+        decay_fraction: share of all steps, at the end, in which the rate falls; 0: it does not fall.
+        decay: form of the decay: `linear`, `cosine`, or `sqrt` (1 − √progress, arXiv 2405.18392).
         floor: the rate at the last step, as a share of the peak.
     """
 

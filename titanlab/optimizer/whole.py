@@ -1,4 +1,4 @@
-"""Functions of whole matrices that are sharded: each rank gathers some matrices and scatters the results."""
+"""Functions of full matrices that are sharded: each rank gathers some matrices and scatters the results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharding:
-    """How one axis of a mesh shards a matrix, or the part of it that earlier axes left to this rank.
+    """The sharding of a matrix, or of this rank's part after earlier axes, over one axis of a mesh.
 
     Attributes:
-        dim: the dim that is sharded.
-        lengths: of the parts along it, by rank.
-        group: the ranks that have them.
+        dim: the sharded dim.
+        lengths: lengths of the parts along `dim`, by rank.
+        group: the ranks with the parts.
     """
 
     dim: int
@@ -28,7 +28,7 @@ class _Sharding:
 
 
 def sharing_ranks(matrix: Tensor) -> int:
-    """Number of ranks over which `map_whole` distributes matrices that are sharded like this one."""
+    """Number of ranks over which `map_whole` distributes matrices with this matrix's sharding."""
     shardings = _shardings(matrix)
     return len(shardings[-1].lengths) if shardings else 1
 
@@ -36,8 +36,8 @@ def sharing_ranks(matrix: Tensor) -> int:
 def map_whole(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """This rank's parts of `function(matrix)`, for each matrix.
 
-    Each rank of one axis gathers one matrix, computes, and sends the others their parts of the result: no matrix is
-    computed twice on that axis, and none is sent to a rank that does not need it.
+    Each rank of one axis gathers one matrix, computes, and sends the others their parts of the result: on that axis no
+    matrix is computed twice, or sent to a rank that does not need it.
 
     Args:
         matrices: at most `sharing_ranks` of them, of one shape, dtype and sharding; plain, or DTensors without partial
@@ -49,8 +49,8 @@ def map_whole(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) 
     if not shardings:
         return [function(local) for local in locals_]
     assert isinstance(first, DTensor)
-    home = locals_[0].device
-    # Collectives need an offloaded parameter on the device.
+    device = locals_[0].device
+    # For the collectives, offloaded parameters must be on the mesh's device.
     locals_ = [local.to(first.device_mesh.device_type) for local in locals_]
     inner, outer = shardings[-1], shardings[:-1]
     whole = _to_owner(locals_, inner)
@@ -60,14 +60,14 @@ def map_whole(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) 
         whole = function(whole)
         for sharding in outer:
             whole = torch.split(whole, list(sharding.lengths), sharding.dim)[sharding.group.rank()]
-    return [part.to(home) for part in _from_owner(whole, inner, len(matrices))]
+    return [part.to(device) for part in _from_owner(whole, inner, len(matrices))]
 
 
 def _shardings(matrix: Tensor) -> list[_Sharding]:
-    """How axes shard a matrix, in the order in which they did, without axes that replicate it.
+    """The shardings of a matrix in the order in which they were applied, without axes that replicate it.
 
-    FSDP2 shards what tensor parallelism has sharded, although its axis comes first in the mesh; where both shard the
-    same dim, the placement is strided. Where the order makes no difference FSDP2 comes last too: it has most ranks.
+    FSDP2 shards after tensor parallelism, although its axis comes first in the mesh; if both shard the same dim, the
+    placement is strided. If the order makes no difference, FSDP2 comes last too, because it has most ranks.
     """
     if not isinstance(matrix, DTensor):
         return []
@@ -79,7 +79,7 @@ def _shardings(matrix: Tensor) -> list[_Sharding]:
     shardings = []
     for axis in axes:
         dim, parts = placements[axis].dim, mesh.size(axis)  # type: ignore[attr-defined]
-        # DTensor makes equal parts, rounded up, and a last one of what is left.
+        # DTensor makes equal parts, rounded up; the last ones are shorter or empty.
         part = -(-shape[dim] // parts)
         lengths = tuple(max(0, min(part, shape[dim] - part * index)) for index in range(parts))
         shape[dim] = lengths[mesh.get_local_rank(axis)]
@@ -88,7 +88,7 @@ def _shardings(matrix: Tensor) -> list[_Sharding]:
 
 
 def _to_owner(locals_: Sequence[Tensor], sharding: _Sharding) -> Tensor:
-    """Matrix r on rank r, from all ranks' parts; zeros on ranks without a matrix."""
+    """Gather matrix r on rank r from all ranks' parts; ranks without a matrix get zeros."""
     sent = _buffer(locals_[0], sharding)
     for place, local in zip(sent, locals_, strict=False):
         place.narrow(sharding.dim, 0, local.shape[sharding.dim]).copy_(local)
@@ -99,7 +99,7 @@ def _to_owner(locals_: Sequence[Tensor], sharding: _Sharding) -> Tensor:
 
 
 def _from_owner(whole: Tensor, sharding: _Sharding, count: int) -> list[Tensor]:
-    """This rank's parts of `count` matrices, where rank r has matrix r."""
+    """Scatter `count` matrices, of which rank r has matrix r; returns this rank's parts."""
     sent = _buffer(whole, sharding)
     for place, part in zip(sent, torch.split(whole, list(sharding.lengths), sharding.dim), strict=True):
         place.narrow(sharding.dim, 0, part.shape[sharding.dim]).copy_(part)
@@ -109,7 +109,7 @@ def _from_owner(whole: Tensor, sharding: _Sharding, count: int) -> list[Tensor]:
 
 
 def _buffer(like: Tensor, sharding: _Sharding) -> Tensor:
-    """Zeros for one part per rank, each as long as the longest: [ranks, rows, columns]."""
+    """Zeros for one part per rank, each with the length of the longest: [ranks, rows, columns]."""
     shape = list(like.shape)
     shape[sharding.dim] = max(sharding.lengths)
     return like.new_zeros((len(sharding.lengths), *shape))

@@ -1,8 +1,7 @@
 """Parity: do two recipes train the same?
 
-A trace is what a run did to every tensor: losses and gradient norms of all steps, the first step's
-gradients and the parameters after the last. Traces of two layouts of one recipe must be equal up to the
-rounding of sums in another order.
+A trace has the losses and gradient norms of all steps, the gradients of the first step and the parameters after the
+last. Traces of two layouts of one recipe must be equal, except for the rounding of sums in another order.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _TINY = 1e-30
 
 @dataclass(kw_only=True)
 class Trace:
-    """What one run did.
+    """The record of one run's training.
 
     Attributes:
         losses, grad_norms: by step.
-        gradients: of the first step as the optimizer saw them, whole tensors by parameter name.
-        parameters: after the last step, whole tensors by name.
+        gradients: of the first step, as the optimizer got them; full tensors by parameter name.
+        parameters: after the last step; full tensors by name.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -45,7 +44,7 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far a candidate's trace is from a reference's.
+    """The difference of a candidate's trace from a reference's.
 
     Attributes:
         loss, grad_norm: largest relative difference over the steps.
@@ -89,7 +88,7 @@ class _Tracer(Observer):
 
 
 def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Trace:
-    """Train as one rank among `ranks.world` that call this together; every rank returns the whole trace."""
+    """Train as one of `ranks.world` ranks, which all call this; every rank returns the full trace."""
     tracer = _Tracer(recipe.layout)
     train(recipe, run, ranks, observer=tracer)
     return tracer.trace
@@ -99,7 +98,7 @@ def compare(reference: Trace, candidate: Trace) -> Difference:
     """Compare a trace with a reference.
 
     Raises:
-        ValueError: they have other steps or other tensors, so that no difference can be said.
+        ValueError: they have different steps or tensors, and cannot be compared.
     """
     return Difference(
         loss=_relative(reference.losses, candidate.losses, "losses"),
@@ -132,12 +131,12 @@ def _distance(reference: torch.Tensor, candidate: torch.Tensor) -> float:
 
 
 def _counted(difference: float) -> float:
-    """NaN, which is neither smaller nor larger than anything, as the largest difference there is."""
+    """Replace NaN by infinity, so that `max` finds it."""
     return math.inf if math.isnan(difference) else difference
 
 
 def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """The whole tensors of all stages, on every rank."""
+    """The full tensors of all stages, on every rank."""
     whole = {name: _whole(tensor) for name, tensor in tensors.items()}
     if layout.pipeline > 1:
         parts: list[dict[str, torch.Tensor]] = [whole] * layout.world
@@ -150,7 +149,7 @@ def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    # Into a tensor of torch's own: a precision's may be of a kind that clones itself.
+    # Copied into a plain tensor: the tensor of a precision may be a subclass, whose clones are subclasses too.
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     whole.copy_(tensor)
     return whole

@@ -12,7 +12,7 @@ from titanlab.costs.account import ModelAccount
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # Names in configs → torch's names.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Names for pieces that are called differently in each model.
+# Names in configs for pieces whose names differ from model to model.
 EMBEDDING, HEAD = "embedding", "head"
 
 
@@ -21,10 +21,10 @@ class Formats:
     """Number formats of a run, by torch's names of dtypes.
 
     Attributes:
-        master: of parameters and gradients at rest, and of optimizer states that are made like parameters.
+        master: of stored parameters and gradients, and of optimizer states that have the parameters' dtype.
         compute: of gathered parameters and of activations.
         reduce: of gradients while they are summed over processes and microbatches.
-        fp32_parts: what computes in float32 nevertheless: `embedding`, `head`, pieces, or patterns of pieces.
+        fp32_parts: parts that compute in float32 anyway: `embedding`, `head`, pieces, or patterns of pieces.
     """
 
     master: str
@@ -34,7 +34,7 @@ class Formats:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes per element of a parameter, its gradient, and each state that is made like it."""
+        """Bytes per element of a parameter, its gradient, and each optimizer state of the same dtype."""
         return BYTES[self.master]
 
     @property
@@ -56,11 +56,11 @@ class Formats:
 def matched(account: ModelAccount, parts: Sequence[str]) -> tuple[str, ...]:
     """The pieces of a model that names or patterns match, in the order of the forward pass."""
     patterns = [_pattern(account, part) for part in parts]
-    return tuple(piece for piece in account.pieces if any(fnmatch.fnmatchcase(piece, each) for each in patterns))
+    return tuple(piece for piece in account.pieces if any(fnmatch.fnmatchcase(piece, part) for part in patterns))
 
 
 def _pattern(account: ModelAccount, part: str) -> str:
-    """`embedding` and `head` as pieces of this model; other patterns as they are."""
+    """The piece of this model for `embedding` or `head`; other patterns are not changed."""
     if part == HEAD and account.pieces:
         return account.pieces[-1]
     if part == EMBEDDING:

@@ -19,8 +19,8 @@ class Bf16(Parts):
     """Forward and backward in bfloat16; parameters and optimizer state in float32.
 
     Attributes:
-        reduce: what gradients are summed in over processes and microbatches: `fp32`, or `bf16`, which sends half as
-            much and rounds every sum to 8 bits.
+        reduce: dtype of sums of gradients over processes and microbatches: `fp32`, or `bf16`, which sends half the
+            bytes and rounds every sum to 8 bits.
     """
 
     kind: str = "bf16"
@@ -30,16 +30,16 @@ class Bf16(Parts):
         check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
 
     def formats(self) -> Formats:
-        """bfloat16 to compute, float32 at rest and, by default, to sum."""
+        """bfloat16 for computation; float32 for stored values and, by default, for sums of gradients."""
         return Formats(
             master="float32", compute="bfloat16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
         )
 
     def check(self, setting: Setting) -> None:
-        """The device supports bfloat16, and the model has the parts.
+        """Check that the device supports bfloat16, and that the model has the parts.
 
         Raises:
-            ConfigError: one of these does not hold.
+            ConfigError: one of these is not true.
         """
         check_bf16(setting, self.kind)
         super().check(setting)
@@ -48,10 +48,10 @@ class Bf16(Parts):
 @option("precision", "bf16_full")
 @dataclass(kw_only=True)
 class Bf16Full(PrecisionConfig):
-    """Everything at rest in bfloat16: parameters, gradients and the states of the optimizer.
+    """All stored values in bfloat16: parameters, gradients and the states of the optimizer.
 
     Attributes:
-        reduce: what gradients are summed in over processes and microbatches, before they are kept in bfloat16: `fp32`
+        reduce: dtype of sums of gradients over processes and microbatches, before they are stored in bfloat16: `fp32`
             or `bf16`.
     """
 
@@ -62,11 +62,11 @@ class Bf16Full(PrecisionConfig):
         check_reduce(self.reduce, ("fp32", "bf16"), _UNKNOWN_REDUCE)
 
     def formats(self) -> Formats:
-        """bfloat16 everywhere, but by default not for sums of gradients."""
+        """bfloat16 everywhere, except by default for sums of gradients."""
         return Formats(master="bfloat16", compute="bfloat16", reduce=DTYPES[self.reduce])
 
     def check(self, setting: Setting) -> None:
-        """The device supports bfloat16.
+        """Check that the device supports bfloat16.
 
         Raises:
             ConfigError: it does not.

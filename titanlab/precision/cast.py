@@ -12,13 +12,13 @@ from titanlab.precision.product import TensorProduct
 
 
 class Cast:
-    """Does nothing at any hook: `parallelism/shard.py` casts. Other precisions inherit the hooks they do not need."""
+    """Does nothing in its methods: `parallelism/shard.py` casts. Other precisions inherit methods they do not need."""
 
     def convert(self, model: nn.Module, device: torch.device) -> None:
-        """The model stays as it is."""
+        """Does not change the model."""
 
     def tensor_styles(self) -> Mapping[str, TensorProduct]:
-        """Layers multiply as usual."""
+        """No style has a product of its own."""
         return {}
 
     def loss_scale(self, device: torch.device) -> LossScale:
@@ -26,4 +26,4 @@ class Cast:
         return LossScale()
 
     def after_update(self, model: nn.Module) -> None:
-        """Nothing depends on the new parameters."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""What a precision is: a config, which needs no torch, and an implementation."""
+"""The contract of a precision: a torch-free config, and an implementation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PrecisionConfig(Protocol):
     """Config of a precision. A dataclass that inherits from it has to define `kind` and `formats`.
 
     Attributes:
-        no_mfu: why there is no MFU, for the table at the start; empty: there is one.
+        no_mfu: why no MFU is computed, for the table at the start; empty: it is computed.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -31,7 +31,7 @@ class PrecisionConfig(Protocol):
 
     @abstractmethod
     def formats(self) -> Formats:
-        """Which number format is used where."""
+        """The number formats of the run."""
 
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
         """Names of the parameters that FSDP2 gathers with one byte per element."""
@@ -42,7 +42,7 @@ class PrecisionConfig(Protocol):
         return self.kind
 
     def check(self, setting: Setting) -> None:
-        """Check the rest of the recipe against what this precision needs.
+        """Check that the rest of the recipe fits this precision.
 
         Raises:
             ConfigError: it does not fit.
@@ -63,17 +63,17 @@ class Precision(Protocol):
         """Replace modules of a model on the meta device, in place.
 
         Args:
-            device: where the model will compute.
+            device: on which the model will compute.
 
         Raises:
             ConfigError: the device cannot compute in this precision.
         """
 
     def tensor_styles(self) -> Mapping[str, TensorProduct]:
-        """How layers that tensor parallelism cuts multiply, by style; a style that is missing multiplies as usual."""
+        """The product of tensor-parallel layers, by style; a missing style uses the usual product."""
 
     def loss_scale(self, device: torch.device) -> LossScale:
-        """What scales the loss and takes the optimizer's step."""
+        """The object that scales the loss and calls the optimizer's step."""
 
     def after_update(self, model: nn.Module) -> None:
         """Called before the first step and after each update of the parameters."""

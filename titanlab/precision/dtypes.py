@@ -20,7 +20,7 @@ class Dtypes:
 
     @classmethod
     def of(cls, formats: Formats) -> Dtypes:
-        """The dtypes that formats name."""
+        """Look up the dtypes by name."""
         master, compute, reduce = (getattr(torch, name) for name in (formats.master, formats.compute, formats.reduce))
         return cls(master=master, compute=compute, reduce=reduce, fp32_parts=formats.fp32_parts)
 

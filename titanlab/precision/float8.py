@@ -1,4 +1,4 @@
-"""Float8 by torchao: linear layers that cast what they multiply, in the forward and in the backward pass.
+"""Float8 by torchao: linear layers that cast the factors of their products, forward and backward.
 
 A scale maps the largest element of a tensor, a row or a column to the largest number of the format (arXiv 2209.05433;
 torchao's `float8`).
@@ -20,26 +20,26 @@ from titanlab.precision.float8_schema import Float8
 from titanlab.precision.product import ATTRIBUTE, Product, rows
 from titanlab.system.quiet_import import import_quietly
 
-# torchao's lower bound of a largest element, for the scale of a weight that is zero.
+# torchao's lower bound of the largest element; it makes the scale of a zero weight finite.
 _SMALLEST = 1e-12
 
 
 class Float8Layers(Cast):
-    """torchao's float8 layers in place of linear layers.
+    """Replaces linear layers by torchao's float8 layers.
 
     Under tensor parallelism each layer multiplies this rank's part with scales of that part (see `float8_product`):
-    they are finer than those of the whole tensor and need no communication. Only weights that are gathered in float8
-    have the scale of the whole weight.
+    they are finer than scales of the full tensor and need no communication. Only weights that are gathered in float8
+    have the scale of the full weight.
     """
 
     def __init__(self, config: Float8) -> None:
         self._config = config
 
     def convert(self, model: nn.Module, device: torch.device) -> None:
-        """Replace the linear layers of a model on the meta device, but those that the config or their shape excludes.
+        """Replace the linear layers of a model on the meta device, unless the config or their shape excludes them.
 
         Raises:
-            ConfigError: the device cannot multiply in float8, and may not emulate it.
+            ConfigError: the device cannot multiply in float8, and the config does not allow emulation.
         """
         config = self._config
         float8 = import_quietly("torchao.float8")
@@ -62,9 +62,9 @@ class Float8Layers(Cast):
     def after_update(self, model: nn.Module) -> None:
         """Compute the scales with which FSDP2 will gather the weights, all in one reduction.
 
-        They are the scales of whole weights, in every layout. torchao's own `precompute_float8_dynamic_scale_for_fsdp`
-        computes the same, but fails for weights that tensor parallelism cuts along different dims, and where a rank
-        has no rows.
+        They are the scales of full weights, in every layout. torchao's `precompute_float8_dynamic_scale_for_fsdp`
+        computes the same, but fails if tensor parallelism shards weights along different dims, or if a rank has no
+        rows.
         """
         if not self._config.gathers_float8:
             return
@@ -86,10 +86,10 @@ class Float8Layers(Cast):
 
 
 def emulates(config: Float8, device: torch.device) -> bool:
-    """Whether this device is to emulate float8.
+    """Whether this device must emulate float8.
 
     Raises:
-        ConfigError: it cannot multiply in float8, and may not emulate it.
+        ConfigError: the device cannot multiply in float8, and the config does not allow emulation.
     """
     capability = None if device.type == "cpu" else torch.cuda.get_device_capability(device)
     config.check_capability(capability, device.type)
@@ -97,7 +97,7 @@ def emulates(config: Float8, device: torch.device) -> bool:
 
 
 def layer_filter(config: Float8) -> Callable[[nn.Module, str], bool]:
-    """Which linear layers of a model are converted: the rule of `Float8.conversion`, for modules."""
+    """A function that tells whether a linear layer is converted: the rule of `Float8.conversion`, for modules."""
 
     def is_converted(layer: nn.Module, name: str) -> bool:
         weight: Any = layer.weight
@@ -107,7 +107,7 @@ def layer_filter(config: Float8) -> Callable[[nn.Module, str], bool]:
 
 
 def float8_product(multiplication: Any, config: Any) -> Product:
-    """Torchao's product, with its backward in halves; `matmul_with_hp_or_float8_args` computes both at once.
+    """Torchao's product with a backward pass in halves; `matmul_with_hp_or_float8_args` computes both at once.
 
     Args:
         multiplication: `linear_mm_config` of a torchao layer.
@@ -121,7 +121,7 @@ def float8_product(multiplication: Any, config: Any) -> Product:
 
     def cast(tensor: Tensor, how: Any, role: Any, dim: int) -> Tensor:
         """A tensor in float8, with a scale for each slice along `dim` or one for the whole tensor."""
-        # It may be in float8 already, or its factor is multiplied in high precision.
+        # A tensor may be in float8 already, or the config asks for a product in high precision.
         if is_cast(tensor) or how.scaling_type is disabled:
             return tensor
         result: Tensor = scaling.hp_tensor_to_float8_dynamic(
@@ -158,7 +158,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _save_plain(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put plain tensors with the same storage into a state dict, so that checkpoints do not depend on the precision."""
+    """Put plain tensors that share storage into a state dict, so that checkpoints do not depend on the precision."""
     name = f"{prefix}weight"
     weight = state[name]
     shard = weight._local_tensor if isinstance(weight, DTensor) else weight

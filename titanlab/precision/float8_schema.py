@@ -1,4 +1,4 @@
-"""Configs of the float8 options, and which linear layers of a model they convert."""
+"""Configs of the float8 options, and their choice of linear layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titanlab.precision.contract import Precision
 
 HEAD = "output"
 EMULATE = ("auto", "true", "false")
-# Styles of a tensor plan that are products.
+# Styles in a tensor plan of layers that multiply.
 _PRODUCTS = ("colwise", "rowwise", "head")
 
 
@@ -32,7 +32,7 @@ class Conversion:
     Attributes:
         converted: layers that compute in the new format → shape of the weight, [out, in].
         skipped: layers that the recipe excludes.
-        uneven: layers that stay as they are because a dim is no multiple → shape of the weight.
+        uneven: layers that are not converted because a dim is not a multiple → shape of the weight.
     """
 
     converted: Mapping[str, tuple[int, ...]]
@@ -50,15 +50,14 @@ class Conversion:
 
 @dataclass(kw_only=True)
 class Float8(Bf16):
-    """Linear layers multiply in float8; everything else is as in bf16, over float32 masters.
+    """Linear layers multiply in float8; everything else is as in bf16, with float32 master weights.
 
     Attributes:
-        skip: names of linear layers that stay as they are; `*` is any text, and one or more steps of a path are
+        skip: linear layers that are not converted; `*` matches any text, and one or more steps of a path are
             enough: `output`, `wk`, `feed_forward.w2`, `layers.0`.
-        strict: refuse a model with a linear layer that has a dim which does not divide, instead of leaving that as
-            it is.
-        emulate: `true`: cast to float8 and back, then multiply in 32 bits: the same rounding on any device, slowly.
-            `false`: the device multiplies in float8. `auto`: emulate where it cannot, on CPUs and older GPUs.
+        strict: refuse a model with a linear layer whose dims are not multiples, instead of not converting that layer.
+        emulate: `true`: cast to float8 and back, then multiply in 32 bits: the same rounding on any device, but slow.
+            `false`: the device multiplies in float8. `auto`: emulate on CPUs and older GPUs, which cannot.
     """
 
     kind: str = ""
@@ -68,11 +67,11 @@ class Float8(Bf16):
 
     # torchao's name of the recipe.
     recipe: ClassVar[str] = ""
-    # What torch's scaled_mm needs: a compute capability, and both dims of a weight multiples of a number.
+    # Requirements of torch's scaled_mm: a compute capability, and multiples of a number as both dims of a weight.
     capability: ClassVar[tuple[int, int]] = (8, 9)
     multiple: ClassVar[int] = 16
     format: ClassVar[str] = "float8"
-    # The gradient of a weight is a product over tokens, whose number has to be a multiple as well.
+    # The gradient of a weight is a product over tokens, so their number must be a multiple too.
     multiplies_tokens: ClassVar[bool] = True
     emulates_on_gpu: ClassVar[bool] = True
     no_mfu: ClassVar[str] = "no MFU: the convention's peak is that of bfloat16"
@@ -96,10 +95,10 @@ class Float8(Bf16):
         return False
 
     def check(self, setting: Setting) -> None:
-        """Check the rest of the recipe against what these layers and their kernels need.
+        """Check that the rest of the recipe fits these layers and their kernels.
 
         Raises:
-            ConfigError: they cannot work, or nothing would be converted.
+            ConfigError: it does not fit, or no layer would be converted.
         """
         super().check(setting)
         if importlib.util.find_spec("torchao") is None:
@@ -110,7 +109,7 @@ class Float8(Bf16):
         self._check_parts(setting.model)
 
     def conversion(self, model: ModelAccount) -> Conversion:
-        """Which of a model's linear layers are converted."""
+        """The model's linear layers, sorted into converted and other layers."""
         converted, uneven, skipped = {}, {}, []
         for name, shape in linear_layers(model).items():
             if self.skips(name):
@@ -130,7 +129,7 @@ class Float8(Bf16):
         return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
-        """The option, which layers it converts, and whether the device emulates."""
+        """The option, the converted layers, and whether the device emulates."""
         capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
         emulated = ", emulated" if self.emulates(capability) else ""
         return f"{self.kind}: {self.conversion(model)}{emulated}"
@@ -142,14 +141,14 @@ class Float8(Bf16):
         return self.emulate == "true"
 
     def check_capability(self, capability: tuple[int, int] | None, device: str) -> None:
-        """Check that a device can multiply in this format, or emulates it.
+        """Check that a device can multiply in this format or emulates it.
 
         Args:
-            capability: of the GPU; None: it is a CPU.
+            capability: of the GPU; None: a CPU.
             device: its name, for the message.
 
         Raises:
-            ConfigError: it can do neither.
+            ConfigError: it does neither.
         """
         if self.emulates(capability):
             return
@@ -167,7 +166,7 @@ class Float8(Bf16):
         """Check the number of tokens in a forward pass: products for gradients of weights need a multiple.
 
         Raises:
-            ConfigError: it is no multiple.
+            ConfigError: it is not a multiple.
         """
         tokens = setting.microbatch * setting.seq_len // setting.layout.context
         if tokens % self.multiple:
@@ -180,7 +179,7 @@ class Float8(Bf16):
 
     def _check_names(self, model: ModelAccount) -> None:
         layers = linear_layers(model)
-        # A model with a tied head lacks the layer that the default names.
+        # A model with a tied head lacks `output`, the default of `skip`.
         for pattern in self.skip:
             if pattern != HEAD and not any(matches(name, pattern) for name in layers):
                 steps = dict.fromkeys(name.rpartition(".")[2] for name in layers)
@@ -205,7 +204,7 @@ class Float8(Bf16):
         # The implementation checks a GPU that is not in the table.
         if capability is not None:
             self.check_capability(capability, setting.device)
-        # Emulation takes any number of tokens.
+        # Emulation supports any number of tokens.
         if self.multiplies_tokens and not self.emulates(capability or self.capability):
             self.check_tokens(setting)
 
@@ -236,7 +235,7 @@ class TorchaoFloat8(Float8):
     """The three recipes of torchao's `float8`."""
 
     def implementation(self) -> Precision:
-        """Torchao's layers take the place of linear layers."""
+        """Torchao's layers replace linear layers."""
         from titanlab.precision.float8 import Float8Layers
 
         return Float8Layers(self)
@@ -248,7 +247,7 @@ class Float8Tensorwise(TorchaoFloat8):
     """Float8 with one scale for each input, weight and gradient: the fastest kernels, and the coarsest rounding.
 
     Attributes:
-        all_gather: FSDP2 gathers the weights in float8, half of bfloat16's bytes; the scales of all weights are
+        all_gather: FSDP2 gathers the weights in float8, with half the bytes of bfloat16; the scales of all weights are
             computed together after each optimizer step.
     """
 
@@ -266,7 +265,7 @@ class Float8Tensorwise(TorchaoFloat8):
         """See `Float8.check`.
 
         Raises:
-            ConfigError: also where weights cannot be gathered in float8.
+            ConfigError: also if weights cannot be gathered in float8.
         """
         super().check(setting)
         if not self.all_gather:
@@ -285,7 +284,7 @@ class Float8Tensorwise(TorchaoFloat8):
 @option("precision", "float8_rowwise")
 @dataclass(kw_only=True)
 class Float8Rowwise(TorchaoFloat8):
-    """Float8 with a scale, a power of two, for each row and column that is multiplied: finer than tensorwise."""
+    """Float8 with a power of two as scale for each row and column of a product: finer than tensorwise."""
 
     kind: str = "float8_rowwise"
 
@@ -306,7 +305,7 @@ class Float8RowwiseWithGwHp(TorchaoFloat8):
 def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
     """Path of every linear layer → shape of its weight, [out, in].
 
-    These are the layers that the tensor plan multiplies with; in a model without a plan all matrices but tables.
+    These are the layers whose style in the tensor plan is a product; without a plan, all matrices but tables.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter, shape in model.parameters.items():
@@ -323,11 +322,11 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
-    """Shape of one tensor-parallel rank's part of a linear layer's weight; of uneven parts the first."""
+    """Shape of one tensor-parallel rank's part of a linear layer's weight; if parts are uneven, of the first."""
     cut = cut_dim(style_of(model.tensor_plan, name), len(shape))
     return tuple(-(-size // degree) if dim == cut else size for dim, size in enumerate(shape))
 
 
 def _typed(names: Sequence[str]) -> str:
-    """A list as it is written in an override."""
+    """A list in the syntax of an override."""
     return f"[{','.join(names)}]"

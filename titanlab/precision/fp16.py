@@ -1,4 +1,4 @@
-"""precision=fp16: float16 compute over float32 masters, with a scaled loss."""
+"""precision=fp16: computation in float16 with float32 master weights and a scaled loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ScaledCast(Cast):
             growth_factor=config.growth_factor if config.dynamic else 1.0,
             growth_interval=config.growth_interval,
             backoff_factor=config.backoff_factor if config.dynamic else 1.0,
-            # A constant scale never reaches a smallest value.
+            # A constant scale has no smallest value.
             min_scale=config.min_scale if config.dynamic else 0.0,
             max_skips=config.max_skips,
         )

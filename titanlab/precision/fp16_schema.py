@@ -17,17 +17,17 @@ LARGEST = 2.0**127
 @option("precision", "fp16")
 @dataclass(kw_only=True)
 class Fp16(Parts):
-    """Forward and backward in float16, the loss scaled so that gradients do not vanish; masters in float32.
+    """Forward and backward in float16 with a scaled loss, so that gradients do not vanish; float32 master weights.
 
     Attributes:
-        reduce: what gradients are summed in over processes and microbatches: `fp32` or `fp16`.
-        init_scale: what the loss is multiplied by before the first backward. With powers of two here and for the two
-            factors, scaling rounds nothing.
-        dynamic: the scale grows and shrinks; else it stays as it is.
-        growth_factor, growth_interval: after so many steps in a row without an overflow the scale is multiplied.
-        backoff_factor: what it is multiplied by after an overflow, a step that updates nothing.
-        min_scale: below this it is not lowered; an overflow there ends the run.
-        max_skips: so many steps in a row without an update end the run.
+        reduce: dtype of sums of gradients over processes and microbatches: `fp32` or `fp16`.
+        init_scale: the first scale of the loss. If it and the two factors are powers of two, scaling does not round.
+        dynamic: whether the scale grows and shrinks; otherwise it is constant.
+        growth_factor, growth_interval: after `growth_interval` steps in a row without an overflow the scale is
+            multiplied by `growth_factor`.
+        backoff_factor: factor of the scale after an overflow; the step with the overflow updates no parameter.
+        min_scale: the smallest scale; an overflow at this scale ends the run.
+        max_skips: the run ends after this many steps in a row without an update.
     """
 
     kind: str = "fp16"
@@ -59,7 +59,7 @@ class Fp16(Parts):
             raise ConfigError("precision.min_scale", self.min_scale, rule, f"try {min(1.0, self.init_scale):g}")
 
     def formats(self) -> Formats:
-        """float16 to compute, float32 at rest and, by default, to sum."""
+        """float16 for computation; float32 for stored values and, by default, for sums of gradients."""
         return Formats(
             master="float32", compute="float16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
         )

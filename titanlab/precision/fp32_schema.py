@@ -16,7 +16,7 @@ class Fp32(PrecisionConfig):
     """Everything in float32.
 
     Attributes:
-        reduce: what gradients are summed in: `fp32`, there is no other.
+        reduce: dtype of sums of gradients: only `fp32`.
     """
 
     kind: str = "fp32"

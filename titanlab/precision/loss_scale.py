@@ -1,7 +1,7 @@
-"""The loss scale: it keeps gradients in the range of a dtype, and skips the update of a step that overflowed.
+"""The loss scale: it keeps gradients in the range of a dtype, and skips the update of a step with an overflow.
 
-All ranks decide from the same number, the norm of the whole gradient after a step's one reduction, so an overflow on
-one rank is an overflow on all. They decide on the device, so that the host does not wait.
+All ranks decide by the norm of the full gradient, which is reduced over all ranks, so an overflow on one rank is an
+overflow on all. They decide on the device, so that the host does not wait.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 class ScaledStep(NamedTuple):
     """The loss scale in one step.
 
-    scale: what the loss was multiplied by
-    skipped: steps without an update so far, this one included
-    tolerated: whether the run may go on if the gradients were not finite
+    scale: factor of the loss
+    skipped: number of steps without an update so far, this one included
+    tolerated: whether the run may continue if the gradients were not finite
     """
 
     scale: float
@@ -30,7 +30,7 @@ class LossScale:
     """No scale: every step updates. The default of every precision."""
 
     def multiplier(self, constant: float) -> float | Tensor:
-        """What to multiply a loss by before its backward: constant · scale. Call once: a tensor is updated in place."""
+        """The factor of a loss before its backward: constant · scale. Call once: a tensor is updated in place."""
         return constant
 
     def unscaled(self, tensor: Tensor) -> Tensor:
@@ -50,11 +50,11 @@ class LossScale:
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's state; an empty one changes nothing."""
+        """Continue from a checkpoint's state; an empty state changes nothing."""
 
 
 class DynamicLossScale(LossScale):
-    """A scale that halves when gradients overflow and doubles when they have not for long (arXiv 1710.03740, 3.2)."""
+    """A scale that shrinks after an overflow and grows after many steps without one (arXiv 1710.03740, 3.2)."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class DynamicLossScale(LossScale):
         self._good = torch.where(self._finite, self._good + 1, 0)
         grows = self._good >= self._growth_interval
         grown = self._scale * self._growth_factor
-        # The scale stays where growing would leave float32.
+        # The scale does not grow beyond the range of float32.
         kept = torch.where(grows & grown.isfinite(), grown, self._scale)
         shrunk = (self._scale * self._backoff_factor).clamp(min=self._min_scale)
         self._scale = torch.where(self._finite, kept, shrunk)
@@ -123,9 +123,9 @@ class DynamicLossScale(LossScale):
 def _step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     """Take a step if a flag on the device is true.
 
-    The kernels of torch's fused Adam and AdamW read such a flag, as torch.amp.GradScaler uses it; for other optimizers
-    the host waits for the flag. (Fused SGD reads it too, but in torch 2.13 `_fused_sgd` then uses a momentum buffer
-    that was never written if the first step was skipped.)
+    The kernels of torch's fused Adam and AdamW read such a flag, as torch.amp.GradScaler sets it; for other optimizers
+    the host waits for the flag. (Fused SGD reads it too, but if the first step is skipped, `_fused_sgd` of torch 2.13
+    uses a momentum buffer that was never written.)
     """
     reads_flag = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and optimizer.defaults["fused"]
     if not reads_flag:

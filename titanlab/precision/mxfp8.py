@@ -23,7 +23,7 @@ _PROTOTYPE = "torchao.prototype.moe_training.mxfp8_linear"
 class Mxfp8Linear(nn.Linear):
     """A linear layer that multiplies in mxfp8: [batch, seq, in] → [batch, seq, out].
 
-    torchao's own layer casts with GPU kernels in the backward pass even when it emulates; this one uses torch's then.
+    torchao's layer casts with GPU kernels in the backward pass even when it emulates; this layer then uses torch's.
 
     Attributes:
         multiply: (inputs, weight) → inputs · weightᵀ.
@@ -37,16 +37,16 @@ class Mxfp8Linear(nn.Linear):
 
 
 class Mxfp8Layers(Cast):
-    """`Mxfp8Linear` in place of linear layers."""
+    """Replaces linear layers by `Mxfp8Linear`."""
 
     def __init__(self, config: Mxfp8) -> None:
         self._config = config
 
     def convert(self, model: nn.Module, device: torch.device) -> None:
-        """Replace the linear layers of a model on the meta device, but those that the config or their shape excludes.
+        """Replace the linear layers of a model on the meta device, unless the config or their shape excludes them.
 
         Raises:
-            ConfigError: the device cannot multiply in mxfp8 and may not emulate it, or torchao lacks the prototype.
+            ConfigError: the device can neither multiply in mxfp8 nor emulate it, or torchao lacks the prototype.
         """
         multiply, is_converted = _multiplier(emulate=emulates(self._config, device)), layer_filter(self._config)
         for name, layer in list(model.named_modules()):
@@ -57,7 +57,7 @@ class Mxfp8Layers(Cast):
     def tensor_styles(self) -> Mapping[str, TensorProduct]:
         """Each layer multiplies this rank's part of its weight.
 
-        A block of 32 never spans two parts, so each rank has the scales that one process would have; only the sums
+        A block of 32 is always inside one part, so each rank has the scales that one process would have; only the sums
         over ranks round differently.
         """
         return dict.fromkeys(("colwise", "rowwise", "head"), _product)
@@ -84,7 +84,7 @@ def _multiplier(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
         emulate: cast to mxfp8 and back, and multiply in high precision.
 
     Raises:
-        ConfigError: this torchao lacks the prototype, or has another form of it.
+        ConfigError: this torchao lacks the prototype, or has another version of it.
     """
     try:
         linear = import_quietly(_PROTOTYPE)

@@ -15,7 +15,7 @@ from titanlab.precision.float8_schema import Float8
 @option("precision", "mxfp8")
 @dataclass(kw_only=True)
 class Mxfp8(Float8):
-    """Float8 with a scale, a power of two, for every 32 neighbouring elements, as Blackwell GPUs multiply it.
+    """Float8 with a power of two as scale for every 32 neighbouring elements, the format of Blackwell GPUs.
 
     (OCP Microscaling Formats specification 1.0; arXiv 2506.08027.) It is a prototype in torchao. An older GPU emulates
     it only with `emulate=true`.
@@ -32,8 +32,8 @@ class Mxfp8(Float8):
         """See `Float8.check`.
 
         Raises:
-            ConfigError: also where tokens do not make whole blocks, emulated or not; and under schedules that compute
-                gradients of weights later, which torchao's prototype cannot.
+            ConfigError: also if tokens do not fill blocks, emulated or not; and with schedules that compute gradients
+                of weights later, which torchao's prototype cannot.
         """
         super().check(setting)
         if setting.splits_backward:
@@ -44,7 +44,7 @@ class Mxfp8(Float8):
         self.check_tokens(setting)
 
     def implementation(self) -> Precision:
-        """`Mxfp8Linear` takes the place of linear layers."""
+        """`Mxfp8Linear` replaces linear layers."""
         from titanlab.precision.mxfp8 import Mxfp8Layers
 
         return Mxfp8Layers(self)

@@ -1,4 +1,4 @@
-"""Parts of a model that compute in float32 while the rest computes in 16 bits: their modules, and casts around them."""
+"""Parts of a model that compute in float32 while the rest computes in 16 bits, and the casts around them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from titanlab.precision.dtypes import Dtypes
 
 
 class Units(NamedTuple):
-    """Modules that FSDP2 has to gather as units of their own, because parameters are in two dtypes.
+    """Modules that FSDP2 must gather as separate units, because parameters have two dtypes.
 
-    whole: units in float32; the model itself stands for everything that is in no other unit
-    apart: units that are no blocks (every block is a unit)
+    whole: units in float32; the model itself means all parameters that are in no other unit
+    apart: separate units that are not blocks (every block is a unit)
     """
 
     whole: tuple[nn.Module, ...] = ()
@@ -24,24 +24,25 @@ class Units(NamedTuple):
 
 
 def keep_in_fp32(model: nn.Module, account: ModelAccount, dtypes: Dtypes) -> Units:
-    """Cast inputs and outputs of a model's float32 parts, in place, and return what FSDP2 has to gather apart.
+    """Add casts around a model's float32 parts, in place, and return the units that FSDP2 must gather separately.
 
     Args:
-        model: on the meta device; a stage of a pipeline has some of the account's pieces.
+        model: on the meta device; a pipeline stage has some of the account's pieces.
     """
-    here = {piece: module for piece in account.pieces if (module := _piece(model, piece)) is not None}
-    parts = {piece: here[piece] for piece in matched(account, dtypes.fp32_parts) if piece in here}
+    pieces = {piece: module for piece in account.pieces if (module := _piece(model, piece)) is not None}
+    parts = {piece: pieces[piece] for piece in matched(account, dtypes.fp32_parts) if piece in pieces}
     if not parts:
         return Units()
     for piece, part in parts.items():
         _cast_around(part, dtypes.compute, keeps_output=piece == account.pieces[-1])
-    edges = [piece for piece in here if piece not in _blocks(account) and any(True for _ in here[piece].parameters())]
+    blocks = _blocks(account)
+    edges = [piece for piece in pieces if piece not in blocks and any(True for _ in pieces[piece].parameters())]
     whole = tuple(parts.values())
     if not account.tied or not any(account.embedding.startswith(f"{piece}.") for piece in parts):
-        return Units(whole, tuple(here[piece] for piece in edges if piece in parts))
-    # Embedding and head share one table, which belongs to the model's own unit: that unit is in float32, and the other
-    # pieces outside of blocks need units of their own.
-    return Units((*whole, model), tuple(here[piece] for piece in edges if piece not in parts))
+        return Units(whole, tuple(pieces[piece] for piece in edges if piece in parts))
+    # Embedding and head share one table, which belongs to the root's unit: that unit is in float32, and the other
+    # pieces outside of blocks need separate units.
+    return Units((*whole, model), tuple(pieces[piece] for piece in edges if piece not in parts))
 
 
 def _blocks(account: ModelAccount) -> frozenset[str]:
@@ -59,10 +60,10 @@ def _piece(model: nn.Module, piece: str) -> nn.Module | None:
 def _cast_around(part: nn.Module, compute: torch.dtype, *, keeps_output: bool) -> None:
     """Cast a module's inputs to float32, and its output to the compute dtype.
 
-    Hooks do it, outside of the forward pass, so that compilation and recomputation do not repeat the casts.
+    Hooks outside of the forward pass do this, so that compilation and recomputation do not repeat the casts.
 
     Args:
-        keeps_output: the output stays in float32, as logits do.
+        keeps_output: whether the output stays in float32, as logits do.
     """
 
     def raise_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What configs of precisions share: the dtype of reductions, and parts of the model that compute in float32."""
+"""Fields and checks that configs of precisions share: the dtype of reductions, and parts in float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
 
 @dataclass(kw_only=True)
 class Parts(PrecisionConfig):
-    """The field that lets pieces of a model compute in float32 while the rest computes in 16 bits.
+    """The config field of pieces that compute in float32 while the rest computes in 16 bits.
 
     Attributes:
         fp32_parts: pieces of the model that compute in float32: `embedding`, `head`, names such as `norm` or
@@ -35,10 +35,10 @@ class Parts(PrecisionConfig):
     fp32_parts: list[str] = field(default_factory=list, metadata={"before": []})
 
     def check(self, setting: Setting) -> None:
-        """Check that the model has every part, and that no tied table would need two dtypes.
+        """Check that the model has every part, and that a tied table does not need two dtypes.
 
         Raises:
-            ConfigError: the model lacks a part, or only one of embedding and head is named where they are tied.
+            ConfigError: the model lacks a part, or embedding and head are tied and only one of them is named.
         """
         if not self.fp32_parts:
             return

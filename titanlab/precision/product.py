@@ -1,4 +1,4 @@
-"""How a linear layer multiplies, with a backward pass in two halves."""
+"""The product of a linear layer, with a backward pass in two halves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TensorProduct: TypeAlias = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Product:
-    """A product whose two gradients can be computed apart. Weights are plain tensors: this rank's part.
+    """A product whose two gradients can be computed separately. Weights are plain tensors: this rank's part.
 
     Attributes:
-        forward: (inputs [..., in], weight [out, in], bias or None) → [..., out]; autograd knows its backward.
+        forward: (inputs [..., in], weight [out, in], bias or None) → [..., out]; differentiable by autograd.
         of_inputs: (gradient [..., out], weight) → gradient of the inputs.
         of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight.
     """
@@ -32,7 +32,7 @@ class Product:
 
 
 def product_of(layer: nn.Module) -> Product:
-    """How a layer multiplies."""
+    """The product of a layer."""
     product: Product = getattr(layer, ATTRIBUTE, PLAIN)
     return product
 

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does: one stage's forward or backward pass over one microbatch."""
+"""Actions of a pipeline's ranks: the forward or backward pass of one stage over one microbatch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What is computed; the letters are those of torch's schedules."""
+    """Kind of a computation, with the letters of torch's schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"  # both halves at once
-    INPUT = "I"  # the gradient of the stage's input only, which the stage before waits for
-    WEIGHT = "W"  # the gradient of the stage's weights, which nobody waits for
+    INPUT = "I"  # only the gradient of the stage's input, for which the previous stage waits
+    WEIGHT = "W"  # the gradient of the stage's weights, for which no stage waits
 
 
 class Action(NamedTuple):
@@ -28,24 +28,24 @@ class Action(NamedTuple):
 
 
 class ActionList(list[Action]):
-    """Actions of one rank, in which each stage takes its microbatches in order, every kind for itself."""
+    """Actions of one rank; for each kind, a stage takes its microbatches in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self._done: Counter[tuple[int, Kind]] = Counter()
 
     def add(self, stage: int, *kinds: Kind) -> None:
-        """Append these kinds for the stage, each with the next microbatch that has not had it."""
+        """Append an action of the stage for each kind, with the next microbatch of that kind."""
         for kind in kinds:
-            # A whole backward is both halves.
+            # A full backward counts as both halves.
             halves = (Kind.INPUT, Kind.WEIGHT) if kind is Kind.BACKWARD else (kind,)
             self.append(Action(stage, kind, self._done[stage, halves[0]]))
             self._done.update((stage, half) for half in halves)
 
     def done(self, stage: int, kind: Kind) -> int:
-        """How many microbatches the stage has had this kind for."""
+        """Number of the stage's actions of this kind."""
         return self._done[stage, kind]
 
     def up_to(self, microbatches: int) -> list[Action]:
-        """Those of the first microbatches. No microbatch waits for another, so the rest stays executable."""
+        """The actions of the first `microbatches`; they are executable, since no microbatch waits for another."""
         return [action for action in self if action.microbatch < microbatches]

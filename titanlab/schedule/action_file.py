@@ -1,4 +1,4 @@
-"""Lists of actions in files: one line a rank, one cell an action, empty cells for idle time.
+"""Lists of actions in CSV files: one line per rank, one cell per action, empty cells for idle time.
 
 The format is that of torch's `_PipelineScheduleRuntime._load_csv` with format="compute_only", and of its `_dump_csv`.
 """
@@ -18,18 +18,18 @@ from titanlab.system.atomic_file import write_text
 KEY = "schedule.file"
 
 _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
-_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's for a forward and a backward pass that may overlap
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's notation for a forward and a backward pass that may overlap
 _OTHERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
 
 
 def read_actions(path: str | Path) -> list[list[Action]]:
-    """Actions by rank, complete and in an order that can be executed.
+    """Read actions by rank, and check that they are complete and executable.
 
     Raises:
-        ConfigError: the file cannot be read, or line and cell that break a rule.
+        ConfigError: the file cannot be read, or a cell breaks a rule.
     """
     orders: list[list[Action]] = []
-    cells: list[list[int]] = []  # the cell that each action is from, as an editor counts them
+    cells: list[list[int]] = []  # the cell number of each action, counted from 1
     for row in _rows(path):
         orders.append([])
         cells.append([])
@@ -50,7 +50,7 @@ def read_actions(path: str | Path) -> list[list[Action]]:
 
 
 def write_actions(path: Path, orders: Sequence[Sequence[Action]]) -> None:
-    """Write what `read_actions` and torch read."""
+    """Write a file that `read_actions` and torch can read."""
     write_text(path, "".join(",".join(str(action) for action in order) + "\n" for order in orders))
 
 

@@ -1,4 +1,4 @@
-"""What a schedule of a pipeline has to offer."""
+"""The contract of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from titanlab.schedule.action import Action
 
 
 class PipelineSchedule(Protocol):
-    """The config of a schedule, whose methods say which rank has which stage and what each rank does when.
+    """The config of a schedule; its methods give the placement of stages and the actions of each rank.
 
-    A schedule needs no torch: its config is its implementation. The base classes in `titanlab.schedule.placement` have
-    everything but `actions`.
+    A schedule needs no torch, so its config is its implementation. The base classes in `titanlab.schedule.placement`
+    implement everything but `actions`.
     """
 
     kind: str
 
     def check(self, setting: Setting) -> None:
-        """Check the rest of the recipe against what this schedule needs.
+        """Check that the rest of the recipe fits this schedule.
 
         Raises:
             ConfigError: it does not fit.
@@ -26,22 +26,22 @@ class PipelineSchedule(Protocol):
         return  # the default; mypy takes an empty body for an abstract method
 
     def stage_count(self, *, ranks: int) -> int:
-        """Number of stages that a pipeline of so many ranks is cut into; cheap for any number of ranks."""
+        """Number of stages of a pipeline; cheap for any number of ranks."""
         ...
 
     def placement(self, *, ranks: int) -> list[int]:
         """Rank of each stage.
 
         Raises:
-            ConfigError: the schedule is not for so many ranks.
+            ConfigError: the schedule does not support this number of ranks.
         """
         ...
 
     def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
-        """Check that the schedule works for these numbers; by default it does for all.
+        """Check that the schedule supports these numbers; by default it supports all.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not support them.
         """
         return  # the default; mypy takes an empty body for an abstract method
 

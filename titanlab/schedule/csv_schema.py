@@ -1,4 +1,4 @@
-"""schedule=csv: the order that a CSV file gives, in the format of torch's schedules."""
+"""schedule=csv: the actions in a CSV file, in the format of torch's schedules."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from titanlab.schedule.order import placement_of
 @option("schedule", "csv")
 @dataclass(kw_only=True)
 class CsvSchedule(PipelineSchedule):
-    """The order that a file gives.
+    """The actions in a file.
 
     Attributes:
-        file: one line a rank, one cell an action: `0F0` is stage 0, forward, microbatch 0; B is a backward pass, I and
-            W its halves (gradient of the input, gradient of the weights).
+        file: one line per rank, one cell per action: `0F0` is stage 0, forward, microbatch 0; B is a backward pass; I
+            and W are its halves (gradient of the input, gradient of the weights).
     """
 
     kind: str = "csv"
@@ -34,22 +34,22 @@ class CsvSchedule(PipelineSchedule):
         self.file = str(Path(self.file).expanduser().absolute())
 
     def stage_count(self, *, ranks: int) -> int:
-        """At least one stage for each rank; only the file knows how many."""
+        """At least one stage for each rank; the exact number needs the file."""
         return ranks
 
     def placement(self, *, ranks: int) -> list[int]:
-        """Rank of each stage, as the file has them.
+        """Rank of each stage in the file.
 
         Raises:
-            ConfigError: the file is faulty, or is for another number of ranks.
+            ConfigError: the file breaks a rule, or is for another number of ranks.
         """
         return placement_of(self._orders(ranks))
 
     def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
-        """Check the file against the rules of every schedule, and against this pipeline.
+        """Check that the file obeys the rules of schedules and fits this pipeline.
 
         Raises:
-            ConfigError: the file is faulty, or is for another number of ranks or microbatches.
+            ConfigError: the file breaks a rule, or is for another number of ranks or microbatches.
         """
         self.actions(ranks=ranks, microbatches=microbatches)
 
@@ -60,13 +60,13 @@ class CsvSchedule(PipelineSchedule):
             ConfigError: as `check_pipeline` does.
         """
         orders = self._orders(ranks)
-        has = 1 + max(action.microbatch for order in orders for action in order)
-        if has != microbatches:
-            rule = f"is for {has} microbatches a step, and a step has {microbatches}"
-            more, fewer = has // microbatches, microbatches // has
-            if microbatches * more == has:
+        expected = 1 + max(action.microbatch for order in orders for action in order)
+        if expected != microbatches:
+            rule = f"is for {expected} microbatches a step, and a step has {microbatches}"
+            more, fewer = expected // microbatches, microbatches // expected
+            if microbatches * more == expected:
                 cure = f"try training.global_batch times {more}, or schedule=1f1b"
-            elif has * fewer == microbatches:
+            elif expected * fewer == microbatches:
                 cure = f"try training.microbatch times {fewer}, or schedule=1f1b"
             else:
                 cure = f"try schedule=1f1b, or a file for {microbatches}"

@@ -1,7 +1,7 @@
 """schedule=dualpipe_v: DualPipe (arXiv 2412.19437, section 3.2.1) over stages laid out as a V.
 
-The order of steps is that of github.com/deepseek-ai/DualPipe, dualpipe/dualpipev.py. Where that code runs a forward
-and a backward pass at once, the two follow each other here, forward first; a runtime may overlap them.
+The order is that of github.com/deepseek-ai/DualPipe, dualpipe/dualpipev.py. Where that code runs a forward and a
+backward pass at the same time, here the forward pass comes first; a runtime may overlap them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DualPipeV(VShaped):
     kind: str = "dualpipe_v"
 
     def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
-        """Check that there are microbatches enough.
+        """Check that there are enough microbatches.
 
         Raises:
             ConfigError: fewer microbatches than stages.
@@ -43,20 +43,20 @@ class DualPipeV(VShaped):
 
 
 def _of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Action]:
-    down, up = rank, 2 * ranks - 1 - rank  # the rank's stage on the way there, and on the way back
+    down, up = rank, 2 * ranks - 1 - rank  # the rank's stages in the first and in the second half of the V
     after = ranks - 1 - rank
     order = ActionList()
-    owed: deque[int] = deque()  # stages whose gradients of weights are still to come, oldest first
+    postponed: deque[int] = deque()  # stages whose gradients of weights are not scheduled yet, oldest first
 
     def gradient_of_input(stage: int) -> None:
         order.add(stage, I)
-        owed.append(stage)
+        postponed.append(stage)
 
     def gradient_of_weights() -> None:
-        if owed:
-            order.add(owed.popleft(), W)
+        if postponed:
+            order.add(postponed.popleft(), W)
 
-    # Warm-up: fill the way there, then both ways, then the way back with its own backward passes.
+    # Warm-up: forward passes of the first half of the V, then of both halves, then backward passes of the second half.
     order.add(down, *[F] * (2 * after))
     for _ in range(rank + 1):
         order.add(down, F)
@@ -65,7 +65,7 @@ def _of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Action]:
         gradient_of_input(up)
         gradient_of_weights()
         order.add(up, F)
-    # Steady: a forward pass of one way beside a backward pass of the other.
+    # Steady: a forward pass in one half of the V beside a backward pass in the other.
     for _ in range(microbatches - 2 * ranks + rank + 1):
         order.add(down, F)
         order.add(up, B, F)
@@ -73,7 +73,7 @@ def _of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Action]:
     for _ in range(after):
         order.add(up, B, F)
         order.add(down, B)
-    # Cool-down: from the middle on, gradients of inputs first, and those of weights where nothing else is left.
+    # Cool-down: from the middle on, gradients of inputs first; those of weights fill idle time.
     for step in range(2 * (rank + 1)):
         stage = down if step % 2 else up
         if step > rank:
@@ -83,6 +83,6 @@ def _of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Action]:
     for _ in range(after):
         gradient_of_weights()
         gradient_of_input(down)
-    while owed:
+    while postponed:
         gradient_of_weights()
     return list(order)

@@ -1,4 +1,4 @@
-"""A timeline as text: a row for each rank, time from left to right."""
+"""A timeline as text: one row for each rank, time from left to right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = {
     Kind.INPUT: "gradient of input",
     Kind.WEIGHT: "gradient of weights",
 }
-# Black on a colour of the 256 that terminals have: of a rank's first stage, and of its later ones.
+# Background colours, of the terminal's 256: for a rank's first stage, and for its later stages.
 _COLOURS = {
     Kind.FORWARD: (117, 68),
     Kind.BACKWARD: (157, 71),
@@ -24,18 +24,18 @@ _COLOURS = {
 }
 _OFF = "\x1b[0m"
 _LEAST_ROOM = 10
-_MOST_BLOCKS = 20  # below each other; of a longer timeline, columns stand for more time
+_MOST_BLOCKS = 20  # most blocks of rows below each other; in a longer timeline a column is more time
 _IDLE = {True: " ", False: "."}
 
 
 def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
-    """The timeline, and what its signs mean below it; one that is too long goes on below.
+    """The lines of a timeline, wrapped into blocks of rows if it is too long, with a legend below.
 
-    A cell has kind and microbatch where there is room for both. Where there is not, colours say the kind, and the
-    digits (or the last one) the microbatch. Small letters: not the rank's first stage.
+    A cell has kind and microbatch if there is room for both; otherwise the colour is the kind, and the digits (or the
+    last digit) are the microbatch. Lower case: not the rank's first stage.
 
     Args:
-        width: columns that there are; None: as many as it takes.
+        width: columns of the terminal; None: no limit.
         coloured: with colours; otherwise plain text.
     """
     labels = [f"rank {rank:<{len(str(len(timeline.events) - 1))}} " for rank in range(len(timeline.events))]
@@ -53,19 +53,19 @@ def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
 
 
 def _columns(timeline: Timeline, room: int | None, *, coloured: bool) -> int:
-    """How many columns the timeline takes: the shortest action is as wide as its label, or as there is room for."""
+    """Number of columns of the timeline: the shortest action is as wide as its label, or as the room allows."""
     shortest = min((event.end - event.begin for event in _events(timeline) if event.end > event.begin), default=1.0)
     widest = max((len(_label(event.action)) for event in _events(timeline)), default=1)
     units = timeline.duration / shortest
     if room is None:
         return round(units * widest)
-    # Plain cells say nothing without their label; colours do. With whole columns a unit, equal actions look equal.
+    # Plain cells need their label, coloured cells do not. With whole columns per unit, equal actions look equal.
     narrower = max(1, int(room / units)) if coloured else widest
     return min(round(units * min(widest, narrower)), room * _MOST_BLOCKS)
 
 
 def _runs(timeline: Timeline, rank: int, part: range, columns: int) -> Iterator[tuple[Event | None, int]]:
-    """Events of a rank, None where it idles, and how many of these columns each has."""
+    """Events of a rank (None where it is idle), each with its number of columns in this part."""
     events = iter(timeline.events[rank])
     event = next(events, None)
     shown: list[Event | None] = []

@@ -1,10 +1,9 @@
-"""schedule=interleaved_1f1b and interleaved_zero_bubble: ranks with several stages take microbatches in rounds.
+"""schedule=interleaved_1f1b and interleaved_zero_bubble: ranks with several stages run microbatches in rounds.
 
-In a round, a rank takes some microbatches through its first stage, then the same through its second, and so
-on; backward, from its last stage to its first (depth first, arXiv 2104.04473). The paper asks for as many microbatches
-in a round as there are ranks, and with them the total a multiple of the ranks. Here rounds are as equal as possible and
-each has at least as many microbatches as there are ranks, so that any number works; where rounds are equal, the order
-is that of torch.
+In a round, a rank runs some microbatches through its first stage, then the same through its second, and so on; backward
+passes go from its last stage to its first (depth first, arXiv 2104.04473). In the paper a round has as many
+microbatches as there are ranks, so their total is a multiple of the ranks. Here rounds are as equal as possible and
+have at least as many microbatches as there are ranks, so any total works; if rounds are equal, the order is torch's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from titanlab.schedule.placement import Looped, stages_of
 @option("schedule", "interleaved_1f1b")
 @dataclass(kw_only=True)
 class Interleaved1F1B(Looped):
-    """1F1B over several stages a rank (arXiv 2104.04473, section 2.2)."""
+    """1F1B with several stages per rank (arXiv 2104.04473, section 2.2)."""
 
     kind: str = "interleaved_1f1b"
 
@@ -47,7 +46,7 @@ class Interleaved1F1B(Looped):
 @option("schedule", "interleaved_zero_bubble")
 @dataclass(kw_only=True)
 class InterleavedZeroBubble(Looped):
-    """Interleaved 1F1B whose gradients of weights wait for time that would be idle (ZB-H1, arXiv 2401.10241)."""
+    """Interleaved 1F1B that computes gradients of weights in otherwise idle time (ZB-H1, arXiv 2401.10241)."""
 
     kind: str = "interleaved_zero_bubble"
 
@@ -59,10 +58,10 @@ class InterleavedZeroBubble(Looped):
         stages = stages_of(self.placement(ranks=ranks), rank)
         forward = _steps(stages, ranks=ranks, microbatches=microbatches)
         backward = _steps(stages[::-1], ranks=ranks, microbatches=microbatches)
-        # A gradient of the input comes back sooner than a whole backward pass: a shorter lead is enough.
+        # A gradient of the input arrives sooner than after a full backward pass, so a shorter lead is enough.
         lead = _warm_up(rank, ranks=ranks, stages_per_rank=len(stages), microbatches=microbatches, per_hop=1)
-        # A rank's gradients of weights lag by its number: the later the rank, the sooner it has gradients, and the
-        # longer it idles at the end, where the remaining ones run.
+        # Gradients of weights lag by the rank's number: a later rank has gradients sooner, and has more idle time at
+        # the end for the remaining gradients of weights.
         lag = rank
         order = []
         for step in range(lead + len(backward)):
@@ -88,7 +87,7 @@ def rounds(*, ranks: int, microbatches: int) -> list[range]:
 
 
 def _steps(stages: list[int], *, ranks: int, microbatches: int) -> list[tuple[int, int]]:
-    """(stage, microbatch) in the order in which a rank takes them; `stages`: of the rank, in the pass's direction."""
+    """(stage, microbatch) in a rank's order; `stages`: those of the rank, in the direction of the pass."""
     return [
         (stage, number)
         for microbatches_of_round in rounds(ranks=ranks, microbatches=microbatches)
@@ -98,10 +97,11 @@ def _steps(stages: list[int], *, ranks: int, microbatches: int) -> list[tuple[in
 
 
 def _warm_up(rank: int, *, ranks: int, stages_per_rank: int, microbatches: int, per_hop: int) -> int:
-    """Forward passes of a rank before it takes forward and backward in turn.
+    """Number of a rank's forward passes before forward and backward alternate.
 
     Args:
-        per_hop: how many more than the next rank: 2 while a gradient comes back as late as a forward goes out.
+        per_hop: how many more than on the next rank: 2 if a backward pass delays the gradient as long as a forward pass
+            delays the activation.
     """
     longest = len(rounds(ranks=ranks, microbatches=microbatches)[0])
     wanted = (stages_per_rank - 1) * longest + per_hop * (ranks - 1 - rank)

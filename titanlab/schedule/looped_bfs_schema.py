@@ -12,7 +12,7 @@ from titanlab.schedule.placement import Looped, stages_of
 @option("schedule", "looped_bfs")
 @dataclass(kw_only=True)
 class LoopedBFS(Looped):
-    """All microbatches through one stage before the rank's next one."""
+    """All microbatches run through one stage before the rank's next stage begins."""
 
     kind: str = "looped_bfs"
 
@@ -22,6 +22,6 @@ class LoopedBFS(Looped):
         for rank in range(ranks):
             stages = stages_of(self.placement(ranks=ranks), rank)
             forward = [Action(stage, Kind.FORWARD, number) for stage in stages for number in range(microbatches)]
-            # The mirror image, with both halves of the backward pass at once.
+            # The same stages and microbatches in reverse, with both halves of the backward pass at once.
             orders.append(forward + [action._replace(kind=Kind.BACKWARD) for action in reversed(forward)])
         return orders

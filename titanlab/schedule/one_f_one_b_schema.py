@@ -12,7 +12,7 @@ from titanlab.schedule.placement import OneStage
 @option("schedule", "1f1b")
 @dataclass(kw_only=True)
 class OneFOneB(OneStage):
-    """One forward, one backward in turn, as soon as the first gradient can arrive."""
+    """Forward and backward passes alternate as soon as the first gradient can arrive."""
 
     kind: str = "1f1b"
 
@@ -20,7 +20,7 @@ class OneFOneB(OneStage):
         """Actions by rank."""
         orders = []
         for rank in range(ranks):
-            # As many as there are stages from here to the end: then the first gradient can be on its way back.
+            # The number of stages from this rank to the last: after that many, the first gradient can arrive.
             warm_up = min(microbatches, ranks - rank)
             order = ActionList()
             order.add(rank, *[Kind.FORWARD] * warm_up)

@@ -1,4 +1,4 @@
-"""Whether lists of actions are a schedule: complete, each stage on one rank, and no rank waiting for ever."""
+"""Checks that lists of actions are a schedule: complete, each stage on one rank, and without a deadlock."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Orders = Sequence[Sequence[Action]]  # by rank
 
 
 class OrderError(TitanlabError):
-    """Lists of actions that are no schedule.
+    """Lists of actions are not a schedule.
 
     Attributes:
-        rank: of the list at fault.
-        index: of the action at fault in that list; None: something is missing.
-        rule: what is wrong.
+        rank: of the faulty list.
+        index: of the faulty action in that list; None: an action is missing.
+        rule: the broken rule.
     """
 
     def __init__(self, rank: int, index: int | None, rule: str) -> None:
@@ -29,10 +29,10 @@ class OrderError(TitanlabError):
 
 
 def placement_of(orders: Orders) -> list[int]:
-    """Rank of each stage that the lists name.
+    """Rank of each stage in the lists.
 
     Raises:
-        OrderError: a stage on two ranks or on none, or a rank without a stage.
+        OrderError: a stage is on two ranks or on none, or a rank has no stage.
     """
     owners: dict[int, int] = {}
     for rank, index, action in _all(orders):
@@ -52,11 +52,11 @@ def placement_of(orders: Orders) -> list[int]:
 def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> None:
     """Check that lists of actions are a schedule.
 
-    Each stage runs every microbatch forward once and backward once, in one piece (B) or in two (I, then W),
-    on the rank that has it, and every action comes after what it needs.
+    Each stage runs every microbatch forward once and backward once, as B or as I and then W, on its rank, and every
+    action comes after the actions that it needs.
 
     Raises:
-        OrderError: the first rule that they break.
+        OrderError: the first broken rule.
     """
     seen: set[Action] = set()
     for rank, index, action in _all(orders):
@@ -67,7 +67,7 @@ def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> 
             raise OrderError(rank, index, f"{action}: stage {action.stage} is on rank {placement[action.stage]}")
         if action in seen:
             raise OrderError(rank, index, f"{action} is there twice")
-        if any(action._replace(kind=other) in seen for other in _INSTEAD[action.kind]):
+        if any(action._replace(kind=other) in seen for other in _EXCLUDED[action.kind]):
             rule = f"{action}: the backward pass is B, or I and W, not both"
             raise OrderError(rank, index, rule)
         seen.add(action)
@@ -80,18 +80,18 @@ def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> 
 
 
 def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list[Action]]]:
-    """Rank, action, and the actions that it needs, one after another in an order in which all can be done.
+    """Yield rank, action and the actions that it needs, in an order in which all can be executed.
 
-    Needs are named as the lists have them: the gradient of a stage's input comes of its B or its I.
+    The needed actions are those of the lists: the gradient of a stage's input comes from its B or its I.
 
     Raises:
-        OrderError: nothing more can be done, and actions are left. It says what waits for what.
+        OrderError: the remaining actions wait for each other; the message names the waiting actions.
     """
-    done: dict[Action, Action] = {}  # what there is → the action that made it
+    done: dict[Action, Action] = {}  # available result → the action that made it
     places = [0] * len(orders)
-    going = True
-    while going:
-        going = False
+    progress = True
+    while progress:
+        progress = False
         for rank, order in enumerate(orders):
             while places[rank] < len(order):
                 action = order[places[rank]]
@@ -99,22 +99,22 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
                 if not all(need in done for need in needs):
                     break
                 yield rank, action, [done[need] for need in needs]
-                done[_made(action)] = action
+                done[_result(action)] = action
                 places[rank] += 1
-                going = True
+                progress = True
     left = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
     if left:
         raise OrderError(left[0], places[left[0]], "; ".join(_waits(orders, places, done, stages)))
 
 
-# A backward in one piece excludes one in two, and the other way round.
-_INSTEAD = {
+# A microbatch has either B or I and W.
+_EXCLUDED = {
     Kind.FORWARD: (),
     Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT),
     Kind.INPUT: (Kind.BACKWARD,),
     Kind.WEIGHT: (Kind.BACKWARD,),
 }
-_SHOWN = 4  # waiting ranks that a message names: enough to see a circle
+_SHOWN = 4  # waiting ranks that a message names: enough to see a cycle
 
 
 def _all(orders: Orders) -> Iterator[tuple[int, int, Action]]:
@@ -124,7 +124,7 @@ def _all(orders: Orders) -> Iterator[tuple[int, int, Action]]:
 
 
 def _missing(seen: set[Action], stage: int, microbatch: int) -> str:
-    """An action that a stage lacks for a microbatch; empty: none."""
+    """An action that a stage lacks for a microbatch; empty if it has all."""
     has = {kind: Action(stage, kind, microbatch) in seen for kind in Kind}
     if not has[Kind.FORWARD]:
         return str(Action(stage, Kind.FORWARD, microbatch))
@@ -135,8 +135,8 @@ def _missing(seen: set[Action], stage: int, microbatch: int) -> str:
     return f"{Action(stage, Kind.BACKWARD, microbatch)}, or I and W instead,"
 
 
-def _made(action: Action) -> Action:
-    """The action whose result this one gives: B gives the gradient of the input, as I does."""
+def _result(action: Action) -> Action:
+    """The name of an action's result: B gives the gradient of the input, as I does."""
     return action._replace(kind=Kind.INPUT) if action.kind is Kind.BACKWARD else action
 
 
@@ -151,15 +151,17 @@ def _needs(action: Action, stages: int) -> list[Action]:
 
 
 def _waits(orders: Orders, places: list[int], done: dict[Action, Action], stages: int) -> Iterator[str]:
-    to_come = {_made(action): (rank, action) for rank, order in enumerate(orders) for action in order[places[rank] :]}
+    remaining = {
+        _result(action): (rank, action) for rank, order in enumerate(orders) for action in order[places[rank] :]
+    }
     stuck = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
     for rank in stuck[:_SHOWN]:
         waiting = orders[rank][places[rank]]
         need = next(need for need in _needs(waiting, stages) if need not in done)
-        if need not in to_come:
+        if need not in remaining:
             yield f"{waiting} on rank {rank} waits for {need}, which is on no rank"
             continue
-        owner, action = to_come[need]
+        owner, action = remaining[need]
         blocker = orders[owner][places[owner]]
         after = "" if blocker == action else f" after {blocker}"
         yield f"{waiting} on rank {rank} waits for {action}, which comes{after} on rank {owner}"

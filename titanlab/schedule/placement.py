@@ -1,4 +1,4 @@
-"""Which rank of a pipeline has which stage: base classes of schedules."""
+"""The placement of stages on a pipeline's ranks: base classes of schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEY = "schedule.stages_per_rank"
 
 
 class OneStage(PipelineSchedule):
-    """A schedule with one stage a rank."""
+    """A schedule with one stage per rank."""
 
     def stage_count(self, *, ranks: int) -> int:
         """One stage for each rank."""
@@ -25,11 +25,11 @@ class OneStage(PipelineSchedule):
 
 @dataclass(kw_only=True)
 class Looped(PipelineSchedule):
-    """A schedule with several stages a rank, which go round the ranks as often as asked for.
+    """A schedule with several stages per rank, placed round-robin.
 
     Attributes:
-        stages_per_rank: parts of the model that each rank has, none next to another; more of them: less bubble,
-            more communication.
+        stages_per_rank: stages of each rank, none adjacent to another; more stages mean a smaller bubble and more
+            communication.
     """
 
     stages_per_rank: int = field(default=2, metadata={"most": 1000})
@@ -49,7 +49,7 @@ class Looped(PipelineSchedule):
 
 @dataclass(kw_only=True)
 class VShaped(PipelineSchedule):
-    """A schedule with two stages a rank, which go through the ranks and back.
+    """A schedule with two stages per rank, placed on the ranks in order and then in reverse.
 
     Attributes:
         stages_per_rank: always 2.
@@ -72,12 +72,12 @@ class VShaped(PipelineSchedule):
 
 
 def looped(*, ranks: int, stages_per_rank: int = 1) -> list[int]:
-    """Rank of each stage, round and round: 0 1 2 0 1 2."""
+    """Rank of each stage, round-robin: 0 1 2 0 1 2."""
     return [stage % ranks for stage in range(ranks * stages_per_rank)]
 
 
 def v_shaped(*, ranks: int) -> list[int]:
-    """Rank of each stage, there and back: 0 1 2 2 1 0. First and last stage are on the same rank."""
+    """Rank of each stage, forward and back: 0 1 2 2 1 0. The first and the last stage are on the same rank."""
     return [*range(ranks), *reversed(range(ranks))]
 
 

@@ -1,4 +1,4 @@
-"""Timelines as a picture: one panel a schedule, all on the same scale of time."""
+"""Timelines as a figure: one panel per schedule, all with the same time scale."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from titanlab.schedule.placement import stages_of
 from titanlab.schedule.timeline import Timeline
 
 ENDINGS = (".png", ".svg", ".pdf")
-LIMIT = 10_000  # cells; more take a minute
+LIMIT = 10_000  # cells; drawing more takes a minute
 
-# Colours of a rank's first and last stage; those between are mixed. Readers who do not see red and green can
-# distinguish them.
+# Colours of a rank's first and last stage; those between are interpolated. Colour-blind readers can distinguish them.
 _COLOURS = {
     Kind.FORWARD: ("#a9cdee", "#4a90d0"),
     Kind.BACKWARD: ("#b5dfae", "#57a84f"),
@@ -25,18 +24,18 @@ _COLOURS = {
 }
 _IDLE = "#f1f1ef"
 _ROW_INCHES, _PANEL_INCHES, _FRAME_INCHES = 0.34, 0.75, 0.7
-_LEAST_POINTS = 4.5  # smaller figures cannot be read: cells go without
+_LEAST_POINTS = 4.5  # smaller digits cannot be read, so such cells have no text
 
 
 def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
-    """Write a picture of timelines.
+    """Write a figure of timelines.
 
     Args:
-        panels: title and timeline of each.
-        path: its ending says the format.
+        panels: title and timeline of each panel.
+        path: its ending is the format.
 
     Raises:
-        ConfigError: another ending, no such folder, too many actions, or matplotlib is not installed.
+        ConfigError: unknown ending, missing folder, too many actions, or matplotlib is not installed.
     """
     actions = sum(len(events) for _, timeline in panels for events in timeline.events)
     if actions > LIMIT:
@@ -58,7 +57,7 @@ def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
         min(40.0, max(8.0, 1.6 + 0.24 * longest_row)),
         rows * _ROW_INCHES + len(panels) * _PANEL_INCHES + _FRAME_INCHES,
     )
-    # Without the salt, and without the date below, the same picture would be another file each time.
+    # A fixed salt, and no date below, so that the same figure gives the same file.
     with mpl.rc_context({"svg.hashsalt": "titanlab", "font.family": "DejaVu Sans"}):
         figure = Figure(figsize=size, layout="constrained")
         heights = [len(timeline.events) for _, timeline in panels]
@@ -71,13 +70,13 @@ def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
 
 
 def _cells(timeline: Timeline) -> float:
-    """How many of the shortest actions follow each other."""
+    """The timeline's duration in units of its shortest action."""
     shortest = min((e.end - e.begin for row in timeline.events for e in row if e.end > e.begin), default=1.0)
     return timeline.duration / shortest
 
 
 def _panel(axis: Any, title: str, timeline: Timeline, longest: float, inches: float) -> None:
-    """Args: inches: of one unit of time."""
+    """Draw one panel; `inches` is the width of one unit of time."""
     from matplotlib.patches import Rectangle
 
     labels = _labels(timeline, inches)
@@ -116,13 +115,13 @@ def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
 
 
 def _labels(timeline: Timeline, inches: float) -> dict[Kind, tuple[str, float]]:
-    """Text of the cells of each kind, and a font size at which the longest fits into the narrowest cell."""
+    """Text of each kind's cells, and the font size at which the longest text fits into the narrowest cell."""
     events = [event for row in timeline.events for event in row]
     longest = max((len(str(event.action.microbatch)) for event in events), default=1)
     labels = {}
     for kind in Kind:
         width = inches * min((event.end - event.begin for event in events if event.action.kind is kind), default=1.0)
-        # A figure is some 0.64 of its size wide.
+        # A digit's width is about 0.64 of the font size.
         whole, number = (min(8.0, 72 * width * 0.9 / (0.64 * letters)) for letters in (1 + longest, longest))
         labels[kind] = ("{kind}{microbatch}", whole) if whole >= _LEAST_POINTS else ("{microbatch}", number)
     return labels

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, so that no rank has much more to do than another."""
+"""The split of a model into stages, such that the ranks' loads are balanced."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from itertools import accumulate
 
 from titanlab.errors import ConfigError
 
-# Cuts that one search tries before it gives up, some tenths of a second in all: what was found until then stays.
-# Searches that prove that nothing better is left can take for ever where every piece costs something else.
+# Cuts that one search tries before it stops, some tenths of a second in all; the best result until then is used.
+# Without the limit, a proof of optimality can take practically for ever if all pieces have different costs.
 PATIENCE = 20_000
-ROUNDING = 1e-9  # loads closer than this, relatively, are equal
-# By so much a rank may exceed the least load where that makes the largest stage smaller: ranks wait for stages too, and
-# without it a norm that costs next to nothing would decide where blocks go.
+ROUNDING = 1e-9  # loads with a smaller relative difference are equal
+# A rank's load may exceed the smallest possible by this share to make the largest stage smaller: ranks also wait for
+# stages, and without slack the tiny cost of a norm would decide where blocks go.
 SLACK = 0.01
 
 
 def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> list[int]:
     """First piece of every stage of a balanced pipeline.
 
-    Minimises the largest load of a rank, then, at the price of one per cent of that at most, the largest stage; every
-    stage has at least one piece. That is exact for one stage a rank, and for several wherever the searches end within
-    their patience, as they do for models whose blocks cost the same.
+    Minimises the largest load of a rank, and then the largest stage, for which the load may grow by one per cent; every
+    stage has at least one piece. The result is exact for one stage per rank, and for several if the searches end within
+    `PATIENCE`, as they do for models with equal blocks.
 
     Args:
         costs: of every piece, in the order of the forward pass; none is negative.
@@ -54,7 +54,7 @@ def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> l
 
 
 def _lightest(best: list[int], costs: Sequence[float], placement: Sequence[int]) -> list[int]:
-    """The cuts with which the largest load of a rank is least, looked for from good ones on."""
+    """The cuts with the smallest largest load of a rank, searched from `best` on."""
     least = max(sum(costs) / len(set(placement)), max(costs))
     while (load := _worst(best, costs, placement)[0]) > least * (1 + ROUNDING):
         better = _Search(costs, placement, load=load * (1 - ROUNDING), width=math.inf).run()
@@ -75,7 +75,7 @@ def _worst(first: Sequence[int], costs: Sequence[float], placement: Sequence[int
 
 
 def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
-    """The most even of the cuts whose largest stage is as small as can be."""
+    """Of the cuts with the smallest possible largest stage, those with the smallest sum of squares."""
     width = _worst(_cut(costs, stages, lambda cost: cost, max), costs, range(stages))[1] * (1 + ROUNDING)
     return _cut(costs, stages, lambda cost: cost * cost if cost <= width else math.inf, operator.add)
 
@@ -83,9 +83,9 @@ def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
 def _cut(
     costs: Sequence[float], stages: int, weigh: Callable[[float], float], join: Callable[[float, float], float]
 ) -> list[int]:
-    """The cuts for which the weights of all stages, joined, are least: dynamic programming from the last stage on."""
+    """The cuts that minimise the joined weights of all stages, by dynamic programming from the last stage on."""
     sums, pieces = [0.0, *accumulate(costs)], len(costs)
-    # By piece: the least weight of the stages after the current one, if they begin with this piece.
+    # By piece: the least weight of the stages after the current one if they begin at this piece.
     least = [weigh(sums[-1] - sums[begin]) for begin in range(pieces)] + [math.inf]
     ends: list[list[int]] = []
     for _ in range(stages - 1):
@@ -105,11 +105,11 @@ def _cut(
 
 
 class _Search:
-    """Depth first through the cuts under two bounds, nearest to an even share first.
+    """A depth-first search for cuts under two bounds, which tries the stage nearest to an even share first.
 
     Args:
-        load: no rank may have more.
-        width: no stage may cost more.
+        load: largest allowed load of a rank.
+        width: largest allowed cost of a stage.
     """
 
     def __init__(self, costs: Sequence[float], placement: Sequence[int], *, load: float, width: float) -> None:
@@ -118,25 +118,25 @@ class _Search:
         self._load, self._width = load, width
         self._sums = [0.0, *accumulate(costs)]
         self._later = [placement[stage + 1 :].count(rank) for stage, rank in enumerate(placement)]
-        # How many whole pieces of the usual cost fit into what is left tells sooner than sums that it is too little.
-        self._usual = sorted(costs)[len(costs) // 2]
-        heavy = [cost >= self._usual for cost in costs]
+        # The number of pieces of median cost that fit into the remaining room is a sharper bound than sums of costs.
+        self._median = sorted(costs)[len(costs) // 2]
+        heavy = [cost >= self._median for cost in costs]
         self._heavy = [sum(heavy[begin:]) for begin in range(self._pieces + 1)]
         self._fewest = self._fewest_stages()
-        self._hopeless: set[tuple[object, ...]] = set()
+        self._infeasible: set[tuple[object, ...]] = set()
         self._tried = 0
 
     def run(self) -> list[int] | None:
-        """First pieces of the stages, or None: there are none, or patience has ended."""
+        """First pieces of the stages; None if there are none, or after `PATIENCE` tries."""
         return self._from(0, 0, dict.fromkeys(self._placement, self._load))
 
     def _from(self, stage: int, begin: int, room: dict[int, float]) -> list[int] | None:
         if stage == self._stages:
             return [] if begin == self._pieces else None
-        if self._tried >= PATIENCE or not self._promises(stage, begin, room):
+        if self._tried >= PATIENCE or not self._may_fit(stage, begin, room):
             return None
         position = (stage, begin, *(room[rank] for rank in self._open(stage)))
-        if position in self._hopeless:
+        if position in self._infeasible:
             return None
         rank = self._placement[stage]
         for end in self._ends(stage, begin, room[rank]):
@@ -144,11 +144,11 @@ class _Search:
             rest = self._from(stage + 1, end, {**room, rank: room[rank] - self._cost(begin, end)})
             if rest is not None:
                 return [begin, *rest]
-        self._hopeless.add(position)
+        self._infeasible.add(position)
         return None
 
     def _ends(self, stage: int, begin: int, room: float) -> list[int]:
-        """Where the stage may end, the likeliest place first."""
+        """Possible ends of the stage, the likeliest first."""
         if stage == self._stages - 1:
             fits = self._cost(begin, self._pieces) <= min(room, self._width)
             return [self._pieces] if fits else []
@@ -157,14 +157,14 @@ class _Search:
         share = room / (1 + self._later[stage])
         return sorted(ends, key=lambda end: abs(self._cost(begin, end) - share))
 
-    def _promises(self, stage: int, begin: int, room: dict[int, float]) -> bool:
-        """Whether the pieces left could fit, as far as a look from outside tells."""
+    def _may_fit(self, stage: int, begin: int, room: dict[int, float]) -> bool:
+        """Whether simple bounds allow the remaining pieces to fit."""
         left = [room[rank] for rank in self._open(stage)]
         if self._fewest[begin] > self._stages - stage or self._cost(begin, self._pieces) > sum(left):
             return False
-        if self._usual <= 0:
+        if self._median <= 0:
             return True
-        return self._heavy[begin] <= sum(int(room_left / self._usual) for room_left in left)
+        return self._heavy[begin] <= sum(int(room_left / self._median) for room_left in left)
 
     def _open(self, stage: int) -> Iterator[int]:
         """Ranks that have this stage or a later one."""
@@ -174,7 +174,7 @@ class _Search:
         return self._sums[end] - self._sums[begin]
 
     def _fewest_stages(self) -> list[float]:
-        """By piece: how many stages the pieces from there on take at least."""
+        """By piece: the least number of stages for the pieces from this one on."""
         fewest: list[float] = [0.0] * (self._pieces + 1)
         for begin in reversed(range(self._pieces)):
             end = bisect_right(self._sums, self._sums[begin] + min(self._width, self._load)) - 1

@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, how long ranks are idle, and how much they keep."""
+"""The simulated timeline of a schedule: times of actions, idle time, and microbatches in flight."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.order import Orders, executed
 
-# Seconds, or any other unit, of each kind: one number for all stages, or one for each.
+# Duration of each kind in seconds or any other unit: one number for all stages, or one for each stage.
 Durations = Mapping[Kind, float | Sequence[float]]
 
-# A product has as many FLOPs as each of its two gradients.
+# Each of a matrix product's two gradients has as many FLOPs as the product.
 DURATIONS: Durations = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 
 
 class Event(NamedTuple):
-    """An action and when it runs."""
+    """An action with its begin and end."""
 
     action: Action
     begin: float
@@ -26,16 +26,16 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A schedule as it runs when every action begins as soon as it can.
+    """The times of a schedule in which every action begins as soon as it can.
 
     Attributes:
         events: by rank, in order.
         placement: rank of each stage.
-        duration: from the first action's begin to the last one's end, in the unit of the given durations.
+        duration: from the begin of the first action to the end of the last, in the unit of the durations.
         bubble_share: idle share of all ranks' time, 0 to 1.
-        peak_in_flight: by rank, the most microbatches whose activations it keeps at a time. A stage keeps a
-            microbatch's from the begin of F to the end of B or W (I frees only a part), and counts for its
-            share of the rank's stages: half a microbatch, where the rank has two.
+        peak_in_flight: by rank, the largest number of microbatches whose activations it keeps at the same time. A stage
+            keeps them from the begin of F to the end of B or W (I frees only a part). With n stages per rank, each
+            stage counts as 1/n of a microbatch.
     """
 
     events: list[list[Event]]
@@ -54,7 +54,7 @@ def simulate(
         orders: actions by rank.
         placement: rank of each stage.
         durations: of each kind.
-        transfer: time that a tensor takes from one rank to another; both compute meanwhile.
+        transfer: time to send a tensor from one rank to another; both ranks compute meanwhile.
 
     Raises:
         OrderError: ranks wait for each other, or for an action that no rank has.
@@ -78,7 +78,7 @@ def simulate(
 
 
 def peak_in_flight(order: Sequence[Action]) -> float:
-    """The most microbatches whose activations one rank keeps, given its actions; see `Timeline`."""
+    """The largest number of microbatches whose activations one rank keeps; see `Timeline`."""
     alive = peak = 0
     for action in order:
         if action.kind is Kind.FORWARD:

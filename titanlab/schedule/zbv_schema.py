@@ -1,8 +1,8 @@
 """schedule=zbv: zero bubble over stages laid out as a V (arXiv 2401.10241, section 6).
 
-Between its first and its last action a rank never idles where F, I and W take equally long and there are microbatches
-enough, 2·ranks − 1. What remains is the slant: a rank begins and ends later than another. In the paper a rank that has
-ended begins the next step; here a step ends for all at once, with the norm of the gradients.
+A rank is never idle between its first and its last action if F, I and W take the same time and there are at least
+2·ranks − 1 microbatches. Ranks still begin and end at different times. In the paper a rank that has ended begins the
+next step; here all ranks end a step together, because they compute the norm of the gradients.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class ZBV(VShaped):
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank."""
-        # The shape needs at least so many microbatches; of fewer, it is what remains when the others are taken out.
-        whole = max(2 * ranks - 1, microbatches)
-        return [_of_rank(rank, ranks=ranks, microbatches=whole).up_to(microbatches) for rank in range(ranks)]
+        # The construction needs 2·ranks − 1 microbatches; for fewer, the actions of the others are left out.
+        count = max(2 * ranks - 1, microbatches)
+        return [_of_rank(rank, ranks=ranks, microbatches=count).up_to(microbatches) for rank in range(ranks)]
 
 
 def _of_rank(rank: int, *, ranks: int, microbatches: int) -> ActionList:
-    down, up = rank, 2 * ranks - 1 - rank  # the rank's stage on the way there, and on the way back
+    down, up = rank, 2 * ranks - 1 - rank  # the rank's stages in the first and in the second half of the V
     order = ActionList()
-    # Warm-up: fill the way there, then both ways, then the way back with its own backward passes.
+    # Warm-up: forward passes of the first half of the V, then of both halves, then backward passes of the second half.
     order.add(down, *[F] * (2 * (ranks - rank) - 1))
     for _ in range(rank):
         order.add(up, F)
         order.add(down, F)
     for _ in range(ranks - rank):
         order.add(up, F, I, W)
-    # Steady: forward and backward through both stages, until the way there has had all microbatches.
+    # Steady: forward and backward through both stages, until the first half has run all microbatches.
     for _ in range(microbatches - ranks):
         if order.done(down, F) < microbatches:
             order.add(down, F)
         order.add(down, I, W)
         order.add(up, F, I, W)
-    # Cool-down: gradients of inputs first, those of weights where nothing else is left to do.
+    # Cool-down: gradients of inputs first; those of weights fill idle time.
     for _ in range(rank):
         order.add(down, I)
         order.add(up, I)

@@ -1,4 +1,4 @@
-"""What titanlab asks of a tracker: of its config, and of what takes the metrics. Torch-free."""
+"""The contract of a tracker: its config, and the object that takes the metrics. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrackerConfig(Protocol):
         ...
 
     def check(self, setting: Setting) -> None:
-        """Check rules that reach beyond the tracker's own fields; by default there are none.
+        """Check rules that need more of the recipe than the tracker's fields; by default there are none.
 
         Raises:
             ConfigError: the first rule that is broken.
@@ -33,7 +33,7 @@ class TrackerConfig(Protocol):
         return
 
     def check_installed(self) -> None:
-        """Check that this environment has what the tracker needs; by default it needs nothing.
+        """Check that the packages of the tracker are installed; by default it needs none.
 
         Raises:
             ConfigError: a package is not installed.
@@ -41,25 +41,25 @@ class TrackerConfig(Protocol):
         return
 
     def for_rebuild(self, rows: int) -> TrackerConfig | None:
-        """The config of a tracker that takes so many rows at once and keeps them in the run's folder.
+        """The config of a tracker that takes `rows` rows at once and writes files into the run's folder.
 
-        For `titanlab sync --rebuild`. None: the tracker keeps no files there, and nothing can be rebuilt.
+        For `titanlab sync --rebuild`. None: the tracker writes no files there, so nothing can be rebuilt.
         """
         return None
 
 
 class Tracker(Protocol):
-    """Sends metrics elsewhere. No method raises for trouble of its own, and none waits for a network.
+    """Sends metrics to another system. No method raises an error of that system or waits for a network.
 
-    Bound to its config. The last two methods are for trackers that keep files of their own in a run's folder.
+    The last two methods are for trackers that write files into a run's folder.
     """
 
     def start(self, run: TrackedRun, *, warn: Warn) -> None:
-        """Open it. Returns at once; `warn` is called with one line if the tracker has to give up."""
+        """Open the tracker. Returns at once; `warn` is called with one line if the tracker stops with an error."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
-        """Hand over a row; steps never decrease within an attempt.
+        """Log a row of metrics; steps never decrease within an attempt.
 
         Args:
             time: when the row was measured, in seconds since the epoch; None: now.
@@ -67,7 +67,7 @@ class Tracker(Protocol):
         ...
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
-        """Close it with the run's medians and totals; waits a few seconds at most."""
+        """Log the run's medians and totals and close the tracker; waits a few seconds at most."""
         ...
 
     def kept_files(self, run: Path) -> frozenset[Path]:

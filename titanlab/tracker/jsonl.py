@@ -1,4 +1,4 @@
-"""tracker=jsonl: nothing beyond metrics.jsonl, which the run folder writes under every tracker."""
+"""tracker=jsonl: only metrics.jsonl, which every run writes with every tracker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titanlab.tracker.tracked_run import TrackedRun
 
 
 class JsonlTracker(Tracker):
-    """Does nothing more."""
+    """Does nothing: the run writes metrics.jsonl and result.json itself."""
 
     def start(self, run: TrackedRun, *, warn: Warn) -> None:
         """Nothing to open."""

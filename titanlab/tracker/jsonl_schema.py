@@ -11,7 +11,7 @@ from titanlab.tracker.contract import Tracker, TrackerConfig
 @option("tracker", "jsonl")
 @dataclass(kw_only=True)
 class Jsonl(TrackerConfig):
-    """The run's own metrics.jsonl and nothing else."""
+    """Only the run's own metrics.jsonl."""
 
     kind: str = "jsonl"
 

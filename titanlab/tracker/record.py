@@ -1,4 +1,4 @@
-"""attempts/N/tracker.json: how far a tracker got, so that a run can report what the tracker lacks."""
+"""attempts/N/tracker.json: the rows that a tracker has taken, so that a run can report those that it lacks."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from titanlab.system.atomic_file import write_json
 
 SCHEMA = 1
 FILE = "tracker.json"
-# Folder in a run's folder: trackers' files from before a rebuild.
+# Folder in a run's folder for the tracker files that a rebuild has replaced.
 REPLACED = "replaced"
-# Not ready yet; takes rows; has all rows and the summary.
+# States of a tracker: not ready yet; takes rows; has all rows and the summary.
 STARTING, OPEN, FINISHED = "starting", "open", "finished"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What tracker.json holds.
+    """The content of tracker.json.
 
     Attributes:
         kind: option of the group `tracker`.
         state: STARTING, OPEN or FINISHED.
-        id: the run's there.
-        wanted: the mode that was asked for, `online` or `offline`; None for trackers without modes.
-        mode: the mode in use; None before it is ready.
-        folder: with its files, below the run's; None before it is ready.
-        step: of the latest row that it has taken.
-        rows: how many it has taken in this attempt.
-        left_out: rows that it was not given because it could not keep up.
-        attempt: the attempt, from 1; of a record that was rebuilt, the latest one that is in it.
-        rebuilt: whether it was written anew from metrics.jsonl.
-        updated: when, in seconds since the epoch.
+        id: the run's id in the tracker.
+        wanted: the configured mode, `online` or `offline`; None for trackers without modes.
+        mode: the mode in use; None before the tracker is ready.
+        folder: the folder of the tracker's files, relative to the run's folder; None before the tracker is ready.
+        step: of the latest row that the tracker has taken.
+        rows: number of rows that the tracker has taken in this attempt.
+        left_out: number of rows that were not sent because the tracker could not keep up.
+        attempt: number of the attempt, from 1; of a rebuilt record, the latest attempt in it.
+        rebuilt: whether the tracker's files were rebuilt from metrics.jsonl.
+        updated: time of the last change, in seconds since the epoch.
     """
 
     kind: str
@@ -54,21 +54,21 @@ class Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Replace a record; if the disk is full or absent, the record is unchanged."""
-    # A row that cannot be recorded counts as missing. A tracker's trouble never stops the run.
+    """Replace a record; if the disk is full or absent, the record stays as it is."""
+    # A row that is not recorded counts as missing. An error of a tracker never stops the run.
     with contextlib.suppress(OSError):
         write_json(path, {"schema": SCHEMA, **asdict(replace(record, updated=time.time()))})
 
 
 def read_record(path: Path) -> Record | None:
-    """The record in a file; None where there is none, or none of this schema."""
+    """Read a record; None if there is none, or if its schema differs."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
         return None
-    known: dict[str, Any] = {each.name: value[each.name] for each in fields(Record) if each.name in value}
+    known: dict[str, Any] = {field.name: value[field.name] for field in fields(Record) if field.name in value}
     try:
         return Record(**known)
     except TypeError:

@@ -1,8 +1,8 @@
-"""Signals that a process and all that it starts ignore, whatever handlers they ask the kernel for.
+"""Signals that a process and its descendants ignore, even if they install handlers.
 
-To ignore a signal before a program starts is enough for most programs. A program written in Go that wants the signal
-for itself (`signal.Notify`) gets it nevertheless; wandb's service does so and ends. A filter of the kernel's (seccomp)
-lets such a request succeed without effect. It can go when wandb's service has an option to leave signals alone.
+Most programs keep a signal ignored that was ignored when they started. A Go program that calls `signal.Notify` gets the
+signal nevertheless; wandb's service does so and ends. A seccomp filter lets the system call that installs the handler
+succeed without effect. The filter can go when wandb's service has an option to ignore signals.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import struct
 import sys
 from collections.abc import Sequence
 
-# Of Linux, by `uname -m`: AUDIT_ARCH_* from linux/audit.h, and the number of the system call rt_sigaction.
+# On Linux, by `uname -m`: AUDIT_ARCH_* from linux/audit.h, and the number of the system call rt_sigaction.
 _MACHINES = {"x86_64": (0xC000003E, 13), "aarch64": (0xC00000B7, 134)}
 # linux/prctl.h and linux/seccomp.h.
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
 _ALLOW, _SUCCEED_WITHOUT_EFFECT = 0x7FFF0000, 0x00050000
-# linux/bpf_common.h: load a word of the call's description, compare, return.
+# linux/bpf_common.h: load a word of struct seccomp_data, compare, return.
 _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-# Offsets in struct seccomp_data; of an argument the lower half, on little-endian machines.
+# Offsets in struct seccomp_data; an argument's lower half on little-endian machines.
 _CALL, _MACHINE, _FIRST, _SECOND = 0, 4, 16, 24
 
 
-def ignore_for_good(numbers: Sequence[int]) -> bool:
+def ignore_signals(numbers: Sequence[int]) -> bool:
     """Ignore signals in this process and in every process that it starts from now on.
 
     Returns:
-        whether programs that ask for the signals are kept from them too: on Linux, where the kernel has seccomp.
+        whether this includes programs that install handlers: true on Linux if the kernel has seccomp.
     """
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
@@ -40,11 +40,11 @@ def ignore_for_good(numbers: Sequence[int]) -> bool:
     buffer = ctypes.create_string_buffer(b"".join(instructions))
     program = _Program(len(instructions), ctypes.cast(buffer, ctypes.c_void_p))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    # Without it only root may set a filter. Programs with the setuid bit lose it; none is started here.
-    word = ctypes.c_ulong
-    if prctl(_PR_SET_NO_NEW_PRIVS, word(1), word(0), word(0), word(0)) != 0:
+    # Without NO_NEW_PRIVS only root may set a filter. It disables setuid bits; no setuid program is started here.
+    ulong = ctypes.c_ulong
+    if prctl(_PR_SET_NO_NEW_PRIVS, ulong(1), ulong(0), ulong(0), ulong(0)) != 0:
         return False
-    return bool(prctl(_PR_SET_SECCOMP, word(_SECCOMP_MODE_FILTER), ctypes.byref(program)) == 0)
+    return bool(prctl(_PR_SET_SECCOMP, ulong(_SECCOMP_MODE_FILTER), ctypes.byref(program)) == 0)
 
 
 class _Program(ctypes.Structure):
@@ -54,15 +54,15 @@ class _Program(ctypes.Structure):
 
 
 def _filter(machine: int, call: int, numbers: Sequence[int]) -> list[bytes]:
-    """The instructions: rt_sigaction(number, action, …) with an action other than null has no effect."""
-    # Each step is (code, value, where to go if equal, where to go otherwise); None is the next step.
+    """Instructions with which rt_sigaction(number, action, …) has no effect unless the action is null."""
+    # Each step is (code, value, step to go to if equal, step to go to otherwise); None is the next step.
     allow, skip = 7 + len(numbers), 8 + len(numbers)
     steps: list[tuple[int, int, int | None, int | None]] = [
         (_LOAD, _MACHINE, None, None),
         (_IF_EQUAL, machine, None, allow),
         (_LOAD, _CALL, None, None),
         (_IF_EQUAL, call, None, allow),
-        # Null only asks which handler there is.
+        # A null action only reads the current handler.
         (_LOAD, _SECOND, None, None),
         (_IF_EQUAL, 0, allow, None),
         (_LOAD, _FIRST, None, None),
@@ -70,7 +70,7 @@ def _filter(machine: int, call: int, numbers: Sequence[int]) -> list[bytes]:
         (_RETURN, _ALLOW, None, None),
         (_RETURN, _SUCCEED_WITHOUT_EFFECT, None, None),
     ]
-    # struct sock_filter; jumps count from the next instruction.
+    # struct sock_filter; jumps are relative to the next instruction.
     return [
         struct.pack(
             "=HBBI",

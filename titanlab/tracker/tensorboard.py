@@ -18,7 +18,7 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars through torch's SummaryWriter, whose own thread does the writing."""
+    """Writes scalars through torch's SummaryWriter, which writes to disk in its own thread."""
 
     _warn: Warn
 
@@ -30,24 +30,24 @@ class TensorBoardTracker(Tracker):
         self._path = Path()
 
     def start(self, run: TrackedRun, *, warn: Warn) -> None:
-        """Open an event file; rows of an earlier attempt for later steps are hidden from the charts."""
+        """Open an event file; rows of an earlier attempt after the resumed step are hidden from the charts."""
         self._warn = warn
         self._path = run.record
-        self._note(id=run.id, attempt=run.attempt)
+        self._update_record(id=run.id, attempt=run.attempt)
         try:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(
                 log_dir=str(run.folder / FOLDER),
                 purge_step=run.resumed_step + 1 if run.attempt > 1 else None,
-                # Room for bursts: add_scalar waits where the queue is full.
+                # Large enough for many rows at once: add_scalar blocks when the queue is full.
                 max_queue=1000,
                 flush_secs=self._config.flush_seconds,
             )
             self._step = run.resumed_step
             text = json.dumps(run.flat_config(), indent=2, default=str)
             self._writer.add_text("recipe", "\n".join("    " + line for line in text.splitlines()), self._step)
-            self._note(state=OPEN)
+            self._update_record(state=OPEN)
         except Exception as error:
             self._give_up(error)
 
@@ -71,19 +71,19 @@ class TensorBoardTracker(Tracker):
             return
         try:
             self._writer.close()
-            self._note(state=FINISHED)
+            self._update_record(state=FINISHED)
         except Exception as error:
             self._give_up(error)
         self._writer = None
 
-    def _note(self, **changes: Any) -> None:
+    def _update_record(self, **changes: Any) -> None:
         self._record = replace(self._record, **changes)
         write_record(self._path, self._record)
 
     def _give_up(self, error: Exception) -> None:
-        # Every kind of error is caught: a tracker's trouble never stops the run.
+        # Every kind of error is caught: an error of a tracker never stops the run.
         self._writer = None
-        self._note()
+        self._update_record()
         self._warn(f"tensorboard stopped ({type(error).__name__}: {error}); metrics.jsonl goes on")
 
     def kept_files(self, run: Path) -> frozenset[Path]:

@@ -16,7 +16,7 @@ class TensorBoard(TrackerConfig):
     """Event files in the run's folder, for `tensorboard --logdir runs`.
 
     Attributes:
-        flush_seconds: how often rows reach the disk.
+        flush_seconds: seconds between writes of rows to disk.
     """
 
     kind: str = "tensorboard"

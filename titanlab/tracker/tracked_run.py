@@ -1,4 +1,4 @@
-"""What a tracker is told about a run, and how the one rank that writes opens it."""
+"""The description of a run that a tracker gets, and the start of the tracker on the rank that writes metrics."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from titanlab.tracker.record import FILE
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told about a run.
+    """The description of a run for a tracker.
 
     Attributes:
-        id: the same in all attempts, so that a resumed run continues its charts: digits of its identity.
-        name: what people see, such as the run folder's name.
-        sweep: the collection that it belongs to.
-        folder: of the run; a tracker's own files go there.
+        id: digits of the run's identity; the same in all attempts, so that a resumed run continues its charts.
+        name: the displayed name, such as the run folder's name.
+        sweep: the sweep that the run belongs to.
+        folder: of the run; a tracker writes its files into it.
         config: the resolved recipe as plain values.
-        layout: degree of each axis; also given as flat `layout.*` keys, to group and filter by.
+        layout: degree of each axis; `flat_config` has them as `layout.*` keys too, for grouping and filtering.
         facts: further flat keys: model parameters, tokens per step, device, the layout's label, the sweep's point …
         tags: model, hardware, precision.
         job_type: `train`, `bench` or `eval`.
         attempt: number of the attempt, from 1.
         resumed_step: the step after which the attempt continues; 0: it starts from the beginning.
-        is_live: a process trains it now; otherwise its rows are read from metrics.jsonl, and no machine is watched.
+        is_live: whether a process trains the run now; otherwise rows come from metrics.jsonl, and the tracker does
+            not monitor hardware.
     """
 
     id: str
@@ -45,24 +46,24 @@ class TrackedRun:
 
     @property
     def record(self) -> Path:
-        """Where the tracker notes how far it got."""
+        """The path of tracker.json."""
         return self.folder / "attempts" / str(self.attempt) / FILE if self.is_live else self.folder / FILE
 
     def flat_config(self) -> dict[str, Any]:
-        """The recipe, with facts and `layout.*` beside it."""
+        """The recipe with the facts and the `layout.*` keys."""
         layout = {f"layout.{axis}": degree for axis, degree in self.layout.items()}
         return {**self.config, **self.facts, **layout, "attempt": self.attempt}
 
 
 def open_tracker(config: TrackerConfig, run: TrackedRun, *, warn: Warn) -> Tracker:
-    """The configured tracker, started. Only the rank that writes metrics calls this.
+    """Start the configured tracker. Only the rank that writes metrics calls this.
 
     Args:
         config: of the group `tracker`.
-        warn: called with one line if the tracker has to give up.
+        warn: called with one line if the tracker stops with an error.
 
     Raises:
-        ConfigError: its package is not installed.
+        ConfigError: a package of the tracker is not installed.
     """
     config.check_installed()
     tracker = config.implementation()

@@ -1,10 +1,10 @@
-"""tracker=wandb: one writer per run, in a process of its own, so that wandb can neither stop nor slow a run.
+"""tracker=wandb: one writer process per run, so that wandb can neither stop nor slow down the training process.
 
-The training process never imports wandb, which takes a second and holds the interpreter's lock, starts
-threads and waits for its service when the interpreter ends. It sends rows through a pipe and never waits for it:
-what the pipe does not take waits in a bounded queue. A writer that dies, hangs or cannot log in costs one warning,
-and attempts/N/tracker.json shows what it lacks. One that cannot get online is replaced by one that writes
-offline, and gets all rows again. `wandb_writer.py` is the other end.
+The training process never imports wandb: the import takes a second and holds the GIL, and wandb starts threads and
+waits for its service when the interpreter ends. The training process sends rows through a pipe and never waits: rows
+that do not fit into the pipe wait in a bounded queue. If the writer dies, hangs or cannot log in, the user gets one
+warning, and attempts/N/tracker.json shows the missing rows. A writer that cannot get online is replaced by one that
+writes offline and gets all rows again. The writer runs `wandb_writer.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from titanlab.tracker.record import Record, write_record
 from titanlab.tracker.tracked_run import TrackedRun
 from titanlab.tracker.wandb_files import discard, kept_files, online_folders, put_aside
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.tracker.wandb_writer import UNHEARD
+from titanlab.tracker.wandb_writer import IGNORED_SIGNALS
 
 _WRITER = "titanlab.tracker.wandb_writer"
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
 
 class WandbTracker(Tracker):
-    """The training process's end of the pipe."""
+    """The training process's side of the pipe to the writer."""
 
     _warn: Warn
 
@@ -46,12 +46,12 @@ class WandbTracker(Tracker):
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._queue: collections.deque[bytes] = collections.deque()
-        # Bytes of the queue's first line that are already written to the pipe.
-        self._begun = 0
-        # Rows sent to this writer; an offline writer that replaces it needs them again.
-        self._given: list[bytes] = []
+        # Bytes of the queue's first line that are already in the pipe.
+        self._written = 0
+        # Lines sent to this writer; an offline writer that replaces it needs them again.
+        self._sent: list[bytes] = []
         self._rows = 0
-        self._heard = b""
+        self._received = b""
         self._events: set[str] = set()
         self._warned = False
         self._folder = Path()
@@ -59,7 +59,7 @@ class WandbTracker(Tracker):
         self._others: frozenset[Path] = frozenset()
 
     def start(self, run: TrackedRun, *, warn: Warn) -> None:
-        """Start the writer; it imports and opens wandb while the run goes on."""
+        """Start the writer, which imports and opens wandb while the run continues."""
         self._warn = warn
         mode = resolve_mode(self._config, os.environ)
         if mode == "off":
@@ -72,22 +72,22 @@ class WandbTracker(Tracker):
         self._launch()
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
-        """Put a row into the pipe, or into the queue where that is full."""
+        """Put a row into the pipe, or into the queue if the pipe is full."""
         if self._process is None:
             return
         self._rows += 1
         if len(self._queue) >= self._config.queue_rows:
             self._warn_once("cannot keep up, so rows are left out of it; metrics.jsonl has them all")
         else:
-            # wandb's own name for when a row was measured.
-            told = {} if time is None else {"_timestamp": time}
-            self._queue.append(_line({"log": {"step": step, "metrics": {**metrics, **told}}}))
+            # wandb's name for the time at which a row was measured.
+            timestamp = {} if time is None else {"_timestamp": time}
+            self._queue.append(_line({"log": {"step": step, "metrics": {**metrics, **timestamp}}}))
         self._pump()
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
         """Send the summary, wait for the writer up to `finish_seconds`, and end it.
 
-        One that has not got online in half of that time writes offline in the other half.
+        If the writer is not online after half of that time, the run is written offline in the other half.
         """
         begin = time.monotonic()
         deadline = begin + self._config.finish_seconds
@@ -108,7 +108,7 @@ class WandbTracker(Tracker):
                 self._go_offline()
                 continue
             until = min(deadline, half) if self._is_going_online else deadline
-            writable = [_file(self._process.stdin)] if self._may_give else []
+            writable = [_file(self._process.stdin)] if self._may_send else []
             select.select([_file(self._process.stdout)], writable, [], min(max(0.0, until - now), 0.5))
             self._pump()
         if self._process is not None:
@@ -129,19 +129,19 @@ class WandbTracker(Tracker):
         return "started" in self._events
 
     @property
-    def _may_give(self) -> bool:
-        """Whether a line waits that may be sent now."""
-        return bool(self._queue) and (self._is_ready or len(self._given) < self._config.queue_rows)
+    def _may_send(self) -> bool:
+        """Whether a line waits in the queue and may be sent now."""
+        return bool(self._queue) and (self._is_ready or len(self._sent) < self._config.queue_rows)
 
     @property
     def _is_going_online(self) -> bool:
         return self._start["mode"] == "online" and not self._is_ready
 
     def _launch(self) -> None:
-        """Start a writer in the mode that `_start` says."""
+        """Start a writer with the settings and the mode in `_start`."""
         record = Record(**self._start["record"]["values"])
         write_record(Path(self._start["record"]["path"]), record)
-        self._heard, self._events = b"", set()
+        self._received, self._events = b"", set()
         try:
             with (self._folder / "logs" / "wandb.log").open("ab") as log, _blocked():
                 self._process = subprocess.Popen(
@@ -150,7 +150,7 @@ class WandbTracker(Tracker):
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    # A group of its own, so that all its processes can be ended together.
+                    # A separate process group, so that all processes of the writer can be killed together.
                     start_new_session=True,
                 )
             os.set_blocking(_file(self._process.stdin).fileno(), False)
@@ -163,10 +163,10 @@ class WandbTracker(Tracker):
 
     def _go_offline(self) -> None:
         """Replace a writer that cannot get online by an offline one, and send it all rows again."""
-        # The first line is the message that started that one.
-        rows = [*self._given, *self._queue][1:]
+        # The first line is the start message of the old writer.
+        rows = [*self._sent, *self._queue][1:]
         self._end(0.0)
-        # The folder that wandb made for going online holds nothing but wandb's logs.
+        # The folder that wandb made for the online mode has only wandb's logs.
         discard(online_folders(self._folder, self._start["id"]) - self._others)
         self._queue.extend(rows)
         self._start["mode"] = "offline"
@@ -174,7 +174,7 @@ class WandbTracker(Tracker):
 
     def _settings(self, run: TrackedRun, mode: str) -> dict[str, Any]:
         config = self._config
-        # wandb takes tags of 1 to 64 characters and none twice.
+        # wandb accepts tags of 1 to 64 characters, without duplicates.
         tags = list(dict.fromkeys(tag[:64] for tag in [*run.tags, *config.tags] if tag))
         record = Record(kind="wandb", id=run.id, wanted=mode, attempt=run.attempt)
         return {
@@ -188,51 +188,51 @@ class WandbTracker(Tracker):
             "tags": tags,
             "dir": str(run.folder),
             "config": run.flat_config(),
-            # The process whose memory and devices wandb watches.
+            # wandb monitors the memory and the devices of this process.
             "pid": os.getpid() if run.is_live else None,
             "record": {"path": str(run.record), "values": asdict(record)},
         }
 
     def _pump(self) -> None:
-        """Write what the pipe takes and read what the writer has said, without waiting."""
+        """Write lines until the pipe is full and read the writer's events, without waiting."""
         process = self._process
         if process is None:
             return
         try:
             pipe = _file(process.stdin).fileno()
-            while self._may_give:
-                self._begun += os.write(pipe, memoryview(self._queue[0])[self._begun :])
-                if self._begun == len(self._queue[0]):
-                    line, self._begun = self._queue.popleft(), 0
+            while self._may_send:
+                self._written += os.write(pipe, memoryview(self._queue[0])[self._written :])
+                if self._written == len(self._queue[0]):
+                    line, self._written = self._queue.popleft(), 0
                     if self._is_going_online:
-                        self._given.append(line)
+                        self._sent.append(line)
         except BlockingIOError:
             pass
         except OSError:
-            # The writer has closed the pipe. Its own message, if there is one, says why.
-            self._listen()
+            # The writer has closed the pipe. Its last event, if there is one, has the reason.
+            self._read_events()
             if self._process is process:
                 self._give_up("has ended by itself")
             return
-        self._listen()
+        self._read_events()
 
-    def _listen(self) -> None:
+    def _read_events(self) -> None:
         assert self._process is not None
         try:
-            heard = os.read(_file(self._process.stdout).fileno(), 65536)
+            content = os.read(_file(self._process.stdout).fileno(), 65536)
         except BlockingIOError:
             return
-        if not heard:
+        if not content:
             if "finished" not in self._events:
                 self._give_up("has ended by itself")
             return
-        *lines, self._heard = (self._heard + heard).split(b"\n")
+        *lines, self._received = (self._received + content).split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
                 self._events.add(event["event"])
                 if event["event"] == "started":
-                    self._given.clear()
+                    self._sent.clear()
                 if event["event"] == "trouble":
                     self._warn_once(event["text"])
                 if event["event"] == "refused":
@@ -259,19 +259,19 @@ class WandbTracker(Tracker):
         """Close the pipe, give the writer some time to exit, then kill its process group."""
         process, self._process = self._process, None
         self._queue.clear()
-        self._given.clear()
-        self._begun = 0
+        self._sent.clear()
+        self._written = 0
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
-            # Closing also flushes; nothing is buffered, since os.write is used.
+            # Closing flushes, but os.write leaves nothing in the buffer.
             with contextlib.suppress(OSError):
                 _file(pipe).close()
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            # The writer leads its own session, so that the group is the writer's alone. wandb's service has
-            # another one, and ends when it sees that the writer is gone.
+            # The writer leads its own session, so its process group has no other processes. wandb's service is in
+            # another group, and ends when the writer is gone.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -279,8 +279,8 @@ class WandbTracker(Tracker):
 
 @contextlib.contextmanager
 def _blocked() -> Iterator[None]:
-    """Block signals that a writer ignores: it starts with them blocked, and then ignores them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+    """Block the signals that a writer ignores, so that none can end it before it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
     finally:
@@ -300,7 +300,7 @@ def resolve_mode(config: Wandb, environ: Mapping[str, str]) -> str:
 
 
 def has_key(environ: Mapping[str, str]) -> bool:
-    """Whether wandb would find a way to log in: a key or an identity token in the environment, or a line in netrc."""
+    """Whether wandb can log in: with a key or an identity token in the environment, or with an entry in netrc."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc

@@ -1,4 +1,4 @@
-"""What wandb leaves in a run's folder: `wandb/[offline-]run-DATE-ID/run-ID.wandb`, one for each start."""
+"""wandb's files in a run's folder: `wandb/[offline-]run-DATE-ID/run-ID.wandb`, one for each start."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ FOLDER = "wandb"
 
 
 def online_folders(run: Path, id: str) -> frozenset[Path]:  # noqa: A002
-    """Folders of starts that went online, or tried to."""
+    """Folders of starts in online mode, whether or not wandb got online."""
     return frozenset((run / FOLDER).glob(f"run-*-{id}"))
 
 
 def offline_files(run: Path) -> list[Path]:
-    """Files that are there to be uploaded, oldest first."""
+    """Files of offline starts, oldest first."""
     return sorted((run / FOLDER).glob("offline-run-*/run-*.wandb"))
 
 
 def is_uploaded(file: Path) -> bool:
-    """Whether `wandb sync` has uploaded a file: it leaves a mark beside it."""
+    """Whether `wandb sync` has uploaded a file: it then makes a `.synced` file beside it."""
     return file.with_name(f"{file.name}.synced").exists()
 
 
@@ -43,6 +43,6 @@ def put_aside(run: Path, folders: Iterable[Path], *, keep: bool) -> None:
 
 
 def discard(folders: Iterable[Path]) -> None:
-    """Remove folders, as far as that can be done."""
+    """Remove folders; errors are ignored."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -17,17 +17,17 @@ _NAME = re.compile(r"[^/\\#?%:]{1,128}")
 @option("tracker", "wandb")
 @dataclass(kw_only=True)
 class Wandb(TrackerConfig):
-    """Weights & Biases, from a process of its own.
+    """Weights & Biases, in a separate process.
 
     Attributes:
-        mode: `online`, `offline` (files for `wandb sync`), `off`, or `auto`: what WANDB_MODE says, and
-            online where it says nothing. Without an API key, online becomes offline.
+        mode: `online`, `offline` (files for `wandb sync`), `off`, or `auto`: the value of WANDB_MODE, or online if it
+            is not set. Without an API key, online becomes offline.
         project: null: WANDB_PROJECT, or titanlab.
         entity: user or team; null: the account's default.
         group: null: the sweep.
-        tags: beside those of model, hardware and precision.
-        finish_seconds: how long the end of a run may wait for uploads; what is missing stays on disk.
-        queue_rows: rows kept while wandb starts or the network is slow; beyond, rows are left out.
+        tags: added to those of model, hardware and precision.
+        finish_seconds: how long the end of a run may wait for uploads; rows that are not uploaded stay on disk.
+        queue_rows: rows that can wait while wandb starts or the network is slow; further rows are left out.
     """
 
     kind: str = "wandb"
@@ -70,5 +70,5 @@ class Wandb(TrackerConfig):
             raise ConfigError("tracker", "wandb", "the package is not installed", cure)
 
     def for_rebuild(self, rows: int) -> Wandb:
-        # wandb takes 5,000 rows in a second.
+        # wandb takes about 5,000 rows a second, so this time limit is generous.
         return replace(self, mode="offline", queue_rows=rows + 1, finish_seconds=120 + rows / 100)

@@ -1,4 +1,4 @@
-"""Files that wandb has written offline, uploaded by its own command."""
+"""Upload of wandb's offline files with `wandb sync`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _USUAL = "https://api.wandb.ai"
 
 
 def lack(environ: Mapping[str, str] | None = None) -> ConfigError | None:
-    """Why nothing can be uploaded from here: no key, or no network; None if no reason is known."""
+    """The reason why an upload would fail, no API key or no network; None if no reason is known."""
     environ = os.environ if environ is None else environ
     if not has_key(environ):
         cure = "make one known (`wandb login`, or WANDB_API_KEY), then titanlab sync"
         return ConfigError("WANDB_API_KEY", None, "no API key of wandb was found", cure)
     base = environ.get("WANDB_BASE_URL") or _USUAL
-    # Behind a proxy, only wandb itself can find out.
+    # Behind a proxy, a direct connection says nothing about wandb's connection.
     if any(environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY")):
         return None
     try:
         url = urlsplit(base)
         port = url.port or (80 if url.scheme == "http" else 443)
-        # wandb itself would go on trying for hours.
+        # Checked here, because wandb itself would retry for hours.
         socket.create_connection((url.hostname or "", port), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         cure = "call titanlab sync where there is a network, such as on a login node"
@@ -40,10 +40,10 @@ def lack(environ: Mapping[str, str] | None = None) -> ConfigError | None:
 
 
 def upload(files: Sequence[Path]) -> None:
-    """Upload files; what wandb says about it goes to the terminal.
+    """Upload files; wandb prints to the terminal.
 
     Raises:
-        TitanlabError: wandb has not uploaded all of them.
+        TitanlabError: wandb has not uploaded all files.
     """
     # -P: nothing is imported from the working directory.
     command = [sys.executable, "-P", "-m", "wandb", "sync", "--include-online", *map(str, files)]

@@ -1,14 +1,15 @@
-"""The process that talks to wandb: messages as JSON lines on standard input, events on standard output.
+"""The process that logs to wandb: it reads messages from stdin and writes events to stdout, both as JSON lines.
 
-A training process starts it as `python -m titanlab.tracker.wandb_writer` and never imports it:
+The training process starts it as `python -m titanlab.tracker.wandb_writer`:
 
     {"start": {...}}  {"log": {"step": 5, "metrics": {...}}}  …  {"finish": {"summary": {...}, "exit_code": 0}}
 
-Events: `started`, `refused` (it cannot go online; the process ends), `trouble` (with a text for people), `finished`.
-Everything else that it or wandb prints goes to logs/wandb.log. How far it got stands in attempts/N/tracker.json.
+Events: `started`, `refused` (wandb cannot get online; the process ends), `trouble` (with a text for the user),
+`finished`. All other output of this process and of wandb goes to logs/wandb.log; attempts/N/tracker.json has the rows
+that wandb has taken.
 
-Slurm and terminals signal every process of a run at once. This one, and wandb's service that it starts, hear nothing of
-that: they end when the training process has closed the pipe, or after it has gone without a word.
+Slurm and terminals send signals to every process of a run. This process and wandb's service, which it starts, ignore
+them: they end after the training process has closed the pipe or has died.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.tracker.record import FINISHED, OPEN, Record, write_record
-from titanlab.tracker.signal_filter import ignore_for_good
+from titanlab.tracker.signal_filter import ignore_signals
 
-# Signals by which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
-UNHEARD = (
+# Signals with which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
+IGNORED_SIGNALS = (
     signal.SIGHUP,
     signal.SIGINT,
     signal.SIGQUIT,
@@ -40,105 +41,105 @@ UNHEARD = (
     signal.SIGTERM,
     signal.SIGXCPU,
 )
-# Time for uploads after the run's process has died.
+# Time for uploads after the training process has died.
 _ORPHAN_SECONDS = 60.0
 _INIT_SECONDS = 60.0
-_ROWS = 50_000
+_MOST_ROWS = 50_000
 # wandb's name for the time of a row; without it, wandb uses the current time.
 _TIMESTAMP = "_timestamp"
-# How often tracker.json is written while rows come.
+# The least time between two writes of tracker.json while rows come.
 _RECORD_SECONDS = 5.0
-Tell = Callable[..., None]
+Send = Callable[..., None]
 
 
 def main() -> None:
     """Serve one run."""
-    ignore_for_good(UNHEARD)
-    # The parent has blocked them, so that none arrived before they were ignored.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)
+    ignore_signals(IGNORED_SIGNALS)
+    # The parent has blocked these signals, so that none arrived before they were ignored.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     events = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     # Output of libraries must not be mixed with the events.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def tell(event: str, text: str = "") -> None:
-        # If the run's process is gone, nobody reads; the limit for orphans applies.
+    def send(event: str, text: str = "") -> None:
+        # Without the training process there is no reader; _ORPHAN_SECONDS then limits the time of this process.
         with contextlib.suppress(OSError):
             events.write(json.dumps({"event": event, "text": text}) + "\n")
             events.flush()
 
     try:
-        _serve(_messages(), tell)
+        _serve(_messages(), send)
     except BaseException as error:
         traceback.print_exc()
-        tell("trouble", f"stopped ({_first_line(error)}); metrics.jsonl goes on")
+        send("trouble", f"stopped ({_first_line(error)}); metrics.jsonl goes on")
         _leave(1)
-    tell("finished")
+    send("finished")
     _leave(0)
 
 
-def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], tell: Tell) -> None:
+def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], send: Send) -> None:
     first = messages.get()
     if first is None:
         return
     start = first["start"]
-    run = _open(start, tell)
-    book = _Book(start, run)
-    tell("started")
+    run = _open(start, send)
+    record = _RecordWriter(start, run)
+    send("started")
     step: int | None = None
-    moment: dict[str, Any] = {}
+    timestamp: dict[str, Any] = {}
     while True:
         message = messages.get()
         if message is None:
-            run.finish(exit_code=1)  # The process that trained has died.
-            book.write()
+            run.finish(exit_code=1)  # The training process has died.
+            record.write()
             return
         if "log" in message:
             known = {name: value for name, value in message["log"]["metrics"].items() if value is not None}
             step = message["log"]["step"]
-            moment = {name: known[name] for name in (_TIMESTAMP,) if name in known}
+            timestamp = {name: known[name] for name in (_TIMESTAMP,) if name in known}
             run.log(known, step=step)
-            book.count(step)
+            record.count(step)
         if "finish" in message:
-            # Over the last values, which wandb takes for the summary unasked. It holds the last row back until a later
-            # step comes, or the end, when the row's values would go over ours.
+            # wandb uses the last row as the summary. It delays that row until a later step or the end, and would then
+            # overwrite the summary that is set here; so the row is committed first.
             if step is not None:
-                run.log(moment, step=step, commit=True)
+                run.log(timestamp, step=step, commit=True)
             known = {name: value for name, value in message["finish"]["summary"].items() if value is not None}
             run.summary.update(known)
             run.finish(exit_code=message["finish"]["exit_code"])
-            book.close(message["finish"]["rows"])
+            record.close(message["finish"]["rows"])
             return
 
 
-class _Book:
-    """Keeps tracker.json: what wandb has taken."""
+class _RecordWriter:
+    """Writes tracker.json with the rows that wandb has taken."""
 
     def __init__(self, start: Mapping[str, Any], run: Any) -> None:
         self._path = Path(start["record"]["path"])
         self._record = Record(**start["record"]["values"])
-        self._written = 0.0
-        # Which wandb calls its directory is `files/` in that of the attempt.
+        self._write_time = 0.0
+        # `run.dir` is the `files/` folder inside wandb's folder of the run.
         folder = os.path.relpath(Path(run.dir).parent, start["dir"])
         self.write(state=OPEN, mode=start["mode"], folder=folder)
 
     def count(self, step: int) -> None:
-        """Record that a row of this step was taken."""
+        """Record that wandb has taken a row of this step."""
         self._record = replace(self._record, step=step, rows=self._record.rows + 1)
-        if time.monotonic() - self._written >= _RECORD_SECONDS:
+        if time.monotonic() - self._write_time >= _RECORD_SECONDS:
             self.write()
 
     def close(self, rows: int) -> None:
-        """Record that everything sent was taken, of `rows` rows in the run."""
+        """Record that wandb has taken all rows that were sent, of `rows` rows in the attempt."""
         self.write(state=FINISHED, left_out=rows - self._record.rows)
 
     def write(self, **changes: Any) -> None:
-        """Put it on disk."""
+        """Change the record and write it to disk."""
         self._record = replace(self._record, **changes)
-        self._written = time.monotonic()
+        self._write_time = time.monotonic()
         write_record(self._path, self._record)
 
 
-def _open(start: Mapping[str, Any], tell: Tell) -> Any:
+def _open(start: Mapping[str, Any], send: Send) -> Any:
     import wandb
 
     try:
@@ -158,7 +159,7 @@ def _open(start: Mapping[str, Any], tell: Tell) -> Any:
                 console="off",
                 silent=True,
                 init_timeout=_INIT_SECONDS,
-                # env.json has code and versions of the run; wandb would record this process's.
+                # env.json has the code and the versions of the training process; wandb would record this process.
                 disable_git=True,
                 save_code=False,
                 x_save_requirements=False,
@@ -168,34 +169,34 @@ def _open(start: Mapping[str, Any], tell: Tell) -> Any:
     except Exception as error:
         if start["mode"] == "offline":
             raise
-        # wandb's service keeps the run's id to itself until it has given up on the network, which takes minutes: a
-        # run that is to be written offline under this id needs another service, and so another process.
+        # wandb's service keeps the run's id reserved until it stops trying to connect, which takes minutes. Writing
+        # offline under this id needs another service, and so another process.
         traceback.print_exc()
-        tell("refused", _first_line(error))
+        send("refused", _first_line(error))
         _leave(1)
 
 
 def _messages() -> queue.SimpleQueue[dict[str, Any] | None]:
-    """What comes down the pipe, read by a thread, so that its end is noticed while wandb hangs; None is the end."""
-    arrived: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    """Messages from the pipe, None at its end; a thread reads them, so that the end is noticed while wandb hangs."""
+    messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin.buffer:
             message = json.loads(line)
-            # While wandb hangs, rows are not taken; reading continues, to notice the end.
-            if "log" not in message or arrived.qsize() < _ROWS:
-                arrived.put(message)
-        arrived.put(None)
-        clock = threading.Timer(_ORPHAN_SECONDS, lambda: os.killpg(0, signal.SIGKILL))
-        clock.daemon = True
-        clock.start()
+            # While wandb hangs, further rows are dropped, but reading continues to notice the end.
+            if "log" not in message or messages.qsize() < _MOST_ROWS:
+                messages.put(message)
+        messages.put(None)
+        timer = threading.Timer(_ORPHAN_SECONDS, lambda: os.killpg(0, signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
 
     threading.Thread(target=read, daemon=True).start()
-    return arrived
+    return messages
 
 
 def _leave(code: int) -> None:
-    """End without wandb's own hooks at the end of the interpreter, which may wait for a network."""
+    """End the process without wandb's exit hooks, which may wait for a network."""
     sys.stderr.flush()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""Weights of a run's checkpoint, whatever layout saved it: one whole tensor in memory at a time."""
+"""Weights of a run's checkpoint that any layout saved, read with one full tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanlab.weights.source import DTYPES, Entry
 
 
 class CheckpointSource:
-    """A Source; no process group is needed.
+    """A Source that needs no process group.
 
     Args:
         checkpoint: folder of one step.
@@ -24,29 +24,29 @@ class CheckpointSource:
         key: for errors.
 
     Raises:
-        ConfigError: it lacks a parameter, or keeps one in a format that no weights have.
+        ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
     """
 
     def __init__(self, checkpoint: Path, model: ModelConfig, key: str) -> None:
         self.model = model
         self.entries: dict[str, Entry] = {}
         self._name, self._whole = "", torch.empty(0)
-        words = {getattr(torch, name): word for word, name in DTYPES.items()}
-        # Read once: of a run on hundreds of ranks it has a hundred thousand entries.
+        names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
+        # Read once: the metadata of a run on hundreds of ranks has 100,000 entries.
         self._reader = CheckpointReader(checkpoint, key)
         self._metadata = self._reader.read_metadata()
         saved = self._metadata.state_dict_metadata
         for name in model.account().parameters:
-            found = saved.get(f"model.{name}")
-            if not isinstance(found, TensorStorageMetadata) or found.properties.dtype not in words:
+            tensor = saved.get(f"model.{name}")
+            if not isinstance(tensor, TensorStorageMetadata) or tensor.properties.dtype not in names:
                 rule = f"has no plain tensor {name}"
                 raise ConfigError(key, checkpoint, rule, "give a checkpoint of the run that saved it")
-            self.entries[name] = Entry(dtype=words[found.properties.dtype], shape=tuple(found.size))
+            self.entries[name] = Entry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """As in Source."""
         if name != self._name:
-            # The one before goes first.
+            # Free the previous tensor before the next is allocated.
             self._name, self._whole = "", torch.empty(0)
             entry = self.entries[name]
             whole = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
@@ -56,7 +56,7 @@ class CheckpointSource:
         return box
 
     def _load(self, name: str, whole: Tensor) -> None:
-        """What `dcp.load` does in a process without a group, where it warns that there is none."""
+        """Do the steps of `dcp.load`, which warns in a process without a process group."""
         planner = CheckpointPlanner()
         planner.set_up_planner({f"model.{name}": whole}, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)

@@ -26,26 +26,26 @@ def write_weights(
     dtype: str | None,
     shard_bytes: int,
 ) -> str:
-    """Write all tensors of a source into a folder: files of a bounded size, and an index where there are several.
+    """Write all tensors of a source into files of a bounded size, with an index if there are several.
 
     Args:
         source: read piece by piece, in the order of its entries.
-        folder: written into.
-        stem: what names of files begin with.
+        folder: the folder to write into.
+        stem: beginning of the file names.
         index: name of the index.
-        foreign: name and order of rows that each parameter has in the files.
-        dtype: number format, such as `bfloat16`; None: each as it is.
-        shard_bytes: of a file.
+        foreign: name and order of rows of each parameter in the files.
+        dtype: number format, such as `bfloat16`; None keeps the format of each tensor.
+        shard_bytes: largest size of a file.
 
     Returns:
-        SHA-256 over names, shapes, formats and contents of all tensors; the same for any size of files.
+        SHA-256 over names, shapes, formats and contents of all tensors; the same for any `shard_bytes`.
 
     Raises:
-        ConfigError: a number does not fit the format.
+        ConfigError: a number is too large for the format.
     """
-    word = next((word for word, name in DTYPES.items() if name == dtype), None)
+    format_name = next((name for name, torch_name in DTYPES.items() if torch_name == dtype), None)
     entries = {
-        foreign[name].name: Entry(dtype=word or entry.dtype, shape=entry.shape)
+        foreign[name].name: Entry(dtype=format_name or entry.dtype, shape=entry.shape)
         for name, entry in source.entries.items()
     }
     ours = {foreign[name].name: name for name in source.entries}

@@ -1,4 +1,4 @@
-"""Filling a model, or the part of it that a rank holds, with weights from a folder."""
+"""Filling a model, or one rank's part of it, with weights from a folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from titanlab.weights.source import CHUNK_BYTES, Source
 
 @torch.no_grad()
 def fill(model: nn.Module, source: Source) -> None:
-    """Copy every parameter of `model` from a source, in place, cast to the dtype that it has.
+    """Copy every parameter of `model` from a source, in place, cast to the parameter's dtype.
 
     Args:
-        model: materialised; parameters are plain tensors or DTensors of any placement. It may be a stage of a
-            pipeline: what the source has beyond it is not read.
-        source: has the same names and whole shapes; a rank reads no more than it holds.
+        model: materialised; parameters are plain tensors or DTensors of any placement. It may be a pipeline stage:
+            parameters of other stages are not read.
+        source: has the same names and full shapes; a rank reads only its part.
     """
     for name, parameter in model.named_parameters():
         local, offsets = local_part(parameter)

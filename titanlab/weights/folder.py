@@ -1,10 +1,10 @@
-"""A weights folder: a model's parameters in our names, and what makes it usable in a recipe. Read without torch.
+"""A weights folder: a model's parameters under titanlab's names, with the files that a recipe needs. Torch-free.
 
 weights.json                     the model, its context, a digest of the content
 weights-00001-of-00003.safetensors …, weights.index.json
 conf/model/NAME.yaml             the model as an option: --config-dir FOLDER/conf model=NAME
-tokenizer/                       where the source has one
-generation_config.json           likewise
+tokenizer/                       if the source has one
+generation_config.json           if the source has one
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SCHEMA = 1
 
 
 def is_weights_folder(path: Path) -> bool:
-    """Whether a path is one, by its manifest."""
+    """Whether a path is a weights folder: it has a manifest."""
     return (path / MANIFEST).is_file()
 
 
 def open_weights(path: Path, key: str) -> SafetensorsSource:
-    """The weights in a folder; nothing but names, shapes and sizes is read.
+    """Open the weights in a folder; reads only names, shapes and sizes.
 
     Raises:
-        ConfigError: it is not whole.
+        ConfigError: the folder is not complete.
     """
     manifest = read_object(path / MANIFEST, key)
     try:
@@ -62,26 +62,26 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
 
 
 def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
-    """The config of a model from plain values.
+    """Make a model's config from plain values.
 
     Raises:
-        KeyError, TypeError: they are none.
-        ConfigError: no installed package has this kind of model, or a value breaks its rule.
+        KeyError, TypeError: the values are not those of a model.
+        ConfigError: no installed package has this kind of model, or a value breaks a rule.
     """
     model: ModelConfig = schema_of("model", mapping["kind"])(**mapping)
     return model
 
 
 def indexed_files(path: Path, index: str, single: str, key: str) -> list[Path]:
-    """The safetensors files of a folder: those that its index names, or the one that needs none.
+    """The safetensors files of a folder: those that its index names, or the single file of a folder without index.
 
     Raises:
-        ConfigError: the index cannot be used, or names a file that is not there.
+        ConfigError: the index cannot be used, or names a missing file.
     """
     if not (path / index).is_file():
         return [path / single]
-    found = read_object(path / index, key).get("weight_map")
-    names = sorted(set(found.values())) if isinstance(found, dict) and found else []
+    weight_map = read_object(path / index, key).get("weight_map")
+    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) and weight_map else []
     if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise ConfigError(key, path / index, "names no files of this folder", "fetch the file again")
     missing = [name for name in names if not (path / name).is_file()]
@@ -92,10 +92,10 @@ def indexed_files(path: Path, index: str, single: str, key: str) -> list[Path]:
 
 
 def read_object(path: Path, key: str) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file is missing or has no JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A folder that is whole or absent: made beside its place as `….part`, and renamed when all is in it."""
+"""A folder that appears complete or not at all: it is filled as `….part` and then renamed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PART = ".part"
 
 
 def check_target(folder: Path, is_ours: Callable[[Path], bool], *, force: bool) -> None:
-    """The rule that a folder is written over only where a person says so, and only if it is what would be written.
+    """Check that a folder can be written; one with files is replaced only with `force`, and only if it has weights.
 
     Raises:
-        ConfigError: something is there, or it cannot be written.
+        ConfigError: the folder must not be replaced, or cannot be written.
     """
     if folder.is_dir() and not any(folder.iterdir()):
         return
@@ -26,57 +26,57 @@ def check_target(folder: Path, is_ours: Callable[[Path], bool], *, force: bool) 
         raise ConfigError("--into", folder, "exists", "name another folder, or give --force to replace it")
     if folder.exists() and not is_ours(folder):
         raise ConfigError("--into", folder, "holds something else than weights", "name another folder")
-    there = next(path for path in folder.absolute().parents if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        rule = "cannot be written (no permission)" if there.is_dir() else f"cannot be written ({there} is no folder)"
+    parent = next(path for path in folder.absolute().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        rule = "cannot be written (no permission)" if parent.is_dir() else f"cannot be written ({parent} is no folder)"
         raise ConfigError("--into", folder, rule, "name a folder of yours")
 
 
 def check_apart(source: Path, folder: Path) -> None:
-    """The rule that nothing is written over what is being read.
+    """Check that the folder to write does not overlap the folder that is read.
 
     Raises:
         ConfigError: they are the same folder, or one is in the other.
     """
-    inside, outside = folder.resolve(), source.resolve()
-    if inside == outside or outside in inside.parents or inside in outside.parents:
+    target, origin = folder.resolve(), source.resolve()
+    if target == origin or origin in target.parents or target in origin.parents:
         raise ConfigError("--into", folder, "is the folder that is read, or lies in it", "name another folder")
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into; it takes its place, or that of the one there, when the block ends well.
+    """Yield a temporary folder, which replaces `folder` when the block ends without an error.
 
     Raises:
-        ConfigError: another process is writing it, or the disk does not take it.
+        ConfigError: another process is writing the folder, or it cannot be written.
     """
     folder = folder.absolute()
     part = folder.with_name(folder.name + PART)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir(exist_ok=True)
-        claim = os.open(part, os.O_RDONLY)
+        lock = os.open(part, os.O_RDONLY)
     except OSError as error:
         raise _unwritable(folder, error) from error
-    mine = False
+    is_locked = False
     try:
         try:
-            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError("--into", folder, "is being written by another process", "wait for it") from None
         except OSError:
-            pass  # A file system without locks: nobody can hold it.
-        mine = True
-        # What a process left that died.
-        for left in part.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            pass  # This file system has no locks, so no other process can have one.
+        is_locked = True
+        # A process that died may have left files.
+        for path in part.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield part
         _put_in_place(part, folder)
     except OSError as error:
         raise _unwritable(folder, error) from error
     finally:
-        os.close(claim)
-        if mine:
+        os.close(lock)
+        if is_locked:
             shutil.rmtree(part, ignore_errors=True)
 
 
@@ -84,7 +84,7 @@ def _put_in_place(part: Path, folder: Path) -> None:
     for path in part.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
-                # Before the name says that it is whole: a power cut may come between the two.
+                # Before the rename: after a power cut a folder with the final name must be complete.
                 os.fsync(file.fileno())
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)

@@ -1,14 +1,13 @@
-"""Initial values that depend on seed, parameter name and position in the tensor, and nothing else.
+"""Initial values that depend only on seed, parameter name and position in the full tensor.
 
-Every element's value is computed from its own place in the full tensor, so that any rank of any
-layout fills what it holds without knowing the rest: one process and 512 start from the same model.
-No generator has state, and torch's own is left alone. (DTensor's RNG needs an accelerator and all
-ranks in step.)
+Each element is computed from its position in the full tensor, so that every rank of every layout can fill its part
+alone: one process and 512 processes start from the same model. No random generator is used or changed; DTensor's RNG
+would need an accelerator and the same calls on all ranks.
 
-An element's 64-bit state is key(seed, name) + (index + 1)·γ; SplitMix64 mixes it (Steele, Lea,
-Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), its upper 24 bits give a
-uniform number, and the inverse of the truncated normal's distribution gives the value. The integers
-are the same on every device; erfinv may differ in the last bit between kinds of device.
+An element's 64-bit state is key(seed, name) + (index + 1)·γ; SplitMix64 mixes it (Steele, Lea, Flood, "Fast
+splittable pseudorandom number generators", OOPSLA 2014), its upper 24 bits give a uniform number, and the inverse of
+the truncated normal's distribution gives the value. The integers are the same on every device; erfinv may differ in
+the last bit between kinds of device.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _CUT = 3.0  # standard deviations at which the normal is truncated
-# Elements at a time, 20 bytes of temporary memory each: on a CPU what fits its cache; elsewhere
-# enough to make launching kernels cheap (84 MB).
+# Elements that are filled at a time, each with 20 bytes of temporary memory: on a CPU they fit its cache; on an
+# accelerator they are many enough to make kernel launches cheap (84 MB).
 _CHUNK_CPU = 1 << 16
 _CHUNK_ACCELERATOR = 1 << 22
-# Wrappers (torch.compile, activation checkpointing) that lengthen names and change no identity.
+# Prefixes that torch.compile and activation checkpointing add to parameter names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, values: Mapping[str, Init], seed: int) -> None:
-    """Fill every parameter of `model`, or the part of it that this rank holds, in place.
+    """Fill every parameter of `model`, or this rank's part of it, in place.
 
     Args:
-        model: materialised; parameters are plain tensors or DTensors of any placement. A tied
-            parameter is filled once, under its first name.
-        values: by parameter name; may hold more than the model does (a stage of a pipeline).
+        model: materialised; parameters are plain tensors or DTensors of any placement. A tied parameter is filled
+            once, under its first name.
+        values: initial value by parameter name; may have more names than a pipeline stage has parameters.
         seed: any integer.
 
     Raises:
@@ -57,14 +56,14 @@ def initialise(model: nn.Module, values: Mapping[str, Init], seed: int) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add to it."""
+    """A parameter's name without the prefixes of wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def key(seed: int, name: str) -> int:
-    """The 64 bits from which a parameter's values follow."""
+    """The 64-bit seed of a parameter."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -82,17 +81,17 @@ def _fill(parameter: Tensor, init: Init, state: int) -> None:
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """What this rank holds, and where in the full tensor it begins."""
-    nowhere = (0,) * parameter.dim()
+    """This rank's part of a parameter, and its offsets in the full tensor."""
+    origin = (0,) * parameter.dim()
     if type(parameter) is nn.Parameter:
-        return parameter, nowhere
-    # Half a second to import, which a process without DTensors does not pay. The function is
-    # private, but torch's distributed checkpoint places shards by it; the shape is checked.
+        return parameter, origin
+    # Imported here: it takes 0.5 s, and only DTensors need it. The function is private, but torch's distributed
+    # checkpoint uses it to place shards; the shape is checked below.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(parameter, DTensor):
-        return parameter, nowhere
+        return parameter, origin
     if any(placement.is_partial() for placement in parameter.placements):
         raise ValueError(f"a partial sum has no initial value: {parameter.placements}")
     local = parameter.to_local()
@@ -111,7 +110,7 @@ def _fill_box(local: Tensor, std: float, state: int, strides: Sequence[int]) -> 
 
     Args:
         local: the box; scalars count as one element.
-        state: of the box's first element.
+        state: the state of the box's first element.
         strides: of the full tensor, in elements.
     """
     if local.dim() == 0:
@@ -123,7 +122,7 @@ def _fill_box(local: Tensor, std: float, state: int, strides: Sequence[int]) -> 
             _fill_box(local[index], std, state + index * strides[0] * _GAMMA, strides[1:])
         return
     rows = max(chunk // row, 1)
-    # The states of an element are a sum over dims; those of the inner dims are the same for all rows.
+    # An element's state is a sum over dims; the sum over the inner dims is the same for all rows.
     inner = _steps(local.shape[1:], strides[1:], local.device)
     outer = _steps(local.shape[:1], strides[:1], local.device).add_(_signed(state)).unsqueeze(1)
     for part, part_outer in zip(local.split(rows), outer.split(rows), strict=True):
@@ -131,7 +130,7 @@ def _fill_box(local: Tensor, std: float, state: int, strides: Sequence[int]) -> 
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int], device: torch.device) -> Tensor:
-    """γ times the flat index of every element of a box, relative to its first: int64, [numel]."""
+    """γ times the flat index of every element of a box, relative to its first element: int64, [numel]."""
     steps = torch.zeros(1, dtype=torch.int64, device=device)
     for size, stride in zip(shape, strides, strict=True):
         step = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(stride * _GAMMA))
@@ -144,13 +143,13 @@ def _truncated_normal(state: Tensor, std: float) -> Tensor:
     scratch = torch.empty_like(state)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         torch.bitwise_right_shift(state, shift, out=scratch)
-        # The shift carries the sign along; SplitMix64's numbers have none.
+        # The shift of int64 copies the sign bit; SplitMix64 uses unsigned numbers.
         scratch.bitwise_and_((1 << (64 - shift)) - 1)
         state.bitwise_xor_(scratch).mul_(_signed(factor))
-    # SplitMix64's last step changes lower bits only.
+    # SplitMix64's last step is left out: it changes only lower bits.
     state.bitwise_right_shift_(40)  # 24 bits with a sign: -2**23 … 2**23 - 1
     cut = math.erf(_CUT / math.sqrt(2))
-    # Each product and sum is an operation of its own, so that nothing depends on fused multiply-add.
+    # Products and sums are separate operations, so that the result does not depend on fused multiply-add.
     value = state.to(torch.float32).add_(0.5).mul_(cut / (1 << 23))
     return value.erfinv_().mul_(std * math.sqrt(2))
 

@@ -1,4 +1,4 @@
-"""Weights in and out: what `titanlab import` and `titanlab export` do, and what either leaves on disk."""
+"""The folders that `titanlab import` and `titanlab export` write."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Report = Callable[[str], None]
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a folder is one that an import or an export may replace."""
+    """Whether a folder has weights, so that an import or an export may replace it."""
     return ours.is_weights_folder(path) or hf.is_hf_folder(path)
 
 
 def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shard_bytes: int, report: Report) -> str:
-    """Write a weights folder. Returns the command that trains on from it.
+    """Write a weights folder. Returns the command that trains from it.
 
     Raises:
-        ConfigError: the disk does not take it, or a number does not fit the dtype.
+        ConfigError: the folder cannot be written, or a number is too large for the dtype.
     """
     write_weights = importlib.import_module("titanlab.weights.copy").write_weights
     model = origin.source.model
@@ -54,7 +54,7 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
         yaml = part / "conf" / "model" / f"{name}.yaml"
         yaml.parent.mkdir(parents=True)
         yaml.write_text(_option_text(model, origin.title), encoding="utf-8")
-        found = copy_tokenizer(origin.tokenizer, part / ours.TOKENIZER)
+        tokenizer_files = copy_tokenizer(origin.tokenizer, part / ours.TOKENIZER)
         _write_generation(origin, part)
         manifest = {
             "schema": ours.SCHEMA,
@@ -64,18 +64,19 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
             "digest": digest,
         }
         write_json(part / ours.MANIFEST, manifest, durable=True)
-    _tell(origin, into, report)
+    _report_size(origin, into, report)
     command = ["titanlab", "train", "--config-dir", str(into / "conf"), f"model={name}", _override("init_from", into)]
-    if found:
+    if tokenizer_files:
         command.append(_override("data.tokenizer", into / ours.TOKENIZER))
     return shlex.join(command)
 
 
 def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int, report: Report) -> None:
-    """Write a folder that transformers opens.
+    """Write a folder that transformers can open.
 
     Raises:
-        ConfigError: the model has no form there, the disk does not take it, or a number does not fit the dtype.
+        ConfigError: transformers has no such model, the folder cannot be written, or a number is too large for the
+            dtype.
     """
     source = origin.source
     family = source.model.hugging_face()
@@ -96,35 +97,35 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
         )
         _write_generation(origin, part)
         if copy_tokenizer(origin.tokenizer, part):
-            found = tokenizers.load(part, "tokenizer")
-            if isinstance(found, tokenizers.TiktokenTokenizer):
-                # Everybody else takes a tokenizer.model for SentencePiece's.
-                found.save_json(part / "tokenizer.json")
-                found.file.unlink()
-            write_tokenizer_config(part, bos_id=found.bos_id, eos_id=found.eos_id, context=origin.context)
+            reader = tokenizers.load(part, "tokenizer")
+            if isinstance(reader, tokenizers.TiktokenTokenizer):
+                # Other libraries read every tokenizer.model as SentencePiece.
+                reader.save_json(part / "tokenizer.json")
+                reader.file.unlink()
+            write_tokenizer_config(part, bos_id=reader.bos_id, eos_id=reader.eos_id, context=origin.context)
         config = {
             **family.to_hf(source.model, context=origin.context),
             **origin.about,
             "torch_dtype": dtype or usual_dtype(source),
         }
-        # Last: without it the folder is no model to anybody.
+        # Written last: without a config.json no library reads the folder as a model.
         write_json(part / hf.CONFIG, config, durable=True)
-    _tell(origin, into, report)
+    _report_size(origin, into, report)
 
 
 def _check_copies(origin: Origin) -> None:
-    """Check that a tied head that was saved too equals the embedding; both are read piece by piece."""
+    """Check that a tied output head that the files contain equals the embedding; reads both piece by piece."""
     source = origin.source
     if not origin.copies or not isinstance(source, SafetensorsSource):
         return
     names = {foreign.name: name for name, foreign in source.foreign.items()}
-    for copy, of in origin.copies.items():
-        entry = source.entries[names[of]]
+    for copy, original in origin.copies.items():
+        entry = source.entries[names[original]]
         other = dataclasses.replace(source, foreign={copy: Foreign(name=copy)})
         for offsets, sizes in chunks(entry):
-            mine, theirs = source.read(names[of], offsets, sizes), other.read(copy, offsets, sizes)
-            if mine.shape != theirs.shape or not bool((mine == theirs).all()):
-                rule = f"its embeddings are tied, and yet {copy} is not {of}"
+            first, second = source.read(names[original], offsets, sizes), other.read(copy, offsets, sizes)
+            if first.shape != second.shape or not bool((first == second).all()):
+                rule = f"its embeddings are tied, and yet {copy} is not {original}"
                 raise ConfigError("source", origin.title, rule, "set tie_word_embeddings to what the model was")
 
 
@@ -136,7 +137,7 @@ def _write_generation(origin: Origin, part: Path) -> None:
 
 
 def _option_text(model: ModelConfig, title: str) -> str:
-    """The YAML of a model's option: what its schema does not say by itself."""
+    """The YAML of a model's option: the values that differ from its schema's defaults."""
     values = {
         field.name: getattr(model, field.name)
         for field in dataclasses.fields(model)
@@ -147,7 +148,7 @@ def _option_text(model: ModelConfig, title: str) -> str:
 
 
 def _override(key: str, path: Path) -> str:
-    """`key=path` as Hydra reads it."""
+    """`key=path`, quoted for Hydra's override grammar if needed."""
     text = str(path)
     if re.fullmatch(r"[\w./+@%-]+", text):
         return f"{key}={text}"
@@ -155,7 +156,7 @@ def _override(key: str, path: Path) -> str:
     return f'{key}="{quoted}"'
 
 
-def _tell(origin: Origin, into: Path, report: Report) -> None:
+def _report_size(origin: Origin, into: Path, report: Report) -> None:
     entries = origin.source.entries.values()
     files = sorted(into.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)

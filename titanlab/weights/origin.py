@@ -1,4 +1,4 @@
-"""Where weights to be written come from: a folder, or a run's checkpoint; and what is known of them beside."""
+"""The origin of weights to write: a folder or a run's checkpoint, with its tokenizer and generation config."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from titanlab.weights.huggingface import folder as hf
 from titanlab.weights.source import Source
 from titanlab.weights.starting_weights import open_folder
 
-# What transformers takes where a config.json of a Llama says nothing.
+# The default of transformers' LlamaConfig.max_position_embeddings.
 _USUAL_CONTEXT = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """A model that can be written elsewhere.
+    """A model that can be written to another folder.
 
     Attributes:
         source: its weights.
-        about: facts for config.json that are no part of the model.
-        tokenizer: a folder with the tokenizer's files; it may have none of them.
-        generation: generation_config.json, or what it would say.
-        title: where it is from, for people.
+        about: values for config.json that are not part of the model config.
+        tokenizer: the folder of the tokenizer's files; it may have none of them.
+        generation: the path of generation_config.json, or its content.
+        title: name of the origin, for users.
+        copies: see `SafetensorsSource`.
     """
 
     source: Source
@@ -43,15 +44,15 @@ class Origin:
 
     @property
     def context(self) -> int:
-        """Tokens that a sequence may have."""
+        """Largest number of tokens in a sequence."""
         return int(self.about["max_position_embeddings"])
 
 
 def from_folder(path: Path, key: str) -> Origin:
-    """The model in a folder that was imported, or that is Hugging Face's.
+    """The model in an imported folder or in a Hugging Face folder.
 
     Raises:
-        ConfigError: it is neither, or not whole.
+        ConfigError: the folder is of neither kind, or not complete.
     """
     source = open_folder(path, key)
     if source is None:
@@ -69,7 +70,7 @@ def from_folder(path: Path, key: str) -> Origin:
 
 
 def from_run(text: str, runs: str, *, step: int | None) -> Origin:
-    """The model of a run's checkpoint, the latest or that of a step.
+    """The model of a run's latest checkpoint, or of its checkpoint at `step`.
 
     Raises:
         ConfigError: there is no such run or checkpoint.

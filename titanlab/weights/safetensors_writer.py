@@ -1,8 +1,8 @@
-"""Safetensors files written as their tensors come: a file is as large as it likes, memory holds one piece of it.
+"""Writing of safetensors files piece by piece, so that memory has one piece of a file of any size.
 
 The format (safetensors' own description): eight bytes with the header's length, little-endian; the header, JSON with
-dtype, shape and place of each tensor, padded with spaces to a multiple of eight; then the tensors, one after another.
-The library's `save_file` wants all tensors of a file at once.
+dtype, shape and offsets of each tensor, padded with spaces to a multiple of eight; then the tensors, one after another.
+The library's `save_file` needs all tensors of a file at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIGNMENT = 8
 
 
 class SafetensorsWriter:
-    """A file in the making; use it in a `with` block, and write every tensor in the order of `entries`, in pieces.
+    """Writes one file; use it in a `with` block, and write every tensor in the order of `entries`, in pieces.
 
     Args:
         path: must not exist.
@@ -30,17 +30,17 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        place = 0
+        offset = 0
         for name, entry in entries.items():
             header[name] = {
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
-                "data_offsets": [place, place + entry.nbytes],
+                "data_offsets": [offset, offset + entry.nbytes],
             }
-            place += entry.nbytes
+            offset += entry.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        self._left = place
+        self._left = offset
         self._file = path.open("xb")
         self._file.write(len(text).to_bytes(8, "little") + text)
 
@@ -61,12 +61,12 @@ class SafetensorsWriter:
 
 
 def split_in_files(entries: Mapping[str, Entry], *, most: int, stem: str) -> dict[str, list[str]]:
-    """Which tensors go into which file, in their order: `<stem>-00001-of-00003.safetensors`, or one without numbers.
+    """Names of the tensors of each file, in order: `<stem>-00001-of-00003.safetensors`, or one file without numbers.
 
     Args:
         entries: tensors by name.
-        most: bytes of a file; a tensor that is larger has one to itself.
-        stem: what names begin with.
+        most: largest size of a file in bytes; a larger tensor gets a file of its own.
+        stem: beginning of the file names.
     """
     groups: list[list[str]] = []
     size = 0
@@ -83,14 +83,14 @@ def split_in_files(entries: Mapping[str, Entry], *, most: int, stem: str) -> dic
 
 
 def index_of(entries: Mapping[str, Entry], files: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """The index that readers find the tensors of several files by, as Hugging Face has it."""
+    """The index of the tensors of several files, in Hugging Face's format."""
     return {
         "metadata": {"total_size": sum(entry.nbytes for entry in entries.values())},
         "weight_map": {name: file for file, names in files.items() for name in names},
     }
 
 
-def torch_dtype(word: str) -> torch.dtype:
-    """The torch dtype of a number format as safetensors names it."""
-    found: torch.dtype = getattr(torch, DTYPES[word])
-    return found
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a number format that is named as in safetensors."""
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype

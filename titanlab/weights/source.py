@@ -1,4 +1,4 @@
-"""Where a model's tensors come from, one box at a time: nothing here holds more than it is asked for."""
+"""Sources of a model's tensors, which read one box of a tensor at a time and no more."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from titanlab.system.foreign import Foreign
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Number formats by their names in safetensors; those that a model's weights have when nothing is quantised.
+# Number formats of weights that are not quantised, by their names in safetensors.
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 CHUNK_BYTES = 1 << 26
-"""Of a tensor that is read, changed and written at a time."""
+"""Bytes of a tensor that are read, changed and written at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor on disk: number format as safetensors names it, and shape."""
+    """A tensor on disk: its number format, named as in safetensors, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Size of the tensor in bytes."""
         return BYTES[self.dtype] * math.prod(self.shape)
 
 
@@ -46,25 +46,25 @@ class Source(Protocol):
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Every parameter by our name, in the model's order."""
+        """Every parameter by titanlab's name, in the model's order."""
         ...
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of one parameter, in our order of rows, on the CPU, as it is kept."""
+        """A box of one parameter, with rows in titanlab's order, on the CPU, in the dtype of the source."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsSource:
-    """Weights in safetensors files, ours or another library's.
+    """Weights in safetensors files of titanlab or of another library.
 
     Attributes:
         model, entries: as in Source.
-        files: by the name that the tensor has in it.
-        foreign: by our name.
-        about: what else the folder says of the model: `max_position_embeddings`, ids of special tokens.
-        digest: of the content, if it is known.
-        copies: tensors in the files that must equal another one, by names in the files; nothing reads them.
+        files: the file of each tensor, by the tensor's name in it.
+        foreign: name and order of rows in the files, by titanlab's name.
+        about: other values of the folder's config: `max_position_embeddings`, ids of special tokens.
+        digest: hash of the content; empty if it is not known.
+        copies: tensors that must equal another tensor and are not read: name → the other's name, both in the files.
     """
 
     model: ModelConfig
@@ -77,17 +77,17 @@ class SafetensorsSource:
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """As in Source."""
-        there = self.foreign[name]
+        stored = self.foreign[name]
         first, last = offsets[0], offsets[0] + sizes[0]
         columns = [slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True)]
-        # A file is open only while it is read: its mapped pages count as this process's memory.
-        with safe_open(self.files[there.name], framework="pt") as file:
-            tensor = file.get_slice(there.name)
-            if not there.head or not math.prod(sizes):
+        # The file is closed after each read, because its mapped pages count as this process's memory.
+        with safe_open(self.files[stored.name], framework="pt") as file:
+            tensor = file.get_slice(stored.name)
+            if not stored.head or not math.prod(sizes):
                 return cast("Tensor", tensor[(slice(first, last), *columns)])
-            begin, end = first // there.head * there.head, -(-last // there.head) * there.head
+            begin, end = first // stored.head * stored.head, -(-last // stored.head) * stored.head
             heads = cast("Tensor", tensor[(slice(begin, end), *columns)])
-            return in_pairs(heads, there.head)[first - begin : last - begin]
+            return in_pairs(heads, stored.head)[first - begin : last - begin]
 
 
 def usual_dtype(source: Source) -> str:
@@ -97,23 +97,23 @@ def usual_dtype(source: Source) -> str:
 
 
 def in_pairs(rows: Tensor, head: int) -> Tensor:
-    """Rows (0, w/2), (1, w/2 + 1), … of every head as neighbours: [heads · head, …] → the same."""
+    """Order the rows of every head as 0, head/2, 1, head/2 + 1, …: [heads · head, …] → the same shape."""
     pairs: Tensor = rows.unflatten(0, (-1, 2, head // 2)).transpose(1, 2).flatten(0, 2)
     return pairs
 
 
 def in_halves(rows: Tensor, head: int) -> Tensor:
-    """What `in_pairs` did, undone."""
+    """The inverse of `in_pairs`."""
     halves: Tensor = rows.unflatten(0, (-1, head // 2, 2)).transpose(1, 2).flatten(0, 2)
     return halves
 
 
 def chunks(entry: Entry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int]]]:
-    """Offsets and sizes of boxes that make up a tensor, each of whole rows and about CHUNK_BYTES at most.
+    """Offsets and sizes of boxes that together make up a tensor, each of full rows and about CHUNK_BYTES at most.
 
     Args:
         entry: the tensor.
-        rows: that are not to be parted.
+        rows: number of rows that must stay together.
     """
     width = entry.nbytes // max(entry.shape[0], 1)
     step = max(CHUNK_BYTES // max(width * rows, 1), 1) * rows
@@ -123,17 +123,17 @@ def chunks(entry: Entry, *, rows: int = 1) -> Iterator[tuple[list[int], list[int
 
 
 def read_entries(files: Sequence[Path], key: str) -> tuple[dict[str, Entry], dict[str, Path]]:
-    """Tensors in safetensors files by name, and the file of each; torch is not imported.
+    """Tensors in safetensors files by name, and the file of each; does not import torch.
 
     Raises:
-        ConfigError: a file is missing or torn.
+        ConfigError: a file is missing or damaged.
     """
     entries: dict[str, Entry] = {}
     places: dict[str, Path] = {}
     for path in files:
         try:
             with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                for name in file.keys():  # noqa: SIM118 - `file` is not a mapping
                     tensor = file.get_slice(name)
                     entries[name] = Entry(dtype=str(tensor.get_dtype()), shape=tuple(tensor.get_shape()))
                     places[name] = path
@@ -144,19 +144,19 @@ def read_entries(files: Sequence[Path], key: str) -> tuple[dict[str, Entry], dic
 
 
 def check_entries(place: Path, key: str, expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]) -> None:
-    """Check that a folder has exactly these tensors, in a format that weights are trained in.
+    """Check that a folder has exactly the expected tensors, in formats of `DTYPES`.
 
     Raises:
-        ConfigError: one is missing, has another shape, is too much, or is quantised.
+        ConfigError: a tensor is missing, has another shape, is not expected, or is quantised.
     """
     for name, entry in entries.items():
         if entry.dtype not in DTYPES:
             rule = f"{name} is kept as {entry.dtype}, which is no format of plain weights"
             raise ConfigError(key, place, rule, f"give weights in {', '.join(DTYPES.values())}")
     for name in [*expected, *entries]:
-        wanted, there = expected.get(name), entries[name].shape if name in entries else None
-        if wanted != there:
-            rule = f"its config and its tensors disagree: {name} is {_shape(there)}, not {_shape(wanted)}"
+        wanted, actual = expected.get(name), entries[name].shape if name in entries else None
+        if wanted != actual:
+            rule = f"its config and its tensors disagree: {name} is {_shape(actual)}, not {_shape(wanted)}"
             raise ConfigError(key, place, rule, "fetch the folder again, whole")
 
 

@@ -1,8 +1,8 @@
-"""What `init_from` means: a run that begins with the weights of a folder, and with nothing else of it.
+"""`init_from`: a run starts with the weights of a folder, and takes nothing else from it.
 
-Three kinds of folder will do: one that `titanlab import` or `titanlab export` made, one of Hugging Face's, and a run or
-one of its checkpoints. `checkpoint.load_from` is something else: it takes the optimizer's state and the place in the
-data too. Until a model is filled, nothing here imports torch.
+The folder can be one that `titanlab import` or `titanlab export` made, a Hugging Face folder, a run, or a checkpoint of
+a run. `checkpoint.load_from` differs: it also takes the optimizer's state and the position in the data. This module
+imports torch only when it fills a model.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from titanlab.recipe.recipe import Recipe
 
 KEY = "init_from"
-# Of a large file whose content nobody has a digest of: this much at so many places tells one training from another.
+# Without a digest, a file above _LARGE_BYTES is hashed at _SAMPLES places: enough to distinguish trained weights.
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 16
 _LARGE_BYTES = 1 << 26
 
 
 def check_beginning(recipe: Recipe) -> None:
-    """Hold a new run to what it is to begin with: weights alone, or a checkpoint with all that is in it.
+    """Check the `init_from` and `checkpoint.load_from` of a new run.
 
     Raises:
-        ConfigError: there is none, or it is another model's.
+        ConfigError: the folder is missing or not complete, or belongs to another model.
     """
     check_start(recipe)
     if recipe.checkpoint.load_from is not None:
@@ -50,10 +50,10 @@ def check_beginning(recipe: Recipe) -> None:
 
 
 def check_start(recipe: Recipe) -> None:
-    """Hold a recipe's `init_from` against its model; reads configs, names and shapes only.
+    """Check that the weights of `init_from` fit the recipe's model; reads only configs, names and shapes.
 
     Raises:
-        ConfigError: there is no such folder, it is not whole, or its model is another one.
+        ConfigError: the folder is missing or not complete, or belongs to another model.
     """
     if recipe.init_from is None:
         return
@@ -75,14 +75,17 @@ def check_start(recipe: Recipe) -> None:
 
 
 def open_folder(path: Path, key: str) -> SafetensorsSource | None:
-    """The weights of an imported folder, or of one of Hugging Face's; None: it is neither."""
+    """Open an imported folder or a Hugging Face folder; None if the path is neither."""
     if is_weights_folder(path):
         return open_weights(path, key)
     return open_hf(path, key) if is_hf_folder(path) else None
 
 
 def start_fingerprint(recipe: Recipe) -> str | None:
-    """What the weights are, wherever they lie: part of the run's identity. None: the seed makes them."""
+    """A hash of the starting weights that does not depend on their path; None if they come from the seed.
+
+    It is part of the run's identity.
+    """
     if recipe.init_from is None:
         return None
     path = Path(recipe.init_from).expanduser()
@@ -96,10 +99,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
 
 
 def fill_start(recipe: Recipe, model: nn.Module) -> None:
-    """Fill a materialised model, or a rank's part of one, with the weights that `init_from` names.
-
-    All ranks call it together.
-    """
+    """Fill a materialised model, or this rank's part of it, with the weights of `init_from`; all ranks call it."""
     assert recipe.init_from is not None
     source = open_folder(Path(recipe.init_from).expanduser(), KEY)
     if source is not None:
@@ -121,7 +121,7 @@ def _checkpoint(text: str) -> Path:
 
 
 def _model_of_run(checkpoint: Path) -> ModelConfig | None:
-    """The model of the run that a checkpoint lies in; None where the checkpoint was taken out of it."""
+    """The model of the run that contains a checkpoint; None if the checkpoint is outside of a run folder."""
     run = checkpoint.parent.parent
     if not (run / "config.yaml").is_file():
         return None
@@ -131,26 +131,26 @@ def _model_of_run(checkpoint: Path) -> ModelConfig | None:
         raise ConfigError(KEY, run, f"its config.yaml has no model ({error})", "restore that file") from error
 
 
-def _check_model(text: str, there: ModelConfig | None, wanted: ModelConfig) -> None:
-    if there is None:
+def _check_model(text: str, saved: ModelConfig | None, wanted: ModelConfig) -> None:
+    if saved is None:
         return
-    if type(there) is not type(wanted):
-        rule = f"is a model of another kind: {there.kind}, and the recipe's is {wanted.kind}"
+    if type(saved) is not type(wanted):
+        rule = f"is a model of another kind: {saved.kind}, and the recipe's is {wanted.kind}"
         raise ConfigError(KEY, text, rule, "choose the model that it was trained as")
     family = wanted.hugging_face()
-    name = family.difference(there, wanted) if family is not None else ""
+    name = family.difference(saved, wanted) if family is not None else ""
     if name:
-        theirs, ours = (_plain(getattr(model, name)) for model in (there, wanted))
-        rule = f"is of another model: {name} is {theirs} there and {ours} here"
-        raise ConfigError(KEY, text, rule, f"choose the model that it was trained as: model.{name}={theirs}")
+        saved_value, value = (_yaml(getattr(model, name)) for model in (saved, wanted))
+        rule = f"is of another model: {name} is {saved_value} there and {value} here"
+        raise ConfigError(KEY, text, rule, f"choose the model that it was trained as: model.{name}={saved_value}")
 
 
-def _plain(value: object) -> str:
+def _yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _sampled(files: Sequence[Path]) -> str:
-    """SHA-256 over sizes and contents of files, whatever their folder; of large ones over samples."""
+    """SHA-256 over names, sizes and contents of files in any folder; over samples of large files."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Which documents validate: decided by a hash of their content, so that copies go the same way."""
+"""The choice of validation documents, by a hash of their content, so that copies of a document stay together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 
     Args:
         text: the whole document.
-        fraction: of all documents, in [0, 1); 0 holds out none.
+        fraction: part of all documents to hold out, in [0, 1); 0 holds out none.
     """
     if fraction <= 0:
         return False

@@ -23,17 +23,17 @@ from titanlab.system.hub import check_reachable, is_offline
 
 
 class StreamDocuments:
-    """Training documents of virtual stream v, epoch after epoch.
+    """Training documents of virtual stream v of V, epoch after epoch.
 
-    With at least as many files (shards) as streams, stream v reads files v, v + V, …; with fewer, the
+    With at least as many files (shards) as streams, stream v reads files v, v + V, …; with fewer files, the
     streams that share a file take its documents in turn.
 
     Args:
         dataset: an HF `IterableDataset`, not shuffled.
         config: of the data.
-        tokenizer: of the documents.
+        tokenizer: encodes the documents.
         number: v.
-        position: from `position`, to go on there; None: from the beginning.
+        position: result of `position`, to continue there; None starts at the beginning.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StreamDocuments:
         self._open(position["dataset"] if position is not None else None)
 
     def position(self) -> Position:
-        """Epoch, documents passed and kept in it, and the dataset's own state."""
+        """The epoch, the numbers of documents seen and kept in it, and the state of the HF dataset."""
         state = self._part.state_dict() if self._begun else self._start
         return {"epoch": self._epoch, "seen": self._seen, "kept": self._kept, "dataset": state}
 
@@ -58,7 +58,7 @@ class StreamDocuments:
         """The next document, uint32 `[tokens]`.
 
         Raises:
-            ConfigError: the dataset has no text under that name, or none for this stream.
+            ConfigError: the dataset has no column `text_field`, or no text for this stream.
         """
         while True:
             row = _next(self._rows, self._config)
@@ -79,7 +79,7 @@ class StreamDocuments:
         self._rows.close()
 
     def _open(self, state: dict[str, Any] | None) -> None:
-        # A dataset that was told where to start forgets it until it has given a row.
+        # After `load_state_dict`, an HF dataset's `state_dict` does not give the loaded state until a row is read.
         self._start, self._begun = state, False
         self._part = self._dataset.shard(num_shards=self._files, index=self._number % self._files, contiguous=False)
         if state is not None:
@@ -107,7 +107,7 @@ class StreamDocuments:
 
 
 def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
-    """All texts of a dataset in order, without those that are empty."""
+    """All texts of a dataset that are not empty, in order."""
     rows = _rows(dataset)
     with contextlib.closing(rows):
         while (row := _next(rows, config)) is not None:
@@ -119,7 +119,7 @@ def text_of(row: dict[str, Any], config: HuggingFace) -> str:
     """The text of a row; empty where it is null.
 
     Raises:
-        ConfigError: the row has no such field, or it is no text.
+        ConfigError: the row has no column `text_field`, or its value is not a string.
     """
     if config.text_field not in row:
         raise ConfigError(
@@ -134,7 +134,7 @@ def text_of(row: dict[str, Any], config: HuggingFace) -> str:
 
 
 def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> Any:
-    """An HF `IterableDataset`; reads no more than the dataset's description.
+    """Open an HF `IterableDataset`; reads only the dataset's description.
 
     Raises:
         ConfigError: there is no such dataset or split, or it cannot be reached.
@@ -150,13 +150,13 @@ def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> An
             revision=config.revision,
             data_files=config.data_files or None,
         )
-    # The library and those below it raise dozens of types, which share no other base.
+    # `datasets` and its dependencies raise dozens of types, which share no other base class.
     except Exception as error:
         raise _explained(error, config, split, key) from error
 
 
 def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> ConfigError:
-    kinds = {each.__name__ for each in type(error).__mro__}
+    kinds = {base.__name__ for base in type(error).__mro__}
     message = " ".join(str(error).split())[:160]
     if "split" in message.lower() and "ValueError" in kinds:
         return ConfigError(key, split, f"is no split of {config.path} ({message})", "name one that it has")
@@ -178,7 +178,7 @@ def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any]
     try:
         return next(rows, None)
     except OSError:
-        # The network or the disk, not the data: whoever runs this decides whether to try again.
+        # The network or the disk failed, not the data: the caller decides whether to try again.
         raise
     except Exception as error:
         message = " ".join(str(error).split())[:160]
@@ -188,15 +188,15 @@ def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any]
 
 
 def _rows(dataset: Any) -> Any:
-    # A generator, to be closed; iterating over a dataset gives one, which its type does not say.
+    # A generator, so that the caller can close it: an iterator has no `close`.
     yield from dataset
 
 
 def _library() -> Any:
     if "datasets" in sys.modules or "torch" in sys.modules:
         return importlib.import_module("datasets")
-    # It imports torch where torch is installed, 1.5 s for nothing that is used here, unless told while it is
-    # being imported that it should not.
+    # `datasets` imports torch if torch is installed, which takes 1.5 s and is not used here; it reads USE_TORCH
+    # while it is imported.
     before = os.environ.get("USE_TORCH")
     os.environ["USE_TORCH"] = "0"
     try:

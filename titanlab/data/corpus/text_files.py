@@ -21,7 +21,7 @@ from titanlab.errors import ConfigError
 
 _LINES = {".jsonl", ".ndjson", ".json"}
 _SAMPLED_FILES = 1000
-# Looked into before anything starts, and how far.
+# About so many files, and so many bytes of each, are checked before anything starts.
 _CHECKED_FILES = 100
 _CHECKED_BYTES = 1 << 16
 
@@ -35,7 +35,7 @@ class Corpus:
         text_field: key or column of the text in JSONL and parquet.
         key: config key that named the files, for errors.
         field_key: config key that named the field.
-        strict: whether a file that is not UTF-8 is an error; else it is passed over.
+        strict: whether a file that is not UTF-8 is an error; otherwise it is skipped.
     """
 
     files: tuple[Path, ...]
@@ -45,19 +45,19 @@ class Corpus:
     strict: bool = True
 
     def documents(self) -> Iterator[str]:
-        """Every document that is not empty, whole.
+        """Every complete document that is not empty.
 
         Raises:
-            ConfigError: a file cannot be read, or is not of the format that its ending says.
+            ConfigError: a file cannot be read, or does not have the format of its file name's ending.
         """
         for file in self.files:
             yield from self._documents_of(file)
 
     def check(self) -> None:
-        """Look into the beginnings of files: whether they can be read and have text; no file is read whole.
+        """Check that the beginnings of about 100 files can be read and have text; no file is read completely.
 
         Raises:
-            ConfigError: one of them cannot be read or is not of its format, or all are empty.
+            ConfigError: a file cannot be read or does not have the format of its ending, or all files are empty.
         """
         if not any(file.stat().st_size for file in self.files):
             raise ConfigError(self.key, self.files[0], "is empty", "give files with text in them")
@@ -73,14 +73,14 @@ class Corpus:
             with _opened(file, packed=self._kind(file)[1]) as stream:
                 begin = stream.read(_CHECKED_BYTES)
             try:
-                # The last character may have been cut.
+                # The end of the bytes may be inside a character.
                 codecs.getincrementaldecoder("utf-8")().decode(begin, final=len(begin) < _CHECKED_BYTES)
             except UnicodeDecodeError as error:
                 if self.strict:
                     raise self._not_utf8(f"{file}, byte {error.start}") from error
 
     def sample(self, characters: int) -> Iterator[str]:
-        """About so many characters, spread over the files; reads little more than it gives."""
+        """Texts of about `characters` characters in total, spread over the files; reads little more than it yields."""
         step = max(1, len(self.files) // _SAMPLED_FILES)
         chosen = self.files[::step]
         share = _share(sorted(path.stat().st_size for path in chosen), characters)
@@ -106,7 +106,7 @@ class Corpus:
 
     @staticmethod
     def _kind(file: Path) -> tuple[str, bool]:
-        """What a file is by its ending, and whether it is packed."""
+        """The format of a file by its name's ending (`parquet`, `lines` or `text`), and whether it is gzipped."""
         suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
         packed = suffixes[-1:] == [".gz"]
         ending = "".join((suffixes[:-1] if packed else suffixes)[-1:])
@@ -114,7 +114,7 @@ class Corpus:
 
     @contextlib.contextmanager
     def _reading(self, file: Path) -> Iterator[None]:
-        """What goes wrong while a file is read, as one line."""
+        """Turn errors while a file is read into `ConfigError`."""
         try:
             yield
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -189,34 +189,34 @@ class Corpus:
 
 
 def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
-    """The files that a path, folder or glob names, sorted; several are separated by `:`.
+    """The files that match a path, folder or glob, sorted; several patterns are separated by `:`.
 
     Raises:
-        ConfigError: one of them names no file.
+        ConfigError: a pattern matches no file.
     """
-    found: set[Path] = set()
+    matches: set[Path] = set()
     for pattern in filter(None, (part.strip() for part in patterns.split(os.pathsep))):
         pattern = os.path.abspath(os.path.expanduser(pattern))
         if os.path.isfile(pattern):
-            files: Iterable[str] = [pattern]
+            paths: Iterable[str] = [pattern]
         elif os.path.isdir(pattern):
-            files = glob.iglob(os.path.join(glob.escape(pattern), "**"), recursive=True)
+            paths = glob.iglob(os.path.join(glob.escape(pattern), "**"), recursive=True)
         else:
-            files = glob.iglob(pattern, recursive=True)
-        here = {Path(file) for file in files if os.path.isfile(file)}
-        if not here:
+            paths = glob.iglob(pattern, recursive=True)
+        files = {Path(path) for path in paths if os.path.isfile(path)}
+        if not files:
             rule = "has no files" if os.path.isdir(pattern) else "matches no file"
             raise ConfigError(key, pattern, rule, "check the path, and quote a pattern, so that no shell expands it")
-        found |= here
-    if not found:
+        matches |= files
+    if not matches:
         raise ConfigError(key, patterns, "names no file", "give a file, a folder or a glob")
-    return tuple(sorted(found))
+    return tuple(sorted(matches))
 
 
 def _share(sizes: list[int], characters: int) -> int:
-    """What to take of each file at most, so that short and long ones together give so many characters."""
-    for passed, size in enumerate(sizes):
-        share = characters // (len(sizes) - passed) + 1
+    """The most to read of each file, so that all files together give `characters`; `sizes` is sorted."""
+    for smaller_files, size in enumerate(sizes):
+        share = characters // (len(sizes) - smaller_files) + 1
         if size >= share:
             return share
         characters -= size
@@ -224,7 +224,7 @@ def _share(sizes: list[int], characters: int) -> int:
 
 
 def whole_characters(text: str) -> str:
-    """The text with `?` for halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    """Replace lone surrogates by `?`: JSON can contain them, UTF-8 cannot."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 

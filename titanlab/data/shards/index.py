@@ -1,4 +1,4 @@
-"""The index of a folder of token shards: what its files hold, and whether they are whole.
+"""The index of a folder of token shards: the content of its files, and the check that they are complete.
 
 index.json               format, version, dtype, vocab_size, special tokens, fingerprint, files
 train-00000.bin …        little-endian uint16 or uint32, document after document
@@ -22,12 +22,12 @@ INDEX = "index.json"
 FORMAT = "titanlab-tokens"
 VERSION = 1
 BYTES = {"uint16": 2, "uint32": 4}
-"""Of one token, by the index's dtype."""
+"""Bytes of one token, by the index's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of tokens; `documents` is what the writer counted."""
+    """One file of tokens; `documents` is the writer's count, 0 where it is not known."""
 
     file: str
     tokens: int
@@ -36,14 +36,14 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What `index.json` says.
+    """The content of `index.json`.
 
     Attributes:
         dtype: `uint16` or `uint32`.
         vocab_size: every token is below it.
-        bos_id, eos_id: around each document; None where the tokenizer has no such token.
-        tokenizer: its file in the folder; None where there is none.
-        fingerprint: of the tokens; None: taken from the files.
+        bos_id, eos_id: tokens around each document; None where the tokenizer has no such token.
+        tokenizer: its file in the folder; None without a tokenizer.
+        fingerprint: hash of the tokens; None: computed from the files.
     """
 
     dtype: str
@@ -64,20 +64,20 @@ class Index:
         return self.train if name == "train" else self.validation
 
     def sequences(self, split: str, seq_len: int) -> int:
-        """Whole sequences, each with the token after its last as a label."""
+        """Number of complete sequences; each needs one token more, the label of its last token."""
         return sum(max(0, shard.tokens - 1) // seq_len for shard in self.split(split))
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest type that holds every token."""
+    """The smallest dtype that can store every token."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def read_index(folder: Path, key: str = "data.folder") -> Index:
-    """Read and check a folder's index, and that its files are as long as it says.
+    """Read and check a folder's index, and check that its files have the lengths in it.
 
     Raises:
-        ConfigError: there is none, it cannot be understood, or a file is missing or of another length.
+        ConfigError: the index is missing or not valid, or a file is missing or has another length.
     """
     path = folder / INDEX
     cure = "make the folder with `titanlab tokenize`"
@@ -98,13 +98,13 @@ def read_index(folder: Path, key: str = "data.folder") -> Index:
         file = folder / shard.file
         size = file.stat().st_size if file.is_file() else None
         if size != expected:
-            is_now = "is missing" if size is None else f"has {size} bytes, not {expected}"
-            raise ConfigError(key, file, f"{is_now}, so it is not what {INDEX} describes", "make the folder again")
+            fault = "is missing" if size is None else f"has {size} bytes, not {expected}"
+            raise ConfigError(key, file, f"{fault}, so it is not what {INDEX} describes", "make the folder again")
     return index
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder of token shards that we made is as we made it."""
+    """Whether a folder of token shards is complete and not damaged."""
     try:
         read_index(folder)
     except ConfigError:
@@ -147,7 +147,7 @@ def _shards(entries: Sequence[dict[str, Any]]) -> tuple[Shard, ...]:
 
 
 def fingerprint_of(folder: Path, index: Index) -> str:
-    """32 hexadecimal digits for the tokens of a folder."""
+    """A hash of the tokens in a folder; 32 hexadecimal digits."""
     if index.fingerprint:
         return fingerprint.of_values(VERSION, index.fingerprint)
     files = [folder / shard.file for shard in (*index.train, *index.validation)]
@@ -155,6 +155,5 @@ def fingerprint_of(folder: Path, index: Index) -> str:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write a folder's `index.json`."""
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
     (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

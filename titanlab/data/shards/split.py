@@ -1,4 +1,4 @@
-"""Sequences cut from memory-mapped token shards, many at a time."""
+"""Sequences from memory-mapped token shards, read many at a time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CHECKED_TOKENS = 1 << 20
 
 
 def check_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
-    """Check that the first tokens of every file are below `vocab_size`.
+    """Check that the first 2^20 tokens of every file are below `vocab_size`.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a token is not.
     """
     for shard in (*index.train, *index.validation):
         first = np.fromfile(folder / shard.file, dtype=_stored(index), count=min(shard.tokens, _CHECKED_TOKENS))
@@ -34,16 +34,16 @@ def check_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
 
 
 class Split:
-    """The sequences of `train` or `validation`, cut from memory-mapped files.
+    """The sequences of `train` or `validation` in memory-mapped files.
 
-    Sequence i of a file covers its tokens [i·seq, (i+1)·seq], the last of which is a label only. What
-    is left at a file's end, less than a sequence, is not part of any.
+    Sequence i of a file covers its tokens [i·seq, (i+1)·seq]; the last of them is a label only. The remaining tokens
+    at a file's end, less than a sequence, are not used.
     """
 
     def __init__(self, folder: Path, index: Index, name: str, seq_len: int) -> None:
         self.seq_len = seq_len
         self.files = [
-            # A view without memmap's class: indexing a memmap costs microseconds a time.
+            # A plain ndarray view: every indexing of an `np.memmap` costs some microseconds more.
             np.memmap(folder / shard.file, dtype=_stored(index), mode="r").view(np.ndarray)
             for shard in index.split(name)
             if shard.tokens
@@ -58,24 +58,24 @@ class Split:
         self.sequences = int(sum(counts))
 
     def gather(self, sequences: npt.NDArray[np.int64]) -> Batch:
-        """Some sequences: `[k]` numbers to tokens and labels, int64 `[k, seq]` each."""
+        """Read the sequences with the numbers `[k]`: tokens and labels, int64 `[k, seq]` each."""
         if len(self.files) == 1:
             return Batch(_rows(self._tokens[0], sequences), _rows(self._labels[0], sequences))
         tokens = np.empty((len(sequences), self.seq_len), dtype=np.int64)
         labels = np.empty_like(tokens)
-        homes = np.searchsorted(self._ends, sequences, side="right")
-        for home in np.unique(homes):
-            here = np.flatnonzero(homes == home)
-            rows = sequences[here] - (self._ends[home] - len(self._tokens[home]))
-            tokens[here], labels[here] = self._tokens[home][rows], self._labels[home][rows]
+        files = np.searchsorted(self._ends, sequences, side="right")
+        for file in np.unique(files):
+            places = np.flatnonzero(files == file)
+            rows = sequences[places] - (self._ends[file] - len(self._tokens[file]))
+            tokens[places], labels[places] = self._tokens[file][rows], self._labels[file][rows]
         return Batch(tokens, labels)
 
     def padded_rows(self) -> int:
-        """Rows that cover every token that can be a label, the last of each file padded."""
+        """Number of rows that cover every token that can be a label; the last row of each file is padded."""
         return sum(math.ceil((len(file) - 1) / self.seq_len) for file in self.files if len(file) > 1)
 
     def padded_row(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """One row of `padded_rows`: tokens and labels, int64 `[seq]`; padding has the label `IGNORE`."""
+        """Read one of the `padded_rows`: tokens and labels, int64 `[seq]`; padding has the label `IGNORE`."""
         for file in self.files:
             rows = math.ceil((len(file) - 1) / self.seq_len)
             if row < rows:

@@ -1,4 +1,4 @@
-"""Writing of token shards: documents in, a folder of files and their index out."""
+"""Writing of token shards: documents become a folder of files and their index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanlab.data.streams.stream import Report
 from titanlab.data.tokenizers.tokenizer import Tokenizer, keep
 
 SHARD_TOKENS = 1 << 30
-"""A file ends with the document that reaches this many tokens."""
+"""A file ends after the document with which it reaches this many tokens."""
 _BATCH_CHARACTERS = 2_000_000
 _PIECE_CHARACTERS = 1 << 18
 _REPORT_TOKENS = 50_000_000
@@ -35,13 +35,13 @@ def write_documents(
     """Tokenise documents into a folder that exists and is empty.
 
     Args:
-        documents: texts; each becomes beginning-of-text, its tokens, end-of-text, as far as the tokenizer
-            has these tokens.
+        documents: texts; each becomes beginning-of-text, its tokens, end-of-text. A special token that the tokenizer
+            does not have is left out.
         tokenizer_file: copied into the folder.
-        fingerprint: of the documents and how they are cut up, kept in the index.
-        held_out: tells which documents are for validation.
-        tail_fraction: of the tokens, taken from the end for validation where `held_out` chose no document
-            or all of them, as it may with very few.
+        fingerprint: hash of the documents and of their tokenisation, written to the index.
+        held_out: whether a document is for validation.
+        tail_fraction: fraction of the tokens at the end that becomes the validation split if `held_out` chose no
+            document or all of them, as it may if there are very few.
         shard_tokens: see `SHARD_TOKENS`.
     """
     dtype = dtype_for(tokenizer.vocab_size)
@@ -53,9 +53,9 @@ def write_documents(
             if (done := sum(split.tokens for split in splits.values())) >= next_report:
                 report(f"tokenised {done / 1e6:,.0f} million tokens")
                 next_report += _REPORT_TOKENS
-    found = {name: split.shards for name, split in splits.items()}
-    if tail_fraction > 0 and any(found.values()) and not all(found.values()):
-        found = _cut_tail(folder, found["train"] or found["validation"], tail_fraction, BYTES[dtype])
+    shards = {name: split.shards for name, split in splits.items()}
+    if tail_fraction > 0 and any(shards.values()) and not all(shards.values()):
+        shards = _cut_tail(folder, shards["train"] or shards["validation"], tail_fraction, BYTES[dtype])
     index = Index(
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
@@ -63,19 +63,19 @@ def write_documents(
         eos_id=tokenizer.eos_id,
         tokenizer=keep(tokenizer_file, folder),
         fingerprint=fingerprint,
-        train=tuple(found["train"]),
-        validation=tuple(found["validation"]),
+        train=tuple(shards["train"]),
+        validation=tuple(shards["validation"]),
     )
     write_index(folder, index)
     return index
 
 
 def pieces_of(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
-    """A text in pieces of about `size` characters, cut after line ends; together they are the text."""
+    """Cut a text into pieces of about `size` characters after line ends; the pieces joined are the text."""
     start = 0
     while len(text) - start > size:
         end = text.rfind("\n", start, start + size) + 1
-        # A line longer than a piece is cut anywhere.
+        # A line longer than `size` is cut inside.
         end = end if end > start else start + size
         yield text[start:end]
         start = end
@@ -83,8 +83,8 @@ def pieces_of(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
 
 
 def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, npt.NDArray[np.uint32]]]:
-    """Each document with its tokens; many are encoded at a time, and long ones in pieces."""
-    cuttable = _keeps_seams(tokenizer)
+    """Each document with its tokens; encodes many documents at a time, and long documents in pieces."""
+    cuttable = _can_encode_pieces(tokenizer)
     batch: list[str] = []
     size = 0
     for text in documents:
@@ -107,13 +107,13 @@ def _encoded(texts: list[str], tokenizer: Tokenizer, *, cuttable: bool) -> Itera
         yield np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
 
 
-def _keeps_seams(tokenizer: Tokenizer) -> bool:
+def _can_encode_pieces(tokenizer: Tokenizer) -> bool:
     """Whether a text that is encoded in two pieces still decodes to itself; some tokenizers add a space."""
     return tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
 
 
 def _cut_tail(folder: Path, shards: list[Shard], fraction: float, token_bytes: int) -> dict[str, list[Shard]]:
-    """Move the last tokens of the only split there is into a validation file of their own."""
+    """Move the last tokens of the only split into a validation file."""
     shards = [_renamed(folder, shard, f"train-{number:05d}.bin") for number, shard in enumerate(shards)]
     last = shards[-1]
     wanted = max(2, round(fraction * sum(shard.tokens for shard in shards)))
@@ -132,7 +132,7 @@ def _renamed(folder: Path, shard: Shard, name: str) -> Shard:
 
 
 class _SplitWriter:
-    """Appends documents to `<name>-<number>.bin`, and begins a new file when one is long enough."""
+    """Appends documents to `<name>-<number>.bin`, and begins a new file when the last one is long enough."""
 
     def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int) -> None:
         self.shards: list[Shard] = []

@@ -1,4 +1,4 @@
-"""The stream and the held-out rows of token shards, which know every sequence by its number."""
+"""The training stream and the held-out rows of token shards, whose sequences are numbered."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _AHEAD = 1024
 
 
 class IndexedStream:
-    """Sequences of a split in a seeded order; every epoch has an order of its own.
+    """Sequences of a split in a seeded order, which differs from epoch to epoch.
 
     Args:
-        split: sequences to draw from; at least one.
-        fingerprint: of the data, kept in the state.
+        split: at least one sequence.
+        fingerprint: of the data; part of the state.
         seed: of the order.
-        global_batch: sequences of one step, over all ranks.
-        rank, ranks: this data-parallel rank, and how many there are; they divide `global_batch`.
+        global_batch: sequences of one step, over all ranks; a multiple of `ranks`.
+        rank, ranks: this data-parallel rank, and the number of data-parallel ranks.
         state: a merged state to resume from, of any number of ranks and any global batch.
     """
 
@@ -41,10 +41,10 @@ class IndexedStream:
         state: State | None = None,
     ) -> None:
         self._split = split
-        self._facts = {"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}
+        self._identity = {"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}
         self._samples = 0
         if state is not None:
-            check_state(state, **self._facts)
+            check_state(state, **self._identity)
             self._samples = int(state["samples"])
         self._seed, self._global_batch = seed, global_batch
         self._order = _RankOrder(self._samples, global_batch=global_batch, rank=rank, ranks=ranks)
@@ -55,7 +55,7 @@ class IndexedStream:
     def next_batch(self) -> Batch:
         """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
         if self._at == len(self._ahead):
-            # The order of many steps costs little more than that of one.
+            # Computing the order of many steps costs little more than that of one step.
             samples = self._order.next(max(1, _AHEAD // self._local))
             self._ahead = shuffled(samples, seed=self._seed, n=self._split.sequences)
             self._at = 0
@@ -65,8 +65,8 @@ class IndexedStream:
         return self._split.gather(chosen)
 
     def state(self) -> State:
-        """Samples that all ranks together have taken; the same on every rank."""
-        return {**self._facts, "samples": self._samples}
+        """The number of samples that all ranks together have taken; the same on every rank."""
+        return {**self._identity, "samples": self._samples}
 
     def close(self) -> None:
         """Nothing is read ahead."""
@@ -80,11 +80,11 @@ class _RankOrder:
         self._local = global_batch // ranks
 
     def next(self, steps: int) -> npt.NDArray[np.int64]:
-        """Samples of so many steps, int64 `[steps · local]`."""
+        """Samples of the next `steps` steps, int64 `[steps · local]`."""
         count = steps * self._local
-        found = self._next + self._ranks * np.arange(count, dtype=np.int64)
+        samples = self._next + self._ranks * np.arange(count, dtype=np.int64)
         self._next += self._ranks * count
-        return found
+        return samples
 
 
 def rank_samples(start: int, *, global_batch: int, rank: int, ranks: int) -> range:
@@ -97,26 +97,26 @@ class HeldOutRows:
 
     Args:
         split: of held-out tokens.
-        sequences: rows over all ranks; fewer where there are fewer.
-        rank, ranks: row j belongs to rank j % ranks, and every rank has equally many: where they do not come
-            out even, the last ones are padding, all of whose labels are `IGNORE`.
+        sequences: number of rows over all ranks; fewer if the split has fewer.
+        rank, ranks: row j belongs to rank j % ranks. Every rank has the same number of rows: if `ranks` does not
+            divide them, the last rows are padding, with `IGNORE` as every label.
     """
 
     def __init__(self, split: Split, *, sequences: int, rank: int, ranks: int) -> None:
-        there = split.padded_rows()
-        wanted = min(sequences, there)
+        available = split.padded_rows()
+        rows = min(sequences, available)
         self._split = split
-        self._rows: list[int | None] = [row * there // wanted for row in range(rank, wanted, ranks)]
-        self._rows += [None] * (-(-wanted // ranks) - len(self._rows))
+        self._rows: list[int | None] = [row * available // rows for row in range(rank, rows, ranks)]
+        self._rows += [None] * (-(-rows // ranks) - len(self._rows))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        empty = self._split.seq_len
+        seq_len = self._split.seq_len
         for row in self._rows:
             if row is None:
-                yield np.zeros(empty, dtype=np.int64), np.full(empty, IGNORE, dtype=np.int64)
+                yield np.zeros(seq_len, dtype=np.int64), np.full(seq_len, IGNORE, dtype=np.int64)
             else:
                 yield self._split.padded_row(row)
 
@@ -136,7 +136,7 @@ def open_train(
     """The training stream of a folder of token shards.
 
     Raises:
-        ConfigError: it has less than one sequence, or `state` is of other data.
+        ConfigError: the shards have less than one sequence, or `state` belongs to other data.
     """
     check_sequences(index, seq_len)
     split = Split(folder, index, "train", seq_len)

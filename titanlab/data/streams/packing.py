@@ -1,4 +1,4 @@
-"""One virtual stream: documents, packed into sequences, from any position on."""
+"""One virtual stream: documents packed into sequences, from any position on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Position = dict[str, Any]
 
 
 class Documents(Protocol):
-    """An endless sequence of tokenised documents that can say where it is."""
+    """An endless sequence of tokenised documents, with a position to resume from."""
 
     def position(self) -> Position:
-        """Where `next` stands, as JSON; documents opened at it give the same from there on."""
+        """The position of the next document, as JSON; documents opened at it continue with the same documents."""
         ...
 
     def next(self) -> npt.NDArray[np.uint32]:
@@ -23,57 +23,57 @@ class Documents(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what they are read from."""
+        """Close the files or connections from which the documents are read."""
         ...
 
 
 class PackedStream:
-    """Sequences of an endless sequence of documents.
+    """Cuts concatenated documents into sequences.
 
-    Sequence k covers tokens [k·seq, (k+1)·seq] of the documents laid end to end; its last token is a label
-    only, and the first of the next sequence. No token is lost or given twice.
+    Sequence k covers tokens [k·seq, (k+1)·seq] of the concatenated documents; its last token is only a label, and
+    the first token of the next sequence. Every token is an input exactly once.
 
     Args:
         documents: opened at the position of a state, or at the beginning.
         seq_len: tokens of a sequence.
-        offset: tokens of the first document that are past; from a state.
+        offset: tokens of the first document that were used before; from a state.
     """
 
     def __init__(self, documents: Documents, *, seq_len: int, offset: int = 0) -> None:
         self._documents, self._seq_len = documents, seq_len
-        # Documents with tokens that are still to come, and where each began.
+        # Documents with tokens that are not used yet, each with its position.
         self._open: deque[tuple[Position, npt.NDArray[np.uint32]]] = deque()
         self._offset = offset
         self._ready = -offset
 
     def next_sequence(self) -> npt.NDArray[np.uint32]:
-        """The next sequence and the label after its last token, uint32 `[seq + 1]`."""
+        """The next sequence and the label of its last token, uint32 `[seq + 1]`."""
         while self._ready < self._seq_len + 1:
             position = self._documents.position()
             tokens = self._documents.next()
             self._open.append((position, tokens))
             self._ready += len(tokens)
-        found = self._first(self._seq_len + 1)
+        sequence = self._first(self._seq_len + 1)
         self._offset += self._seq_len
         self._ready -= self._seq_len
         while self._offset >= len(self._open[0][1]):
             self._offset -= len(self._open.popleft()[1])
-        return found
+        return sequence
 
     def _first(self, count: int) -> npt.NDArray[np.uint32]:
-        found = np.empty(count, dtype=np.uint32)
+        first = np.empty(count, dtype=np.uint32)
         filled, start = 0, self._offset
         for _, tokens in self._open:
             piece = tokens[start : start + count - filled]
-            found[filled : filled + len(piece)] = piece
+            first[filled : filled + len(piece)] = piece
             filled, start = filled + len(piece), 0
-        return found
+        return first
 
     def close(self) -> None:
-        """Let go of what the documents are read from."""
+        """Close the documents."""
         self._documents.close()
 
     def state(self) -> dict[str, Any]:
-        """`position` of the document with the next token, and `offset` of the token in it."""
+        """`position` of the document that contains the next token, and `offset` of the token in it."""
         position = self._open[0][0] if self._open else self._documents.position()
         return {"position": position, "offset": self._offset}

@@ -1,8 +1,8 @@
-"""A seeded order of n things, computed one place at a time and never stored.
+"""A seeded permutation of n numbers, computed where it is needed and never stored.
 
-A Feistel network over the pairs (left, right) of Z_a × Z_b with a·b ≥ n, walked along its cycle until
-the place is below n: Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002). The round
-function is the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+A Feistel network over the pairs (left, right) of Z_a × Z_b with a·b ≥ n, applied again until the result is below n
+(cycle walking): Black and Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002). The round function is the
+finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _HALF_ROUNDS = 8
 
 
 def mix(x: U64) -> U64:
-    """The finaliser of splitmix64, a bijection on 64-bit integers; any shape, not in place."""
+    """The finaliser of splitmix64, a bijection on 64-bit integers; `x` has any shape and is not changed."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def keyed(seed: int, numbers: npt.NDArray[Any]) -> U64:
-    """A 64-bit hash of each (seed, number); same shape as `numbers`."""
+    """A 64-bit hash of (seed, number) for each number; same shape as `numbers`."""
     start = mix(np.array([(seed + 1) * _GOLDEN & _MASK], dtype=np.uint64))
     return mix(numbers.astype(np.uint64) * np.uint64(_GOLDEN) + start)
 
 
 def shuffled(samples: npt.NDArray[np.int64], *, seed: int, n: int) -> npt.NDArray[np.int64]:
-    """Which of n things each sample of an endless stream is; every epoch of n has an order of its own.
+    """Map samples of an endless stream to numbers below n; every epoch of n samples has its own permutation.
 
     Args:
-        samples: int64 `[k]`, places in the stream, from 0; sample g is place g % n of epoch g // n.
+        samples: int64 `[k]`, sample numbers from 0; sample g is place g % n of epoch g // n.
         seed: of the order.
-        n: number of things, at least 1.
+        n: at least 1.
 
     Returns:
         int64 `[k]` in [0, n).
@@ -48,11 +48,11 @@ def shuffled(samples: npt.NDArray[np.int64], *, seed: int, n: int) -> npt.NDArra
     left_size = math.isqrt(n - 1) + 1
     right_size = -(-n // left_size)
     keys = keyed(seed, epochs)
-    found = _network(places.astype(np.uint64), keys, left_size, right_size)
-    # At most left_size - 1 of the pairs are not below n, so this seldom runs, and then on few.
-    while (outside := np.flatnonzero(found >= n)).size:
-        found[outside] = _network(found[outside], keys[outside], left_size, right_size)
-    return found.astype(np.int64)
+    numbers = _network(places.astype(np.uint64), keys, left_size, right_size)
+    # At most left_size - 1 of the pairs are not below n, so the loop seldom runs, and on few numbers.
+    while (outside := np.flatnonzero(numbers >= n)).size:
+        numbers[outside] = _network(numbers[outside], keys[outside], left_size, right_size)
+    return numbers.astype(np.int64)
 
 
 def _network(x: U64, keys: U64, left_size: int, right_size: int) -> U64:

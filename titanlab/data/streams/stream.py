@@ -1,4 +1,4 @@
-"""What every kind of data gives the trainer: batches, and a position that can be kept and resumed."""
+"""The contract between data and the trainer: batches, and a position that can be saved and resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: int64 `[local_batch, seq]`.
-        labels: int64 `[local_batch, seq]`; each is the token after the one at its place.
+        labels: int64 `[local_batch, seq]`; the label at a position is the next token.
     """
 
     tokens: Tokens
@@ -47,12 +47,12 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop reading ahead. Harmless where nothing does, and when called again."""
+        """Stop reading ahead. Does nothing if nothing reads ahead, or at a second call."""
         ...
 
 
 class Rows(Protocol):
-    """Held-out sequences for one rank; every rank has equally many, and every pass gives the same."""
+    """Held-out sequences for one rank; every rank has the same number of them, and every pass gives the same ones."""
 
     def __len__(self) -> int:
         """Rows of this rank."""
@@ -64,13 +64,13 @@ class Rows(Protocol):
 
 
 def merge_states(states: list[State]) -> State:
-    """The whole position out of every rank's part; any number of ranks can resume it.
+    """Merge the states of all ranks into one, from which any number of ranks can resume.
 
-    A state is JSON. Its key `parts`, where it has one, maps names to what only one rank knows; everything
+    A state is JSON. Its key `parts`, if it has one, maps names to states that only one rank has; everything
     else is the same on every rank.
 
     Raises:
-        ValueError: the ranks stand at different places.
+        ValueError: the ranks are at different positions.
     """
     whole = {key: value for key, value in states[0].items() if key != "parts"}
     parts: dict[str, Any] = {}
@@ -82,14 +82,14 @@ def merge_states(states: list[State]) -> State:
 
 
 def check_state(state: Mapping[str, Any], **now: object) -> None:
-    """Check that a stream which is about to resume is the stream that was stopped.
+    """Check that a saved state belongs to the stream that resumes from it.
 
     Args:
-        state: what `Stream.state` gave, merged.
-        now: the facts of the stream that resumes, under the names they have in the state.
+        state: merged results of `Stream.state`.
+        now: values of the stream that resumes, under their names in the state.
 
     Raises:
-        ConfigError: one of them differs, or the state has no number of samples.
+        ConfigError: one of the values differs, or the state has no number of samples.
     """
     keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
     for name, value in now.items():

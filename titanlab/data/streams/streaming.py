@@ -1,4 +1,4 @@
-"""The stream over a fixed number of virtual streams, of which each rank opens only its own."""
+"""The training stream over a fixed number of virtual streams; each rank opens only its own."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class StreamingStream:
     Args:
         opener: (number of a virtual stream, position or None) → its documents.
         streams: V; a multiple of `ranks`.
-        fingerprint: of the data, kept in the state.
-        global_batch: sequences of one step, over all ranks.
-        rank, ranks: this data-parallel rank, and how many there are; they divide `global_batch`.
+        fingerprint: of the data; part of the state.
+        global_batch: sequences of one step, over all ranks; a multiple of `ranks`.
+        rank, ranks: this data-parallel rank, and the number of data-parallel ranks.
         state: a merged state to resume from, of any number of ranks and any global batch.
     """
 
@@ -45,11 +45,11 @@ class StreamingStream:
         state: State | None,
     ) -> None:
         check_streams(streams, ranks)
-        self._facts = {"fingerprint": fingerprint, "seq_len": seq_len, "streams": streams}
+        self._identity = {"fingerprint": fingerprint, "seq_len": seq_len, "streams": streams}
         self._samples = 0
         parts: dict[str, Any] = {}
         if state is not None:
-            check_state(state, **self._facts)
+            check_state(state, **self._identity)
             self._samples, parts = int(state["samples"]), state["parts"]
             if len(parts) != streams:
                 raise ValueError(f"the state has {len(parts)} of {streams} streams: merge those of all ranks")
@@ -63,20 +63,20 @@ class StreamingStream:
 
     def next_batch(self) -> Batch:
         """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
-        mine = rank_samples(self._samples, global_batch=self._global_batch, rank=self._rank, ranks=self._ranks)
-        rows = np.empty((len(mine), self._seq_len + 1), dtype=np.int64)
-        for row, sample in enumerate(mine):
+        samples = rank_samples(self._samples, global_batch=self._global_batch, rank=self._rank, ranks=self._ranks)
+        rows = np.empty((len(samples), self._seq_len + 1), dtype=np.int64)
+        for row, sample in enumerate(samples):
             rows[row] = self._streams[sample % self._count].next_sequence()
         self._samples += self._global_batch
         return Batch(rows[:, :-1].copy(), rows[:, 1:].copy())
 
     def state(self) -> State:
-        """Samples that all ranks together have taken, and where this rank's streams stand."""
+        """The number of samples that all ranks together have taken, and the positions of this rank's streams."""
         parts = {str(number): stream.state() for number, stream in self._streams.items()}
-        return {**self._facts, "samples": self._samples, "parts": parts}
+        return {**self._identity, "samples": self._samples, "parts": parts}
 
     def close(self) -> None:
-        """Let go of what the streams are read from."""
+        """Close the streams."""
         for stream in self._streams.values():
             stream.close()
 
@@ -85,8 +85,8 @@ class ReadAhead:
     """Another stream's batches, prepared by a thread while the trainer computes.
 
     Args:
-        stream: used by the thread alone from now on.
-        depth: batches that wait at most.
+        stream: from now on only the thread uses it.
+        depth: the largest number of batches that are ready and wait.
     """
 
     def __init__(self, stream: Stream, depth: int) -> None:
@@ -94,28 +94,28 @@ class ReadAhead:
         self._ready: queue.Queue[_Ready] = queue.Queue(depth)
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        # The thread knows no more of this object than these two, so that it can be collected.
+        # The thread refers only to the queue and the event, so that this object can be garbage-collected.
         self._thread = threading.Thread(
             target=_read_ahead, args=(stream, self._ready, self._stop), name="titanlab-data", daemon=True
         )
-        # A thread inside a library while the interpreter ends can crash it, so exit waits for it too.
+        # A thread that is inside a library when the interpreter ends can crash it, so the exit also waits for it.
         self.close = weakref.finalize(self, _end, self._stop, self._thread)
         self._thread.start()
 
     def next_batch(self) -> Batch:
-        """The next batch of the stream. Raises what the thread met."""
+        """The next batch of the stream. Raises the error that the thread met, if any."""
         if self._stop.is_set():
             raise RuntimeError("this data stream is closed")
         if self._error is None:
-            found = self._ready.get()
-            if not isinstance(found, BaseException):
-                batch, self._state = found
+            ready = self._ready.get()
+            if not isinstance(ready, BaseException):
+                batch, self._state = ready
                 return batch
-            self._error = found
+            self._error = ready
         raise self._error
 
     def state(self) -> State:
-        """The position after the batch that was given last, not after those that wait."""
+        """The position after the batch that `next_batch` gave last, not after those that wait."""
         return self._state
 
 
@@ -123,21 +123,17 @@ def _read_ahead(stream: Stream, ready: queue.Queue[_Ready], stop: threading.Even
     try:
         while not stop.is_set():
             _put((stream.next_batch(), stream.state()), ready, stop)
-    # Whatever it is, it belongs to whoever asks for the next batch.
+    # Any error is raised in the thread that asks for the next batch.
     except BaseException as error:
         _put(error, ready, stop)
     finally:
         stream.close()
 
 
-def _put(
-    found: _Ready,
-    ready: queue.Queue[_Ready],
-    stop: threading.Event,
-) -> None:
+def _put(item: _Ready, ready: queue.Queue[_Ready], stop: threading.Event) -> None:
     while not stop.is_set():
         try:
-            ready.put(found, timeout=_POLL_SECONDS)
+            ready.put(item, timeout=_POLL_SECONDS)
             return
         except queue.Full:
             continue

@@ -1,4 +1,4 @@
-"""Fetching a tokenizer from the Hugging Face hub: what `titanlab download-tokenizer` does."""
+"""`titanlab download-tokenizer`: fetches a tokenizer from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def download_tokenizer(
 
     Args:
         repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
-        folder: made if need be; files of the same name are replaced once all have arrived.
-        token: of the hub, for gated models; None: `HF_TOKEN` or what `hf auth login` kept.
-        report: given a line per file.
+        folder: made if it does not exist; files of the same names are replaced after all files have been fetched.
+        token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
+        report: called with a line for each file.
 
     Returns:
         The tokenizer's file, for `data.tokenizer`.
 
     Raises:
-        ConfigError: the hub cannot be reached, has no such model or tokenizer, or does not let this token in.
+        ConfigError: the hub cannot be reached, has no such model or tokenizer, or refuses the token.
     """
     if repo.count("/") > 1 or not repo.strip("/ "):
         raise ConfigError("repo", repo, "is no model of the hub", "give <owner>/<model>, as in its address")
@@ -47,27 +47,27 @@ def download_tokenizer(
             raise ConfigError(
                 "repo", repo, f"has neither {' nor '.join(_NEEDED)}", "name a model whose files include one of them"
             )
-        # Before anything is replaced: what has arrived is a tokenizer.
+        # Before any file is replaced, one of the fetched files must load as a tokenizer.
         name = _first_readable(Path(temporary), fetched)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for each in fetched:
-                _place(Path(temporary, each), folder / each)
+            for file in fetched:
+                _replace(Path(temporary, file), folder / file)
         except OSError as error:
             raise ConfigError(
                 "--folder", folder, f"cannot be written ({error.strerror})", "name a folder you can write to"
             ) from error
-    found = tokenizers.load(folder / name, "folder")
-    report(f"{folder / name}: {found.vocab_size:,} tokens")
+    tokenizer = tokenizers.load(folder / name, "folder")
+    report(f"{folder / name}: {tokenizer.vocab_size:,} tokens")
     return folder / name
 
 
 def _fetch(repo: str, name: str, folder: Path, token: str | None, report: Callable[[str], None]) -> bool:
-    """Fetch one file; False where the model has none of this name."""
+    """Fetch one file; False if the model has no file of this name."""
     hub: Any = importlib.import_module("huggingface_hub")
     try:
         hub.hf_hub_download(repo_id=repo, filename=name, local_dir=str(folder), token=token)
-    # The library raises its own errors, those of its HTTP library and of the system, with no base in common.
+    # The library raises its own errors, those of its HTTP library and of the system; they share no base class.
     except Exception as error:
         if is_absent(error):
             return False
@@ -89,7 +89,7 @@ def _first_readable(folder: Path, fetched: list[str]) -> str:
     raise ConfigError("repo", Path(str(problem.value)).name, problem.rule, problem.cure)
 
 
-def _place(source: Path, target: Path) -> None:
+def _replace(source: Path, target: Path) -> None:
     beside = target.with_name(f".{target.name}.new")
     shutil.copyfile(source, beside)
     os.replace(beside, target)

@@ -1,9 +1,9 @@
-"""The process that encodes for `watched_encoding.py`, which may end it at any time.
+"""The process that encodes for `watched_encoding.py`, which may kill it at any time.
 
     python -m titanlab.data.tokenizers.encoding_worker
 
-A line of JSON in: [what, values, seconds].
-One out: ["done", the result], ["refused", [rule, cure]] or ["given up", ""].
+It reads lines of JSON from stdin: [method, values, seconds].
+It answers each on stdout: ["done", the result], ["refused", [rule, cure]] or ["given up", ""].
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from typing import Any
 from titanlab.data.tokenizers.tokenizer import HuggingFaceTokenizer
 from titanlab.errors import ConfigError
 
-# Seconds after which the kernel ends this process, beside those that it is given: whoever asked may be gone.
+# Seconds beyond the caller's limit after which the kernel ends this process: the caller may be gone.
 _GRACE = 5.0
 _RUN = 1000
 _PLAIN = "The 1st line, it's naïve: 'x' == \"y\"\n\n  def f(x):\r\n\treturn {x: 中文}\n"
 
 
 class _Worker:
-    """One tokenizer and the questions to it."""
+    """One tokenizer; its public methods are those that a line of input can name."""
 
     _tokenizer: HuggingFaceTokenizer
 
     def load(self, path: str) -> list[int | None]:
-        """Read it. Returns what is to be known of it: tokens, beginning and end of text."""
+        """Read the tokenizer. Returns its vocabulary size, beginning-of-text id and end-of-text id."""
         file = Path(path)
         self._tokenizer = HuggingFaceTokenizer(file, file.read_bytes(), "", watched=False)
         return [self._tokenizer.vocab_size, self._tokenizer.bos_id, self._tokenizer.eos_id]
 
     def probe(self, values: tuple[Sequence[str], float]) -> None:
-        """Have every part of it see text on which regular expressions are slow: long runs of one character.
+        """Encode and decode text on which regular expressions are slow: long runs of one character.
 
         Args:
-            values: its regular expressions, and after how many seconds of computing the kernel ends this process.
+            values: the tokenizer's regular expressions, and the CPU seconds after which the kernel ends this process.
         """
         patterns, seconds = values
-        # Of computing, on all cores together: a busy machine shortens nothing.
+        # CPU time of all cores together, so that other load on the machine does not shorten the trial.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         characters = dict.fromkeys("a0 \n'=é中" + "".join(filter(str.isprintable, "".join(patterns))))
         runs = [character * _RUN for character in list(characters)[:40]]
@@ -53,7 +53,7 @@ class _Worker:
         except ConfigError as error:
             if _is_given_up(error):
                 raise
-            # It may know no such text: that is for the corpus to tell.
+            # The tokenizer may not be able to encode this text. That is no fault: its corpus may not contain such text.
             ids = list(range(min(self._tokenizer.vocab_size, _RUN)))
         self._tokenizer.decode(ids)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -66,19 +66,19 @@ class _Worker:
 
 
 def _is_given_up(error: ConfigError) -> bool:
-    """Whether Oniguruma has come to its limit on backtracking, which the library turns into a panic."""
+    """Whether Oniguruma reached its limit on backtracking, which the tokenizers library reports as a panic."""
     return "retry-limit" in str(error.__cause__)
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     worker = _Worker()
     for line in sys.stdin.buffer:
-        what, values, seconds = json.loads(line)
+        method, values, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE)
         answer: list[Any]
         try:
-            answer = ["done", getattr(worker, what)(values)]
+            answer = ["done", getattr(worker, method)(values)]
         except ConfigError as error:
             answer = ["given up", ""] if _is_given_up(error) else ["refused", [error.rule, error.cure]]
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,4 +1,4 @@
-"""The rule on a tokenizer's vocabulary, of whichever format its file is."""
+"""Rules for the vocabulary of a tokenizer of any file format."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 
-# A letter, another one and what stands between words. A file of fewer is a damaged one.
+# Two letters and a space. A file with fewer tokens is damaged.
 _FEWEST_TOKENS = 3
-# Ids without a token that a small vocabulary may have.
+# A small vocabulary may have this many ids without a token.
 _UNUSED = 1000
 
 
 def check_size(tokens: int, path: Path, key: str) -> None:
-    """Hold a vocabulary to have enough tokens to write text.
+    """Check that a vocabulary has enough tokens to write text.
 
     Raises:
         ConfigError: it has too few.
@@ -28,22 +28,22 @@ def check_size(tokens: int, path: Path, key: str) -> None:
 
 
 def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path, key: str) -> None:
-    """Hold a vocabulary to give each id to one token, to leave few ids without one, and to agree with its file.
+    """Check that no two tokens of a vocabulary share an id, that few ids are unused, and that it agrees with its file.
 
     Args:
-        vocabulary: id of each token, as the tokenizers library has it.
-        description: the content of its tokenizer.json; None: there is none.
+        vocabulary: id of each token, as the tokenizers library has read it.
+        description: the content of the tokenizer.json; None for other formats.
         path, key: for errors.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: one of these rules is broken.
     """
     check_size(len(vocabulary), path, key)
-    # The library numbers added tokens anew where their ids do not follow those of the others.
+    # The library gives added tokens new ids if their ids do not follow those of the other tokens.
     for token in (description or {}).get("added_tokens", []):
-        name, given, found = token["content"], token["id"], vocabulary.get(token["content"])
-        if found != given:
-            rule = f"gives its added token {name!r} the id {given}, and the tokenizers library gives it {found}"
+        name, given, actual = token["content"], token["id"], vocabulary.get(token["content"])
+        if actual != given:
+            rule = f"gives its added token {name!r} the id {given}, and the tokenizers library gives it {actual}"
             raise ConfigError(key, path, rule, "fetch the file again")
     names: dict[int, str] = {}
     for name, number in vocabulary.items():

@@ -1,7 +1,7 @@
 """Tokenizers in tiktoken's format, such as Llama 3's own `original/tokenizer.model`: lines of `base64 rank`.
 
-The file has the bytes of each token and its rank. How text is split before, and the special tokens, are Llama 3's, as
-its `llama/tokenizer.py` has them: the file does not say. It is read through the tokenizers library.
+The file has the bytes and the rank of each token. It has neither the regular expression that splits text first nor the
+special tokens: both are taken from Llama 3's `llama/tokenizer.py`. The tokenizers library does the encoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPECIAL = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
     *(f"<|reserved_special_token_{number}|>" for number in range(5, 251)),
 )
-# Ranks in files of others, whose text is split in another way: with Llama 3's pattern they would give wrong tokens.
+# Number of ranks in files of other models, which split text differently: Llama 3's pattern would give wrong tokens.
 _OTHERS = {
     50256: "GPT-2 (r50k_base)",
     50280: "Codex (p50k_base)",
@@ -34,12 +34,12 @@ _OTHERS = {
     200000: "Llama 4",
 }
 _BYTES = 256
-# Bytes. A token is cut at each of them, which takes time and memory by the square of its length.
+# Largest length of a token in bytes: time and memory to find its merges grow with the square of its length.
 _LONGEST = 512
 
 
 class OtherModelError(Exception):
-    """The file is that of another model than Llama 3."""
+    """The file belongs to another model than Llama 3."""
 
 
 def is_tiktoken(content: bytes) -> bool:
@@ -48,22 +48,22 @@ def is_tiktoken(content: bytes) -> bool:
 
 
 def read_tiktoken(content: bytes) -> Any:
-    """The tokenizer of the tokenizers library that gives the same ids.
+    """Make a tokenizer of the tokenizers library that gives the same ids.
 
     Raises:
         ValueError: the file is damaged.
-        OtherModelError: it has as many ranks as that of a model whose text is split in another way.
+        OtherModelError: the file has the number of ranks of a model that splits text differently.
     """
     tokenizers: Any = importlib.import_module("tokenizers")
     ranks = _ranks(content)
     if len(ranks) in _OTHERS:
         raise OtherModelError(f"has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}")
-    # The library's tokens are texts: every byte has a character of its own, GPT-2's.
+    # The library's tokens are strings: as in GPT-2, one character stands for each byte.
     characters = _characters()
     texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges = []
     for token in ranks:
-        # Whatever two tokens make this one are merged into it, as tiktoken does.
+        # Like tiktoken, merge any two tokens whose bytes together are this token's.
         parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         known = [(ranks[first], ranks[last], first, last) for first, last in parts if first in ranks and last in ranks]
         merges += [(texts[first], texts[last]) for _, _, first, last in sorted(known)]
@@ -78,7 +78,7 @@ def read_tiktoken(content: bytes) -> Any:
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
-    """Rank of each token, in the order of ranks, which are 0, 1, 2 …"""
+    """Rank of each token, in the order of the ranks 0, 1, 2 …"""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
@@ -101,7 +101,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 
 
 def _characters() -> list[str]:
-    """GPT-2's character of each byte: printable ones stand for themselves, the others for characters from 256 on."""
+    """GPT-2's character for each byte: a printable byte keeps its character, the others get those from 256 on."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(_BYTES) if byte not in plain]
     return [chr(byte) if byte in plain else chr(_BYTES + others.index(byte)) for byte in range(_BYTES)]

@@ -18,9 +18,9 @@ from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
-# Of a model as Meta released it, in a folder of the hub.
+# Name on the hub of the tokenizer file that Meta released with a model.
 ORIGINAL = "original/tokenizer.model"
-# Names under which tokenizers without a `tokenizer_config.json` keep their special tokens.
+# Usual names of special tokens, for tokenizers without a `tokenizer_config.json`.
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _SPACE = "\u2581"
@@ -33,8 +33,8 @@ class Tokenizer(Protocol):
         vocab_size: every id is below it.
         bos_id: begins a document; None where the tokenizer has no such token.
         eos_id: ends a document; None where the tokenizer has no such token.
-        fingerprint: 32 hexadecimal digits of the tokenizer's file.
-        file: that file; a `tokenizer.json` may have its `tokenizer_config.json` beside it.
+        fingerprint: hash of the tokenizer's file, 32 hexadecimal digits.
+        file: the tokenizer's file; a `tokenizer.json` may have its `tokenizer_config.json` beside it.
     """
 
     vocab_size: int
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
+        """Encode several texts, on all cores."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -57,13 +57,13 @@ class Tokenizer(Protocol):
 
 
 def find(path: Path, key: str = "data.tokenizer") -> Path:
-    """The tokenizer's file at a path, which may be a folder that has one.
+    """The tokenizer's file at a path, which may be a folder that contains one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such file.
     """
     if path.is_dir():
-        # The JSON first: a hub folder's .model may be in a format that SentencePiece does not read.
+        # The JSON first: the .model of a folder from the hub may have a format that SentencePiece cannot read.
         for name in (_JSON, _MODEL, ORIGINAL):
             if (path / name).is_file():
                 return path / name
@@ -74,10 +74,10 @@ def find(path: Path, key: str = "data.tokenizer") -> Path:
 
 
 def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
-    """Read a tokenizer; its content tells which kind it is.
+    """Read a tokenizer; the file's content decides its kind.
 
     Raises:
-        ConfigError: there is no such file, or it is no tokenizer that we know.
+        ConfigError: there is no such file, or it is no tokenizer of a known kind.
     """
     path = find(path, key)
     try:
@@ -92,14 +92,14 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
 
 
 def keep(file: Path, folder: Path) -> str:
-    """Copy a tokenizer's file, and the tokenizer_config.json beside it, to where `find` finds them.
+    """Copy a tokenizer's file, and the tokenizer_config.json beside it, into a folder under names that `find` knows.
 
-    Returns the file's name there, which follows from its content: whoever made it may have called it anything.
+    Returns the file's new name, which depends on its content, because its old name may be any.
     """
     name = _JSON if file.read_bytes().lstrip()[:1] == b"{" else _MODEL
     for source, target in ((file, folder / name), (file.with_name(_CONFIG), folder / _CONFIG)):
         if source.is_file() and source != target:
-            # Content only: the files of the hub's cache may be such that nobody may write.
+            # Without permissions: files in the hub's cache may be read-only.
             shutil.copyfile(source, target)
     return name
 
@@ -117,8 +117,8 @@ class SentencePieceTokenizer:
         if self.vocab_size < 1:
             raise ConfigError(key, path, "is no SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
         check_size(self.vocab_size, path, key)
-        self.bos_id = _known(self._model.bos_id())
-        self.eos_id = _known(self._model.eos_id())
+        self.bos_id = _id_or_none(self._model.bos_id())
+        self.eos_id = _id_or_none(self._model.eos_id())
         self.fingerprint = _fingerprint(content)
         self.file = path
         self._space_bytes = self._bytes_of_space()
@@ -132,14 +132,14 @@ class SentencePieceTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         if self._space_bytes and any(_SPACE in text for text in texts):
             return [self.encode(text) for text in texts]
-        found: list[list[int]] = self._model.encode(list(texts), num_threads=cores())
-        return found
+        ids: list[list[int]] = self._model.encode(list(texts), num_threads=cores())
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([token for token in map(int, ids) if token < self.vocab_size]))
 
     def _bytes_of_space(self) -> list[int]:
-        """Ids that spell U+2581, which SentencePiece reads as a space; none where the model alters spaces anyway."""
+        """Byte tokens of U+2581, which SentencePiece would read as a space; [] where the model alters spaces anyway."""
         pieces = self._model.encode("a", out_type=str)
         if self._model.decode(self._model.encode("  a ")) != "  a " or not pieces or pieces[0].startswith(_SPACE):
             return []
@@ -151,7 +151,7 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face tokenizers library.
 
     Args:
-        watched: encode in a process of its own if a regular expression is not known to end soon.
+        watched: encode in another process, with a time limit, if a regular expression is not known to be harmless.
     """
 
     _watched: WatchedEncoding | None = None
@@ -178,7 +178,7 @@ class HuggingFaceTokenizer:
     def _set_up(self, content: bytes, description: Any) -> None:
         self._model.no_truncation()
         self._model.no_padding()
-        # Text that only looks like a special token is text.
+        # Text that looks like a special token is encoded as text.
         self._model.encode_special_tokens = True
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         check_vocabulary(vocabulary, description, self.file, self._key)
@@ -204,7 +204,8 @@ class HuggingFaceTokenizer:
         if self._watched is not None:
             return self._watched.encode(texts)
         with self._refusing("cannot encode the text"):
-            return [list(each.ids) for each in self._model.encode_batch_fast(list(texts), add_special_tokens=False)]
+            encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [list(encoding.ids) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._watched is not None:
@@ -214,7 +215,7 @@ class HuggingFaceTokenizer:
 
 
 class TiktokenTokenizer(HuggingFaceTokenizer):
-    """A `tokenizer.model` in tiktoken's format: Llama 3's own."""
+    """A `tokenizer.model` in tiktoken's format, as Llama 3 has it."""
 
     def __init__(self, path: Path, content: bytes, key: str) -> None:
         self.file, self._key = path, key
@@ -230,16 +231,16 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
         self._set_up(content, None)
 
     def save_json(self, path: Path) -> None:
-        """Write it as a `tokenizer.json`, which other libraries read."""
+        """Write the tokenizer as a `tokenizer.json`, which other libraries read."""
         self._model.save(str(path))
 
 
 @contextlib.contextmanager
 def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
-    """Turn an error of the tokenizers library into one for people."""
+    """Turn an error of the tokenizers library into `ConfigError`."""
     try:
         yield
-    # The library raises plain Exception; a panic in its Rust is not even that.
+    # The library raises plain Exception; a panic in its Rust code is a BaseException only.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -248,22 +249,22 @@ def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
 
 def _declared(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
     return {}
 
 
 def _special(vocabulary: dict[str, int], declared: dict[str, Any], role: str, names: Sequence[str]) -> int | None:
     if role in declared:
         name = declared[role]
-        # Older files keep the token as an object.
+        # In older files the token is an object.
         name = name.get("content") if isinstance(name, dict) else name
         return vocabulary.get(str(name))
     return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 
-def _known(token: int) -> int | None:
+def _id_or_none(token: int) -> int | None:
     return int(token) if token >= 0 else None
 
 

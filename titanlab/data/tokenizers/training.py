@@ -1,4 +1,4 @@
-"""Training of a tokenizer on a corpus: SentencePiece BPE that gives every text back exactly."""
+"""Training of a tokenizer on a corpus: a SentencePiece BPE that decodes every text exactly."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from titanlab.data.text_schema import SMALLEST_VOCABULARY
 from titanlab.errors import ConfigError
 
 SAMPLE_CHARACTERS = 8_000_000
-"""Text that a tokenizer is trained on; more changes few merges and costs seconds."""
+"""Characters of the text on which a tokenizer is trained; more text changes few merges and costs seconds."""
 _SENTENCE_CHARACTERS = 4096
 
 
 def train(texts: Iterable[str], *, vocab_size: int, file: Path) -> None:
     """Train a BPE on texts and write its `.model`.
 
-    Bytes stand in for characters that have no piece, and nothing is normalised: no space is added,
-    removed or joined, so that `decode(encode(text)) == text` for any text.
+    A character without a piece becomes byte tokens, and the text is not normalised: no space is added, removed or
+    joined, so that `decode(encode(text)) == text` for any text.
 
     Args:
-        texts: as many as are to be read; see `SAMPLE_CHARACTERS`.
-        vocab_size: pieces, with 256 bytes and three special tokens among them.
-        file: written.
+        texts: all are read; see `SAMPLE_CHARACTERS`.
+        vocab_size: number of pieces, including 256 bytes and three special tokens.
+        file: where to write the `.model`.
 
     Raises:
         ConfigError: the texts are too few, or have too many characters, for this vocabulary.
@@ -52,14 +52,14 @@ def train(texts: Iterable[str], *, vocab_size: int, file: Path) -> None:
         )
     except RuntimeError as error:
         if failures:
-            # Of the texts themselves; SentencePiece has only its words left.
+            # Reading the texts failed; SentencePiece keeps only the message of that error.
             raise failures[0] from None
         raise _explained(str(error), vocab_size) from error
     file.write_bytes(model.getvalue())
 
 
 def _sentences(texts: Iterable[str], failures: list[Exception]) -> Iterator[str]:
-    # Longer than a line, so that line ends with their indentation become pieces; short enough to train fast.
+    # Longer than a line, so that line ends with the indentation after them become pieces; short enough to train fast.
     try:
         for text in texts:
             for start in range(0, len(text), _SENTENCE_CHARACTERS):
@@ -71,12 +71,12 @@ def _sentences(texts: Iterable[str], failures: list[Exception]) -> Iterator[str]
 
 def _explained(message: str, vocab_size: int) -> ConfigError:
     key = "data.vocab_size"
-    if found := re.search(r"value <= (\d+)", message):
-        most = int(found.group(1))
+    if match := re.search(r"value <= (\d+)", message):
+        most = int(match.group(1))
         cure = f"try {most}, or give more text" if most >= SMALLEST_VOCABULARY else "give more text, or data.tokenizer"
         return ConfigError(key, vocab_size, f"the corpus is too small for it: it has {most} pieces", cure)
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        least = int(found.group(1))
+    if match := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        least = int(match.group(1))
         return ConfigError(key, vocab_size, f"the corpus has too many characters: it needs {least}", f"try {2 * least}")
     if "sentences_.empty()" in message:
         return ConfigError("data", "", "the corpus has no text to train a tokenizer on", "give files with text in them")

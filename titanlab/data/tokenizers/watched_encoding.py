@@ -1,8 +1,8 @@
-"""Reading and encoding in a process that is ended when it takes too long: for regular expressions of strangers.
+"""Encoding in another process with a time limit, for tokenizers with unknown regular expressions.
 
-The tokenizers library matches with Oniguruma, which backtracks: a pattern such as `(a+)+$` takes longer than anybody
-waits, inside native code that nothing interrupts. Patterns that are known to be harmless need no such process;
-`encoding_worker.py` is that process.
+The tokenizers library matches with Oniguruma, which backtracks: a pattern such as `(a+)+$` can take practically for
+ever, in native code that cannot be interrupted. Patterns that are known to be harmless need no other process. The
+process runs `encoding_worker.py`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from typing import Any
 from titanlab.data.tokenizers.tiktoken_file import PATTERN
 from titanlab.errors import ConfigError
 
-# Seconds that one call may take: so many, and one more for so many characters or tokens.
+# Time limit of a call: SECONDS, and one second more for every UNITS_PER_SECOND characters or tokens.
 SECONDS = 10.0
-# Seconds for the start of the process, and one more for so many bytes of the tokenizer's file.
+UNITS_PER_SECOND = 20_000
+# Time limit of the start: LOAD_SECONDS, and one second more for every BYTES_PER_SECOND bytes of the tokenizer's file.
 LOAD_SECONDS = 30.0
 BYTES_PER_SECOND = 1 << 20
-# Seconds of computing for a trial; usual expressions take a tenth of one.
+# CPU seconds for the trial; usual expressions take 0.1 s.
 TRIAL_SECONDS = 2.0
-UNITS_PER_SECOND = 20_000
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 KNOWN = frozenset(
     [
         # Llama 3.
         PATTERN,
-        # GPT-2, and what writes it out: https://github.com/openai/gpt-2/blob/master/src/encoder.py
+        # GPT-2, and files that spell its pattern out: https://github.com/openai/gpt-2/blob/master/src/encoder.py
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         # Qwen 2 and 3.
         PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
         # cl100k: https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py
         PATTERN.replace(r"\s*[\r\n]+|", r"\s*[\r\n]|"),
         PATTERN.replace(_CONTRACTIONS, r"'(?i:[sdmt]|ll|ve|re)"),
-        # DeepSeek and others split these off first.
+        # DeepSeek and other models split these off first.
         *(r"\p{N}{1,3}", r"\p{N}", r"[0-9]", r"\d", r"[\r\n]", r"\s", r" ", r" {2,}", r"\s+"),
     ]
 )
@@ -55,7 +55,7 @@ def unknown_patterns(description: Any) -> list[str]:
 
 
 def _patterns(node: Any) -> Iterator[str]:
-    # Its vocabulary has none, and a hundred thousand entries.
+    # The vocabulary and the added tokens have no patterns, and too many entries to walk through.
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         if key == "Regex" and isinstance(value, str):
             yield value
@@ -69,18 +69,18 @@ class WatchedEncoding:
     Args:
         path: the `tokenizer.json`.
         key: for errors.
-        patterns: what is named when it takes too long.
+        patterns: named in the error when a call takes too long.
     """
 
     def __init__(self, path: Path, key: str, patterns: Sequence[str]) -> None:
         self._path, self._key, self._patterns = path, key, patterns
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
-        # A thread reads ahead while another samples.
+        # The thread that reads data ahead and the thread that generates text both use it.
         self._lock = threading.Lock()
 
     def load(self) -> tuple[int, int | None, int | None]:
-        """Tokens, beginning and end of text of the tokenizer, after each part of it has seen some text.
+        """Vocabulary size, beginning-of-text id and end-of-text id, after a trial of the regular expressions.
 
         Raises:
             ConfigError: it cannot be read, its vocabulary breaks a rule, or an expression takes too long.
@@ -93,11 +93,11 @@ class WatchedEncoding:
         """Ids of each text.
 
         Raises:
-            ConfigError: it takes too long, or the tokenizer cannot encode it.
+            ConfigError: it takes too long, or the tokenizer cannot encode a text.
         """
         units = sum(map(len, texts))
-        found: list[list[int]] = self._ask("encode", list(texts), units, f"in {units} characters")
-        return found
+        ids: list[list[int]] = self._ask("encode", list(texts), units, f"in {units} characters")
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids.
@@ -107,43 +107,43 @@ class WatchedEncoding:
         """
         return str(self._ask("decode", [int(token) for token in ids], len(ids), f"in {len(ids)} tokens"))
 
-    def _ask(self, what: str, values: Any, units: int, where: str) -> Any:
+    def _ask(self, method: str, values: Any, units: int, where: str) -> Any:
         if self._owner != os.getpid():
-            # A reader that was forked off has a process of its own, and a lock that no other thread held then.
+            # After a fork the child starts a worker of its own, and needs a new lock: another thread may hold the old.
             self._process, self._owner, self._lock = None, os.getpid(), threading.Lock()
         with self._lock:
             try:
                 if self._process is None:
                     self._start()
-                    if what != "load":
-                        self._put("load", str(self._path.absolute()), 0, "while it is read")
-                return self._put(what, values, units, where)
+                    if method != "load":
+                        self._request("load", str(self._path.absolute()), 0, "while it is read")
+                return self._request(method, values, units, where)
             except BaseException:
-                # Also after Ctrl-C: an answer that nobody waits for must not be taken for that to the next question.
+                # Also after Ctrl-C: otherwise the next request would read the answer to this one.
                 if self._process is not None:
                     self._end()
                     self._process = None
                 raise
 
-    def _put(self, what: str, values: Any, units: int, where: str) -> Any:
-        """The answer to one question."""
+    def _request(self, method: str, values: Any, units: int, where: str) -> Any:
+        """Send one request and return the result."""
         assert self._process is not None
         seconds = SECONDS + units / UNITS_PER_SECOND
-        if what == "load":
+        if method == "load":
             seconds = LOAD_SECONDS + self._path.stat().st_size / BYTES_PER_SECOND
         try:
-            answer = _answer(self._process, json.dumps([what, values, max(seconds, 0.0)]).encode() + b"\n", seconds)
+            answer = _answer(self._process, json.dumps([method, values, max(seconds, 0.0)]).encode() + b"\n", seconds)
         except TimeoutError as error:
             raise self._too_long(f"for more than {seconds:.0f} s {where}") from error
         except BrokenPipeError as error:
-            # The kernel ends it so when the trial has taken its time.
+            # The kernel sends SIGPROF when the trial has used its CPU seconds.
             if self._process.wait() == -signal.SIGPROF:
                 raise self._too_long(f"for more than {TRIAL_SECONDS:g} s of computing {where}") from error
             rule = "the process that encodes with it has ended, perhaps for lack of memory"
             raise ConfigError(self._key, self._path, rule, "give another tokenizer, or more memory") from error
         kind, result = json.loads(answer)
         if kind == "given up":
-            # Oniguruma gives some matches up by itself.
+            # Oniguruma itself limits the backtracking of some matches.
             raise self._too_long(f"without end {where}")
         if kind == "refused":
             rule, cure = result
@@ -155,10 +155,10 @@ class WatchedEncoding:
             [sys.executable, "-m", "titanlab.data.tokenizers.encoding_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # The library writes a page about each match that it gives up; making it takes longer than the match.
+            # The library writes a long message about each match that Oniguruma gives up, slower than the match itself.
             stderr=subprocess.DEVNULL,
             env={**os.environ, "RUST_BACKTRACE": "0"},
-            # Ctrl-C is for whoever asked; without input it ends.
+            # Ctrl-C goes to the parent only; this process ends with its input.
             start_new_session=True,
         )
         self._end = weakref.finalize(self, _end, self._process, self._owner)
@@ -168,17 +168,17 @@ class WatchedEncoding:
         return ConfigError(self._key, self._path, rule, "give a tokenizer with another pattern")
 
 
-def _answer(process: subprocess.Popen[bytes], question: bytes, seconds: float) -> bytes:
-    """What a process writes, up to the end of a line.
+def _answer(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> bytes:
+    """Send a request to a process and read one line of answer.
 
     Raises:
-        TimeoutError: it takes longer.
-        BrokenPipeError: it has ended.
+        TimeoutError: the answer takes longer than `seconds`.
+        BrokenPipeError: the process has ended.
     """
     assert process.stdin is not None
     assert process.stdout is not None
     deadline = time.monotonic() + seconds
-    process.stdin.write(question)
+    process.stdin.write(request)
     process.stdin.flush()
     answer = b""
     while not answer.endswith(b"\n"):
@@ -202,5 +202,5 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
             try:
                 pipe.close()
             except BrokenPipeError:
-                # It held what the process did not take.
+                # The pipe still had data that the process did not read.
                 continue

@@ -1,4 +1,4 @@
-"""Fetching a model from the Hugging Face hub into the hub's own cache, where an interrupted download goes on."""
+"""Fetching a model from the Hugging Face hub into the hub's own cache, in which an interrupted download continues."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from titanlab.system.hub import explained, is_absent, unreachable
 from titanlab.weights.huggingface.families import family_for
 from titanlab.weights.huggingface.folder import CONFIG, TOKENIZER_FILES
 
-# The files in a model's own folder: not those of other formats below it.
+# The files in a model's top folder; folders below it have other formats.
 _WANTED = (CONFIG, "generation_config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES)
 
 
 def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str, report: Callable[[str], None]) -> Path:
-    """The folder in which a model of the hub lies after it has been fetched.
+    """Fetch a model of the hub. Returns its folder.
 
-    Its config is looked at first: a model that is not computed here is refused before gigabytes are fetched.
+    The config comes first, so that an unsupported model is refused before gigabytes are fetched.
 
     Args:
         repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
         revision: a branch, tag or commit; None: the model's main branch.
-        token: of the hub, for gated models; None: `HF_TOKEN` or what `hf auth login` kept.
+        token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
         key: for errors.
-        report: given a line now and then.
+        report: called with a line of progress now and then.
 
     Raises:
-        ConfigError: the hub gives nothing, or gives another kind of model.
+        ConfigError: the model cannot be fetched, or is not supported.
     """
-    # What was fetched before needs no network.
+    # A model that was fetched before needs no network.
     problem = unreachable(repo, key)
-    kept = {} if problem is None else {"local_files_only": True}
+    options = {} if problem is None else {"local_files_only": True}
     hub: Any = importlib.import_module("huggingface_hub")
     try:
-        config = Path(hub.hf_hub_download(repo_id=repo, filename=CONFIG, revision=revision, token=token, **kept))
-    # The library raises its own errors, those of its HTTP library and of the system, with no base in common.
+        config = Path(hub.hf_hub_download(repo_id=repo, filename=CONFIG, revision=revision, token=token, **options))
+    # The library raises its own errors, those of its HTTP library and of the system; they share no base class.
     except Exception as error:
         if problem is not None:
             raise problem from error
@@ -53,7 +53,9 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     family_for(content if isinstance(content, dict) else {})
     report(f"fetching {repo}")
     try:
-        wanted = list(_WANTED)
-        return Path(hub.snapshot_download(repo_id=repo, revision=revision, token=token, allow_patterns=wanted, **kept))
+        folder = hub.snapshot_download(
+            repo_id=repo, revision=revision, token=token, allow_patterns=list(_WANTED), **options
+        )
+        return Path(folder)
     except Exception as error:
         raise (problem or explained(error, repo, key)) from error

@@ -1,4 +1,4 @@
-"""Which kind of model reads a config.json of Hugging Face."""
+"""The choice of the model family for a config.json of Hugging Face."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from titanlab.options import discover
 
 
 def family_for(config: Mapping[str, Any]) -> HuggingFaceFamily:
-    """What reads the model of a config.json.
+    """The family that can read the model of a config.json.
 
     Raises:
-        ConfigError: no installed model does.
+        ConfigError: no installed model supports the architecture.
     """
     given = config.get("architectures") or []
-    wanted = given[0] if isinstance(given, list) and len(given) == 1 else given
+    architecture = given[0] if isinstance(given, list) and len(given) == 1 else given
     known: dict[str, HuggingFaceFamily] = {}
     for option in discover()["model"].values():
         schema: type[ModelConfig] = option.schema
         if (family := schema.hugging_face()) is not None:
             known.update(dict.fromkeys(family.architectures, family))
-    if not isinstance(wanted, str) or wanted not in known:
+    if not isinstance(architecture, str) or architecture not in known:
         rule = "is no architecture that is computed here"
-        raise ConfigError("config.json:architectures", wanted or None, rule, f"supported: {', '.join(sorted(known))}")
-    return known[wanted]
+        cure = f"supported: {', '.join(sorted(known))}"
+        raise ConfigError("config.json:architectures", architecture or None, rule, cure)
+    return known[architecture]

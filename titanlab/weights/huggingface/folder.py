@@ -1,4 +1,4 @@
-"""A Hugging Face folder: what is in it, and how it is read as our weights. Torch-free until tensors are read."""
+"""A Hugging Face folder, read as weights under titanlab's names. Torch-free until tensors are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titanlab.weights.source import SafetensorsSource, check_entries, read_entri
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 STEM = "model"
-# What transformers reads beside the weights.
+# Files that transformers reads beside the weights.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -21,21 +21,21 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-# Facts of config.json that are no part of the model, and that go through an import and an export unchanged.
+# Keys of config.json that are not part of the model config; import and export do not change them.
 ABOUT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether a path is one, by its config.json."""
+    """Whether a path is a Hugging Face folder: it has a config.json."""
     return (path / CONFIG).is_file()
 
 
 def open_hf(path: Path, key: str) -> SafetensorsSource:
-    """The weights in a folder of Hugging Face's, under our names; only configs, names and shapes are read.
+    """Open the weights in a Hugging Face folder; reads only configs, names and shapes.
 
     Raises:
-        ConfigError: it is not whole, or holds a model that is not computed here.
+        ConfigError: the folder is not complete, or its model is not supported.
     """
     config = read_object(path / CONFIG, key)
     family = family_for(config)
@@ -48,12 +48,12 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
             raise ConfigError(key, path, rule, cure)
         raise ConfigError(key, path, f"has neither {STEM}.safetensors nor {INDEX}", "fetch the folder again, whole")
     entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
-    copies = {name: of for name, of in family.copies(model).items() if name in entries}
-    theirs = {
+    copies = {name: original for name, original in family.copies(model).items() if name in entries}
+    tensors = {
         name: entry for name, entry in entries.items() if name not in copies and not family.derived.fullmatch(name)
     }
     shapes, foreign = model.account().parameters, family.tensors(model)
-    check_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, theirs)
+    check_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, tensors)
     return SafetensorsSource(
         model=model,
         entries={name: entries[foreign[name].name] for name in shapes},

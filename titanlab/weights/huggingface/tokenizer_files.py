@@ -1,4 +1,4 @@
-"""The tokenizer of a run or an imported folder as transformers reads it."""
+"""The tokenizer files of a run or an imported folder, in the form that transformers reads."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from titanlab.system.atomic_file import write_json
 from titanlab.weights.huggingface.folder import TOKENIZER_FILES
 
 _SPACE = "\u2581"
+# The tokenizer file that Meta released with a model.
 _ORIGINAL = "original/tokenizer.model"
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy what a folder has of a tokenizer's files. Returns their names."""
-    found = {name: source / name for name in TOKENIZER_FILES if (source / name).is_file()}
-    if not found.keys() & {"tokenizer.json", "tokenizer.model"} and (source / _ORIGINAL).is_file():
-        # Of a model as Meta released it.
-        found["tokenizer.model"] = source / _ORIGINAL
-    if found:
+    """Copy the tokenizer files of a folder. Returns their names."""
+    files = {name: source / name for name in TOKENIZER_FILES if (source / name).is_file()}
+    if not files.keys() & {"tokenizer.json", "tokenizer.model"} and (source / _ORIGINAL).is_file():
+        files["tokenizer.model"] = source / _ORIGINAL
+    if files:
         target.mkdir(exist_ok=True)
-    for name, file in found.items():
-        # Content only: the files of the hub's cache are links to others that nobody may write.
+    for name, file in files.items():
+        # Without permissions: files in the hub's cache are links to read-only files.
         shutil.copyfile(file, target / name)
-    return list(found)
+    return list(files)
 
 
 def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | None, context: int) -> None:
-    """Say to transformers which class reads the folder's tokenizer, and which tokens begin and end a text.
+    """Write the tokenizer's class and special tokens for transformers.
 
-    What the folder's own tokenizer_config.json says stays.
+    Entries of an existing tokenizer_config.json are kept.
     """
     path = folder / "tokenizer_config.json"
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -47,9 +47,9 @@ def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | No
         config = {
             "tokenizer_class": "LlamaTokenizer",
             "add_bos_token": bos_id is not None,
-            # A model may put a space before every text, and one that gives texts back exactly does not.
+            # Some models put a space before every text.
             "add_prefix_space": model.encode("a", out_type=str)[0].startswith(_SPACE),
-            # transformers' name for: as SentencePiece does it.
+            # False makes transformers encode as SentencePiece does.
             "legacy": False,
         }
     config |= {"clean_up_tokenization_spaces": False, "model_max_length": context}
