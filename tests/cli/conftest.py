@@ -97,7 +97,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return [{"run": recipe.name, "state": "ended", "outcome": "done"} for recipe in started]
 
     monkeypatch.setattr("titanlab.cli.sweep.submit", submit)
-    monkeypatch.setattr("titanlab.cli.sweep._tell", lambda *given: None)
+    monkeypatch.setattr("titanlab.cli.sweep._report", lambda *given: None)
     monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
     monkeypatch.setattr("titanlab.launch.execute.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)

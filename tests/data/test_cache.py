@@ -130,7 +130,7 @@ def test_fingerprint_is_remembered_until_a_file_changes(
     first = fingerprint.of_files([file])
     assert len(list((cache / "fingerprints").iterdir())) == 1
     fingerprint._cached_hash.cache_clear()
-    monkeypatch.setattr(fingerprint, "_read", lambda seen: pytest.fail("read again"))
+    monkeypatch.setattr(fingerprint, "_hash", lambda seen: pytest.fail("read again"))
     assert fingerprint.of_files([file]) == first
     monkeypatch.undo()
     os.utime(file, ns=(1, 1))

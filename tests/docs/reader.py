@@ -118,7 +118,7 @@ class Reader:
         # Whether Slurm is here is no matter of what is written.
         patch("titanlab.cli.sweep.check_study", lambda study: check_study(study, submits=False, answered=False))
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
-        patch("titanlab.cli.sweep._tell", lambda *given: None)
+        patch("titanlab.cli.sweep._report", lambda *given: None)
         patch("titanlab.cli.sweep.follow", lambda folder: [])
         read_request = plan.read_request
         patch(plan, "read_request", lambda arguments: shortened(read_request(arguments)))
