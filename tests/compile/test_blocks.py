@@ -73,7 +73,7 @@ def row(name, functions, *, full=True, **given):
 
 LOSS, PARTS = {"loss_sum": 1}, {"_own": 1, "_whole": 1, "_slope": 1}
 WHOLE, SPLIT = {"forward": 1, **LOSS}, {"forward": 1, **PARTS}
-AGAIN, IN_PART = {"block_computed_again": 1}, {"block_computed_in_part": 1}
+AGAIN, IN_PART = {"recomputed_forward": 1}, {"partly_recomputed_forward": 1}
 INTERLEAVED = {"pipeline": 2, "layers": 6, "microbatch": 2}
 ROWS = [
     row("alone", WHOLE, full=False),
