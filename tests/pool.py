@@ -32,6 +32,9 @@ from typing import Any
 GRACE_SECONDS = 2.0
 START_SECONDS = 120.0
 CLEAR_SECONDS = 10.0
+# Beside a second pytest worker the ranks of the pool give way: the other worker's tests of ranks that die or hang have
+# limits of a few seconds, and the pool's calls have limits of minutes.
+NICENESS = 10
 # torch's compiler never frees some process groups, and the threads of each keep waking up. With more threads than this
 # a new worker is cheaper.
 MANY_THREADS = 150
@@ -231,6 +234,8 @@ def _serve(
     """The loop of a worker: wait for a call, make it, answer, clean up."""
     os.environ.clear()
     os.environ.update(environment)
+    if "PYTEST_XDIST_WORKER" in environment:
+        os.nice(NICENESS)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with Path(stacks).open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)

@@ -18,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests import tiny
+from tests.cover import marks
 from titanlab.costs.layout import SHORT
 from titanlab.data import source
 from titanlab.distributed.ranks import ALONE, joined
@@ -37,6 +38,8 @@ TWINS = [name for name in NAMES if name.endswith(CPU)]
 LARGE = [name.removesuffix(CPU) for name in TWINS]
 # What runs in `make test` too.
 QUICK = "llama3_2_1b_8gpus_cpu"
+# What runs in `make test-matrix`: the slowest, whose axes and techniques other twins have too.
+SLOWEST = ("llama3_1_405b_2048gpus_cpu", "llama3_1_405b_512gpus_131k_cpu", "llama3_1_70b_256gpus_cpu")
 
 # By model: parameters as published (docs/models.md says where) and tokens of a sequence.
 PARAMETERS = {
@@ -277,7 +280,7 @@ def alone(pool, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.full]) for name in TWINS],
+    [pytest.param(name, marks=marks(name, always=[QUICK], covering={*TWINS} - {*SLOWEST})) for name in TWINS],
 )
 def test_a_twin_trains_as_one_process(pool, composed, alone, tmp_path, name):
     made = on_cpu(short(composed(name), tmp_path))

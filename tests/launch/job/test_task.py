@@ -49,6 +49,7 @@ def test_two_ranks_train_one_run(jobs):
     assert said.count("is done: 3 steps") == 2
 
 
+@pytest.mark.full
 def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(jobs):
     undisturbed = jobs.run(2, steps=12, name="undisturbed")
     assert ended(jobs.start(undisturbed, 2))[0] == [0, 0]
@@ -115,6 +116,7 @@ def test_the_rank_that_fails_is_told_and_every_process_says_so(jobs, fault, kind
         assert "in next_batch" in (run.logs / "rank-1.log").read_text()
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_told_with_the_stacks_of_all(jobs):
     # Long enough for a step on a busy machine.
     run = jobs.run(2, steps=60, fault="hang", step=3, rank=1, step_timeout_seconds=8.0)
