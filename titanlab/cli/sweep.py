@@ -11,6 +11,7 @@ from titanlab.cli.hydra_answers import answer
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
 from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.study.plan import Study, plan_study, with_data
 from titanlab.sweep.study.plan_table import plan_lines, plan_values
@@ -50,6 +51,7 @@ class Given:
 
     Attributes:
         whole: a point that cannot run is an error; otherwise it is dropped.
+        loader: has composed the one recipe that the command line describes; None: nothing is composed yet.
     """
 
     rest: tuple[str, ...]
@@ -58,6 +60,7 @@ class Given:
     force: bool = False
     as_json: bool = False
     whole: bool = False
+    loader: Loader | None = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -84,7 +87,7 @@ def run_study(given: Given) -> int:
     with Console() as console:
         # With --json, standard output has nothing but JSON, because programs read it.
         report = (lambda text: None) if given.as_json else console.note
-        study = plan_study(given.rest, whole=given.whole)
+        study = plan_study(given.rest, whole=given.whole, loader=given.loader)
         if given.dry_run:
             _show(study, given, console)
             return 0
