@@ -22,7 +22,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 )
 def test_what_is_more_than_one_run_here_is_submitted(monkeypatch, arguments, waits):
     given = []
-    monkeypatch.setattr(sweep, "run_study", lambda each: given.append(each) or 7)
+    monkeypatch.setattr(sweep, "run_study", lambda each, *loader: given.append(each) or 7)
     assert train.main(["data=synthetic", *arguments.split()]) == 7
     (asked,) = given
     assert asked.rest == ("data=synthetic", *arguments.split())
@@ -35,7 +35,7 @@ def test_one_run_is_executed_here(monkeypatch, environ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(execute, "execute", lambda run, console: Outcome(kind=OutcomeKind.NAN))
     monkeypatch.setattr(execute, "prepare", lambda recipes, report: recipes)
-    monkeypatch.setattr(sweep, "run_study", lambda given: pytest.fail("submitted"))
+    monkeypatch.setattr(sweep, "run_study", lambda *given: pytest.fail("submitted"))
     # A rank that somebody else started has been launched already.
     launch = ["launch=slurm", "cluster=cpu"] if environ else []
     assert train.main(["data=synthetic", *launch]) == OutcomeKind.NAN.exit_code

@@ -51,7 +51,6 @@ class Given:
 
     Attributes:
         whole: a point that cannot run is an error; otherwise it is dropped.
-        loader: has composed the one recipe that the command line describes; None: nothing is composed yet.
     """
 
     rest: tuple[str, ...]
@@ -60,7 +59,6 @@ class Given:
     force: bool = False
     as_json: bool = False
     whole: bool = False
-    loader: Loader | None = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,15 +77,19 @@ def main(arguments: Sequence[str]) -> int:
     return run_study(given)
 
 
-def run_study(given: Given) -> int:
-    """Plan and submit a study; with `wait`, follow its runs to their end."""
+def run_study(given: Given, loader: Loader | None = None) -> int:
+    """Plan and submit a study; with `wait`, follow its runs to their end.
+
+    Args:
+        loader: has composed the command line, which describes one recipe; None: nothing is composed yet.
+    """
     if joined(os.environ) is not None:
         rule = "was started as one of several processes, and a sweep is submitted once"
         raise ConfigError("arguments", " ".join(given.rest), rule, "start it without torchrun or srun")
     with Console() as console:
         # With --json, standard output has nothing but JSON, because programs read it.
         report = (lambda text: None) if given.as_json else console.note
-        study = plan_study(given.rest, whole=given.whole, loader=given.loader)
+        study = plan_study(given.rest, whole=given.whole, loader=loader)
         if given.dry_run:
             _show(study, given, console)
             return 0

@@ -31,6 +31,6 @@ def main(arguments: Sequence[str]) -> int:
     from titanlab.cli.sweep import Given, run_study
 
     if one is not None:
-        return run_study(Given(rest=tuple(arguments), loader=one[0]))
+        return run_study(Given(rest=tuple(arguments)), one[0])
     # The user typed every point of this command, so a point that cannot run is an error.
     return run_study(Given(rest=tuple(arguments), wait=True, whole=True))
