@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from titanlab.cli import sweep, train, verbs
 from titanlab.launch import execute
@@ -21,7 +22,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 )
 def test_what_is_more_than_one_run_here_is_submitted(monkeypatch, arguments, waits):
     given = []
-    monkeypatch.setattr(sweep, "run_study", lambda each: given.append(each) or 7)
+    monkeypatch.setattr(sweep, "run_study", lambda each, *loader: given.append(each) or 7)
     assert train.main(["data=synthetic", *arguments.split()]) == 7
     (asked,) = given
     assert asked.rest == ("data=synthetic", *arguments.split())
@@ -34,10 +35,26 @@ def test_one_run_is_executed_here(monkeypatch, environ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(execute, "execute", lambda run, console: Outcome(kind=OutcomeKind.NAN))
     monkeypatch.setattr(execute, "prepare", lambda recipes, report: recipes)
-    monkeypatch.setattr(sweep, "run_study", lambda given: pytest.fail("submitted"))
+    monkeypatch.setattr(sweep, "run_study", lambda *given: pytest.fail("submitted"))
     # A rank that somebody else started has been launched already.
     launch = ["launch=slurm", "cluster=cpu"] if environ else []
     assert train.main(["data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
+
+
+@pytest.mark.parametrize("launch", ["local", "slurm cluster=cpu"])
+def test_one_run_is_composed_once(monkeypatch, command, launch):
+    composed = []
+    load = ConfigLoaderImpl.load_configuration
+
+    def counted(self, *given, **named):
+        composed.append(given)
+        return load(self, *given, **named)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
+    monkeypatch.setattr("titanlab.cli.sweep.check_study", lambda study: None)
+    said = command(f"train data=synthetic model=debug training.global_batch=8 launch={launch}")
+    assert (said.code, len(said.started), len(composed)) == (0, 1, 1), said.err
+    assert said.started[0].training.global_batch == 8
 
 
 def test_ctrl_c_before_anything_starts_is_one_line(monkeypatch, capsys):

@@ -1,11 +1,6 @@
 """The sums that accounts answer themselves."""
 
-from titanlab.costs.account import ModelAccount, Operation
-
-
-def test_bytes_of_an_output():
-    operation = Operation(name="norm", kind="norm", flops=0, output=(2, 3, 4))
-    assert operation.output_bytes(2) == 48
+from titanlab.costs.account import ModelAccount
 
 
 def test_counts():

@@ -121,7 +121,7 @@ class Reader:
         patch("titanlab.cli.sweep._report", lambda *given: None)
         patch("titanlab.cli.sweep.follow", lambda folder: [])
         read_request = plan.read_request
-        patch(plan, "read_request", lambda arguments: shortened(read_request(arguments)))
+        patch(plan, "read_request", lambda *given: shortened(read_request(*given)))
         patch(source, "prepare", prepared)
         patch(source, "fingerprint", fingerprinted)
         patch("titanlab.cli.generate.find", lambda folder, key: None)

@@ -1,19 +1,230 @@
-"""What is done before an attempt's ranks start."""
+"""The checks and files before an attempt's ranks start, and the outcome after they have ended."""
 
+import dataclasses
+import errno
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import tokenizers
 
 from tests import tiny
+from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenizers.tokenizer import load
-from titanlab.launch.attempt import conclude, keep_tokenizer
+from titanlab.distributed.host import Host
+from titanlab.errors import ConfigError
+from titanlab.launch.attempt import (
+    begin,
+    check_own_checkpoint,
+    conclude,
+    go_back,
+    keep_tokenizer,
+    missed_checkpoint,
+    with_progress,
+    world_of,
+)
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import create_run
+from titanlab.records.run_folder import RunFolder, create_run
+from titanlab.records.run_status import Status
+
+HOST = Host(accelerator="cpu", device="cpu", count=2)
+
+
+def stopped(recipe, *steps, noted=True):
+    """A run with one attempt that has ended, and has saved checkpoints of some steps."""
+    run = tiny.begin(recipe)
+    shapes = {name: list(shape) for name, shape in recipe.model.account().parameters.items()}
+    for step in steps:
+        folder = step_folder(run.checkpoints, step)
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(tiny.EMPTY_METADATA)
+        write_position(folder, step, parameters=shapes, samples=step * recipe.training.global_batch)
+    if steps and noted:
+        run.note_saved(1, max(steps))
+    return run
+
+
+def write_position(folder, step, *, parameters, samples, tokens=1):
+    position = {"step": step, "tokens": tokens, "data": {"samples": samples}, "parameters": parameters}
+    (folder / "position.json").write_text(json.dumps(position))
+
+
+def copy_of(run):
+    return {path.relative_to(run.path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def test_an_attempt_begins_with_its_recipe_and_its_machine(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe, 2, 4)
+    changed = tiny.changed(recipe, microbatch=6)
+    assert begin(run, changed, HOST, started_by="torchrun") == 2
+    assert run.config(2) == to_mapping(changed)
+    env = run.env(2)
+    assert (env["launcher"], env["devices"]) == ("torchrun", {"accelerator": "cpu", "name": "cpu", "count": 2})
+
+
+def test_a_run_that_has_saved_nothing_begins_with_its_first_step(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe)
+    check_own_checkpoint(run, recipe, None)
+    assert begin(run, recipe, HOST, started_by="local") == 2
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_an_attempt_does_not_begin_without_the_checkpoints_that_were_saved(tmp_path, noted):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe, 3, noted=noted)
+    if not noted:
+        # Runs of earlier versions have no saved.json; their rows of metrics show the step from which one resumed.
+        run.open_metrics(1, resumed_step=3).close()
+    shutil.rmtree(step_folder(run.checkpoints, 3))
+    before = copy_of(run)
+    rule = "had saved step 3, and checkpoints/ has no checkpoint any more; bring that folder back; or remove"
+    with pytest.raises(ConfigError, match=f"^run=.*: {rule}"):
+        begin(run, recipe, HOST, started_by="local")
+    assert copy_of(run) == before
+
+
+def test_the_step_of_another_run_s_checkpoint_is_no_step_that_was_saved(tmp_path):
+    recipe = tiny.recipe(tmp_path, load_from=str(tmp_path / "elsewhere"))
+    run = stopped(recipe)
+    run.open_metrics(1, resumed_step=3).close()
+    assert begin(run, recipe, HOST, started_by="local") == 2
+
+
+def test_an_attempt_does_not_begin_with_a_checkpoint_of_another_model(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe, 4)
+    shapes = {name: list(shape) for name, shape in recipe.model.account().parameters.items()}
+    folder = step_folder(run.checkpoints, 4)
+    write_position(folder, 4, parameters={**shapes, "output.weight": [3, 64]}, samples=48)
+    with pytest.raises(ConfigError, match="is of another model: output.weight is 3×64 there and 256×64 here"):
+        begin(run, recipe, HOST, started_by="local")
+    assert run.attempts() == [1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"step": 90}, "is of step 90, and the folder's name says 4"),
+        ({"tokens": 10**9}, "has tokens=1000000000, and 4 steps of this run have 1536 at most"),
+        ({"data": {"samples": 4}}, "has data.samples=4, and 4 steps of this run take 48"),
+    ],
+)
+def test_a_run_does_not_go_back_to_a_checkpoint_with_an_impossible_position(tmp_path, changed, rule):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe, 2, 4, 6)
+    position = step_folder(run.checkpoints, 4) / "position.json"
+    position.write_text(json.dumps({**json.loads(position.read_text()), **changed}))
+    before = copy_of(run)
+    with pytest.raises(ConfigError, match=f"^run=.*{rule}; give another checkpoint .*step-00000002$"):
+        go_back(run, recipe, step_folder(run.checkpoints, 4))
+    assert copy_of(run) == before
+
+
+def test_tokens_and_samples_of_another_run_s_checkpoint_count_too(tmp_path):
+    recipe = tiny.recipe(tmp_path, load_from=str(tmp_path / "elsewhere"))
+    run = stopped(recipe, 4)
+    folder = step_folder(run.checkpoints, 4)
+    shapes = {name: list(shape) for name, shape in recipe.model.account().parameters.items()}
+    # More than four steps of this run can have: the other run had larger batches.
+    write_position(folder, 4, parameters=shapes, samples=4000, tokens=10**9)
+    check_own_checkpoint(run, recipe, folder)
+    with pytest.raises(ConfigError, match="of this run have 1536 at most"):
+        check_own_checkpoint(run, dataclasses.replace(recipe, checkpoint=tiny.recipe(tmp_path).checkpoint), folder)
+
+
+def test_going_back_renames_all_later_checkpoints(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe, 2, 4, 6)
+    first = step_folder(run.checkpoints, 2)
+    assert go_back(run, recipe, first) == [
+        f"goes on from step 2: step-0000000{step}, which is later, is put aside as step-0000000{step}.aside"
+        for step in (4, 6)
+    ]
+    assert latest(run.checkpoints) == first
+    assert go_back(run, recipe, first) == []
+
+
+def test_a_missing_newest_checkpoint_is_one_line(tmp_path):
+    run = stopped(tiny.recipe(tmp_path), 4, 6)
+    assert missed_checkpoint(run) is None
+    shutil.rmtree(step_folder(run.checkpoints, 6))
+    said = "goes on from step 4: the checkpoint of step 6, which was saved later, is not among its checkpoints"
+    assert missed_checkpoint(run) == said
+    # Without any checkpoint, `begin` raises an error.
+    shutil.rmtree(step_folder(run.checkpoints, 4))
+    assert missed_checkpoint(run) is None
+
+
+def test_data_without_a_tokenizer_leaves_no_folder(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    run = tiny.begin(recipe)
+    keep_tokenizer(run, recipe)
+    assert not run.tokenizer.exists()
+
+
+def test_a_rank_s_own_record_has_priority_over_its_exit_code(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path))
+    run.write_failure(Outcome(kind=OutcomeKind.NAN, step=3, rank=1, attempt=1, cause="the loss is not finite"))
+    outcome = conclude(run, 1, {0: -9, 1: 1})
+    assert (outcome.kind, outcome.rank, outcome.cause) == (OutcomeKind.NAN, 1, "the loss is not finite")
+    assert run.result() == outcome
+
+
+def test_ranks_without_a_record_end_by_their_exit_codes(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path))
+    assert conclude(run, 1, {2: -9}, memory="the kernel killed a process").kind is OutcomeKind.OOM
+    run = tiny.begin(tiny.recipe(tmp_path / "other"))
+    outcome = conclude(run, 1, {2: -9})
+    assert (outcome.kind, outcome.rank) == (OutcomeKind.CRASH, 2)
+
+
+def test_ranks_that_exit_with_0_before_the_last_step_have_crashed(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path))
+    assert conclude(run, 1, {}).kind is OutcomeKind.CRASH
+    assert run.result(1).kind is OutcomeKind.CRASH
+
+
+def test_an_error_that_is_no_full_disk_is_raised_and_removes_nothing(tmp_path, monkeypatch):
+    run = stopped(tiny.recipe(tmp_path), 2)
+    unfinished = step_folder(run.checkpoints, 4).with_suffix(".part")
+    unfinished.mkdir()
+
+    def refuse(self, outcome):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(RunFolder, "write_result", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        conclude(run, 1, {0: 1})
+    assert unfinished.is_dir()
+
+
+def test_progress_is_that_of_the_outcome_s_own_attempt(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    run = tiny.begin(recipe)
+    with run.open_metrics(1) as writer:
+        writer.write("train", 5, {"loss": 2.0})
+    run.write_status(Status(state="running", step=7, steps=10, attempt=1))
+    outcome = with_progress(run, Outcome(kind=OutcomeKind.CRASH, step=1, attempt=1))
+    assert (outcome.step, outcome.steps, outcome.metrics) == (7, 10, {"loss": 2.0})
+    outcome = with_progress(run, Outcome(kind=OutcomeKind.CRASH, step=1, attempt=2))
+    assert (outcome.step, outcome.steps, outcome.metrics) == (1, None, {})
+
+
+def test_the_world_of_an_attempt_is_that_of_its_config(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path, shard=2))
+    assert world_of(run, 1) == 2
+    (run.attempt_folder(1) / "config.yaml").write_text("seed: 1\n")
+    assert world_of(run, 1) == 0
+    (run.attempt_folder(1) / "config.yaml").write_text("[")
+    assert world_of(run, 1) == 0
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine"])

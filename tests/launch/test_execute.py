@@ -14,14 +14,11 @@ from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.data.files_schema import Files
 from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import begin
 from titanlab.launch.contract import Failure
 from titanlab.launch.execute import continue_run, execute, prepare
 from titanlab.model import llama_account
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
-from titanlab.records.run_folder import create_run, open_run
+from titanlab.records.run_folder import open_run
 from titanlab.records.run_search import list_runs
 from titanlab.records.run_status import Status
 from titanlab.terminal.console import Console
@@ -225,25 +222,6 @@ def test_ranks_of_others_keep_one_record(tmp_path, starts, console, monkeypatch)
     assert run.attempts() == [1]
 
 
-def saved(run, shapes):
-    step = run.checkpoints / "step-00000004"
-    step.mkdir()
-    (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
-    (step / "position.json").write_text(json.dumps({"step": 4, "parameters": shapes}))
-
-
-def test_a_checkpoint_of_another_model_starts_nothing(tmp_path, starts, console):
-    recipe = tiny.recipe(tmp_path)
-    starts.then(ends(OutcomeKind.CANCELLED, step=4))
-    execute(ready(recipe), console)
-    (run,) = list_runs(tmp_path)
-    shapes = {name: list(shape) for name, shape in llama_account.account(recipe.model).parameters.items()}
-    saved(run, {**shapes, "output.weight": [3, 64]})
-    with pytest.raises(ConfigError, match="is of another model: output.weight is 3×64 there and 256×64 here"):
-        execute(ready(recipe), console)
-    assert (len(starts), run.attempts()) == (1, [1])
-
-
 def stopped_at(recipe, starts, console, steps, *, noted):
     """A run that was stopped, with whole checkpoints of some steps, of which its attempt has noted the last."""
     starts.then(ends(OutcomeKind.CANCELLED, step=max(steps, default=0)))
@@ -272,22 +250,6 @@ def test_checkpoints_that_are_gone_are_missed(tmp_path, starts, console):
     assert run.result().kind is OutcomeKind.CANCELLED
 
 
-def test_so_are_those_of_a_run_that_noted_nothing_and_has_gone_on_from_one(tmp_path, starts, console):
-    recipe = tiny.recipe(tmp_path)
-    run = stopped_at(recipe, starts, console, [], noted=False)
-    run.open_metrics(1, resumed_step=3).close()
-    with pytest.raises(ConfigError, match="had saved step 3, and"):
-        execute(ready(recipe), console)
-    # One that took up another run's checkpoint has saved nothing by that.
-    other = tiny.recipe(tmp_path / "other", load_from=str(tmp_path / "elsewhere"))
-    run = create_run(
-        other.runs, name="other", identity=identify(other, data="d", hardware="cpu"), config=to_mapping(other)
-    )
-    run.begin_attempt(to_mapping(other), {})
-    run.open_metrics(1, resumed_step=3).close()
-    assert begin(run, other, HOST, started_by="local") == 2
-
-
 def test_a_run_that_has_saved_nothing_begins_anew(tmp_path, starts, console):
     recipe = tiny.recipe(tmp_path)
     run = stopped_at(recipe, starts, console, [], noted=False)
@@ -313,23 +275,6 @@ def test_going_back_to_an_older_checkpoint_puts_the_later_ones_aside(tmp_path, s
     assert "goes on from step 2: step-00000006, which is later, is put aside as step-00000006.aside" in said.getvalue()
     assert latest(run.checkpoints) == step_folder(run.checkpoints, 2)
     assert run.attempts() == [1, 2]
-
-
-def test_a_checkpoint_that_lies_about_its_step_changes_nothing(tmp_path, starts, console):
-    recipe = tiny.recipe(tmp_path)
-    run = stopped_at(recipe, starts, console, [2, 4, 6], noted=True)
-    lying = step_folder(run.checkpoints, 4)
-    position = json.loads((lying / "position.json").read_text())
-    for changed, rule in [
-        ({"step": 90}, "is of step 90, and the folder's name says 4"),
-        ({"tokens": 10**9}, "has tokens=1000000000, and 4 steps of this run have 1536 at most"),
-        ({"data": {"samples": 4}}, "has data.samples=4, and 4 steps of this run take 48"),
-    ]:
-        (lying / "position.json").write_text(json.dumps({**position, **changed}))
-        with pytest.raises(ConfigError, match=f"^run=.*{rule}; give another checkpoint .*step-00000002$"):
-            continue_run(run, recipe, HOST, None, console, checkpoint=lying)
-    assert latest(run.checkpoints) == step_folder(run.checkpoints, 6)
-    assert run.attempts() == [1]
 
 
 def test_a_run_in_other_hands_is_not_started_twice(tmp_path, starts, console):

@@ -8,7 +8,7 @@ from titanlab.costs.account import ModelAccount
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
-from titanlab.recipe.layout_rules import check_async_tensor, check_context, check_pipeline, check_tensor, divisors
+from titanlab.recipe.layout_rules import check_async_tensor, check_context, check_pipeline, check_tensor
 from titanlab.schedule.gpipe_schema import GPipe
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 
@@ -139,7 +139,3 @@ def test_where_async_tensor_works(tensor, given, accelerator, compiled, complain
         assert complaint in refusal(check_async_tensor, layout, config, accelerator=accelerator, compiled=compiled)
     else:
         check_async_tensor(layout, config, accelerator=accelerator, compiled=compiled)
-
-
-def test_divisors():
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]

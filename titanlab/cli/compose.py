@@ -23,9 +23,8 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
 
         answer(flags)
         return []
-    recipe = compose_one(flags)
-    if recipe is not None:
-        return [recipe]
+    if one := compose_one(flags):
+        return [one[1]]
     # Imported here, because a single run needs no code for sweeps.
     from titanlab.sweep.study.composer import Composer
     from titanlab.sweep.study.request import read_request
@@ -35,11 +34,15 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
     return [composer.recipe(point) for point in request.points]
 
 
-def compose_one(flags: Flags) -> Recipe | None:
-    """The recipe that a command line describes; None if it asks for several.
+def compose_one(flags: Flags) -> tuple[Loader, Recipe] | None:
+    """The recipe that a command line describes, with the loader that composed it; None if it asks for several.
 
     Raises:
         ConfigError: the command line describes no recipe.
     """
     keys = {override.partition("=")[0].lstrip("+") for override in flags.overrides}
-    return None if flags.multirun or "sweeps" in keys else Loader(flags, flags.overrides).recipe()
+    if flags.multirun or "sweeps" in keys:
+        return None
+    loader = Loader(flags, flags.overrides)
+    recipe = loader.recipe()
+    return None if recipe is None else (loader, recipe)

@@ -11,6 +11,7 @@ from titanlab.cli.hydra_answers import answer
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
 from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.study.plan import Study, plan_study, with_data
 from titanlab.sweep.study.plan_table import plan_lines, plan_values
@@ -76,15 +77,19 @@ def main(arguments: Sequence[str]) -> int:
     return run_study(given)
 
 
-def run_study(given: Given) -> int:
-    """Plan and submit a study; with `wait`, follow its runs to their end."""
+def run_study(given: Given, loader: Loader | None = None) -> int:
+    """Plan and submit a study; with `wait`, follow its runs to their end.
+
+    Args:
+        loader: has composed the command line, which describes one recipe; None: nothing is composed yet.
+    """
     if joined(os.environ) is not None:
         rule = "was started as one of several processes, and a sweep is submitted once"
         raise ConfigError("arguments", " ".join(given.rest), rule, "start it without torchrun or srun")
     with Console() as console:
         # With --json, standard output has nothing but JSON, because programs read it.
         report = (lambda text: None) if given.as_json else console.note
-        study = plan_study(given.rest, whole=given.whole)
+        study = plan_study(given.rest, whole=given.whole, loader=loader)
         if given.dry_run:
             _show(study, given, console)
             return 0

@@ -19,18 +19,18 @@ def main(arguments: Sequence[str]) -> int:
 
         answer(flags)
         return 0
-    recipe = compose_one(flags)
-    if recipe is not None and (recipe.launch.starts_directly or joined(os.environ) is not None):
+    one = compose_one(flags)
+    if one is not None and (one[1].launch.starts_directly or joined(os.environ) is not None):
         # Imported here: neither `--cfg job` nor an error in the recipe needs it.
         from titanlab.launch.execute import execute, prepare
 
         with Console() as console:
-            (ready,) = prepare([recipe], console.note)
+            (ready,) = prepare([one[1]], console.note)
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.
     from titanlab.cli.sweep import Given, run_study
 
-    if recipe is not None:
-        return run_study(Given(rest=tuple(arguments)))
+    if one is not None:
+        return run_study(Given(rest=tuple(arguments)), one[0])
     # The user typed every point of this command, so a point that cannot run is an error.
     return run_study(Given(rest=tuple(arguments), wait=True, whole=True))

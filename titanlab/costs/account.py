@@ -105,10 +105,6 @@ class Operation:
     keeps: tuple[Activation, ...] = ()
     operators: tuple[Operator, ...] = ()
 
-    def output_bytes(self, element_bytes: int) -> int:
-        """Bytes of the output at the given bytes per element."""
-        return math.prod(self.output) * element_bytes
-
 
 def block_input(block: Sequence[Operation]) -> Activation:
     """The input of a block, which has the shape of its output and is the output of the previous block."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from titanlab.costs.account import Init, ModelAccount, Operation
+from titanlab.costs.divisors import divisors
 from titanlab.errors import ConfigError
 from titanlab.model import llama_account, llama_block_account
 from titanlab.model.contract import ModelBuilder, ModelConfig
@@ -14,8 +15,6 @@ from titanlab.options import option
 
 # Kernels of attention; `auto` is the fastest one on the device that supports the inputs.
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math", "flash_attn")
-# Kernels that exist without a GPU.
-CPU_ATTENTION_BACKENDS = ("auto", "flash", "math")
 
 
 @option("model", "llama")
@@ -116,7 +115,7 @@ class Llama(ModelConfig):
     def _check_heads(self) -> None:
         if self.dim % self.heads or self.head_dim % 2:
             # Rotary embedding rotates pairs of a head's elements, so a head needs an even width.
-            usable = [n for n in _divisors(self.dim) if (self.dim // n) % 2 == 0]
+            usable = [n for n in divisors(self.dim) if (self.dim // n) % 2 == 0]
             if not usable:
                 raise ConfigError("model.dim", self.dim, "must be even: heads are turned in pairs", "try 256")
             raise ConfigError(
@@ -130,7 +129,7 @@ class Llama(ModelConfig):
                 "model.kv_heads",
                 self.kv_heads,
                 f"must divide {self.heads} query heads",
-                f"try {_nearest(_divisors(self.heads), self.kv_heads)}",
+                f"try {_nearest(divisors(self.heads), self.kv_heads)}",
             )
 
     def _check_rope(self) -> None:
@@ -154,11 +153,6 @@ class Llama(ModelConfig):
 def _usual_ffn_dim(dim: int) -> int:
     """Two thirds of 4·dim, rounded up to a multiple of 256 (arXiv 2302.13971, section 2.2)."""
     return max(math.ceil(8 * dim / 3 / 256), 1) * 256
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _nearest(usable: list[int], given: int) -> str:

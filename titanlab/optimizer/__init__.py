@@ -1,1 +1,1 @@
-"""What turns gradients into steps, and the schedule of its learning rate."""
+"""Optimizers, which turn gradients into steps, and schedules of the learning rate."""

@@ -99,7 +99,7 @@ def _to_owner(locals_: Sequence[Tensor], sharding: _Sharding) -> Tensor:
 
 
 def _from_owner(whole: Tensor, sharding: _Sharding, count: int) -> list[Tensor]:
-    """Scatter `count` matrices, of which rank r has matrix r; returns this rank's parts."""
+    """Scatter `count` matrices (rank r has matrix r); returns this rank's parts."""
     sent = _buffer(whole, sharding)
     for place, part in zip(sent, torch.split(whole, list(sharding.lengths), sharding.dim), strict=True):
         place.narrow(sharding.dim, 0, part.shape[sharding.dim]).copy_(part)

@@ -28,8 +28,8 @@ EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather":
 def positions(seq_len: int, *, ranks: int, rank: int) -> Tensor:
     """The positions in a sequence of a rank's tokens: [seq_len / ranks] int64, ascending.
 
-    Of 2·ranks chunks a rank has number `rank` from the front and number `rank` from the back: later rows of causal
-    attention have more keys, and this choice gives every rank the same work.
+    The sequence is divided into 2·ranks chunks. A rank has chunk `rank` counted from the front and chunk `rank` counted
+    from the back: later rows of causal attention have more keys, and this choice gives every rank the same work.
 
     Raises:
         ValueError: the sequence is not divisible into 2·ranks chunks.

@@ -17,7 +17,7 @@ _ADDED_AT_ONCE = 1 << 14
 class Gradients:
     """Norm and scaling of gradients, some of whose parameters may be sharded.
 
-    A gradient of which `copies` ranks have the same part enters the sum over ranks with weight 1/copies, so that
+    If `copies` ranks have the same part of a gradient, it enters the sum over ranks with weight 1/copies, so that
     one reduction over the world gives the norm in every layout.
     """
 

@@ -1,1 +1,1 @@
-"""In which number formats a model computes, reduces and keeps its parameters."""
+"""Number formats in which a model computes, reduces gradients and keeps its parameters."""

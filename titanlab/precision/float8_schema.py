@@ -1,8 +1,7 @@
-"""Configs of the float8 options, and their choice of linear layers."""
+"""Configs of the float8 options."""
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from titanlab.costs import hardware
-from titanlab.costs.account import ModelAccount, style_of
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.linear_layers import linear_layers, matches, part_shape
 from titanlab.costs.setting import Setting
-from titanlab.costs.tensor_styles import cut_dim
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.precision.account import matched
@@ -21,8 +20,6 @@ from titanlab.precision.contract import Precision
 
 HEAD = "output"
 EMULATE = ("auto", "true", "false")
-# Styles in a tensor plan of layers that multiply.
-_PRODUCTS = ("colwise", "rowwise", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,31 +297,6 @@ class Float8RowwiseWithGwHp(TorchaoFloat8):
 
     recipe: ClassVar[str] = "rowwise_with_gw_hp"
     multiplies_tokens: ClassVar[bool] = False
-
-
-def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
-    """Path of every linear layer → shape of its weight, [out, in].
-
-    These are the layers whose style in the tensor plan is a product; without a plan, all matrices but tables.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for parameter, shape in model.parameters.items():
-        name, _, leaf = parameter.rpartition(".")
-        multiplies = not model.tensor_plan or style_of(model.tensor_plan, name) in _PRODUCTS
-        if leaf == "weight" and len(shape) == 2 and multiplies and parameter not in (model.embedding, *model.lookups):
-            shapes[name] = shape
-    return shapes
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether steps of a module's path match a pattern: `wk`, `feed_forward.w*`, `layers.0`, or a whole path."""
-    return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
-
-
-def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
-    """Shape of one tensor-parallel rank's part of a linear layer's weight; if parts are uneven, of the first."""
-    cut = cut_dim(style_of(model.tensor_plan, name), len(shape))
-    return tuple(-(-size // degree) if dim == cut else size for dim, size in enumerate(shape))
 
 
 def _typed(names: Sequence[str]) -> str:

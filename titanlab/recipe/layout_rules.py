@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.divisors import divisors
 from titanlab.costs.layout import FSDP_AXES, Layout
 from titanlab.costs.tensor_styles import STYLES, cut_dim, parameter_style
 from titanlab.errors import ConfigError
@@ -190,12 +191,6 @@ def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str,
     if compiled != "inductor":
         rule = "is done by inductor, which does not compile the blocks here"
         raise ConfigError(key, True, rule, "try compile=block compile.backend=inductor")
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _try(key: str, usable: list[int], given: int) -> str:

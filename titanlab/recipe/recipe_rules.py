@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 
+from titanlab.costs.divisors import divisors
 from titanlab.costs.setting import Setting
 from titanlab.data import source
 from titanlab.errors import ConfigError
@@ -76,12 +77,12 @@ def _batch(recipe: Recipe) -> None:
             f"try {_nearest_multiple(batch, ranks)}",
         )
     if recipe.local_batch % recipe.microbatch:
-        divisors = layout_rules.divisors(recipe.local_batch)
+        usable = divisors(recipe.local_batch)
         raise ConfigError(
             "training.microbatch",
             recipe.microbatch,
             f"must divide the {recipe.local_batch} sequences that one process has of a step",
-            f"try {' or '.join(str(n) for n in _closest(divisors, recipe.microbatch))}",
+            f"try {' or '.join(str(n) for n in _closest(usable, recipe.microbatch))}",
         )
 
 

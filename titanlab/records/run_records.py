@@ -166,7 +166,7 @@ class RunRecords:
         return 0
 
     def asked_to_cancel(self) -> str | None:
-        """Who has asked to cancel the run since its last submission or start; None: nobody."""
+        """The user who asked to cancel the run since its last submission or start; None if nobody did."""
         request = read_optional(self.path / "cancel.json")
         return None if request is None else str(request.get("by"))
 

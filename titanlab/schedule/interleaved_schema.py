@@ -10,72 +10,69 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 from titanlab.options import option
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.placement import Looped, stages_of
 
 
-@option("schedule", "interleaved_1f1b")
 @dataclass(kw_only=True)
-class Interleaved1F1B(Looped):
-    """1F1B with several stages per rank (arXiv 2104.04473, section 2.2)."""
+class _Interleaved(Looped):
+    """A schedule that runs microbatches in rounds; its subclasses say when the backward passes begin."""
 
-    kind: str = "interleaved_1f1b"
+    # How many more forward passes a rank runs before its first backward pass than the next rank does.
+    _lead_per_rank: ClassVar[int]
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank."""
-        return [self._of_rank(rank, ranks, microbatches) for rank in range(ranks)]
+        microbatches_by_round = rounds(ranks=ranks, microbatches=microbatches)
+        longest = len(microbatches_by_round[0])
+        orders = []
+        for rank in range(ranks):
+            stages = stages_of(self.placement(ranks=ranks), rank)
+            forward = _steps(stages, microbatches_by_round)
+            backward = _steps(stages[::-1], microbatches_by_round)
+            lead = (len(stages) - 1) * longest + self._lead_per_rank * (ranks - 1 - rank)
+            begins = self._backward_begins(rank, min(lead, len(forward)))
+            orders.append(_in_turn([(Kind.FORWARD, forward, 0), *((kind, backward, at) for kind, at in begins)]))
+        return orders
 
-    def _of_rank(self, rank: int, ranks: int, microbatches: int) -> list[Action]:
-        stages = stages_of(self.placement(ranks=ranks), rank)
-        forward = _steps(stages, ranks=ranks, microbatches=microbatches)
-        backward = _steps(stages[::-1], ranks=ranks, microbatches=microbatches)
-        lead = _warm_up(rank, ranks=ranks, stages_per_rank=len(stages), microbatches=microbatches, per_hop=2)
-        order = []
-        for step in range(lead + len(backward)):
-            if step < len(forward):
-                stage, microbatch = forward[step]
-                order.append(Action(stage, Kind.FORWARD, microbatch))
-            if step >= lead:
-                stage, microbatch = backward[step - lead]
-                order.append(Action(stage, Kind.BACKWARD, microbatch))
-        return order
+    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
+        """The kinds of a rank's backward passes, each with the number of forward passes before its first one.
+
+        Args:
+            lead: number of forward passes before the first backward pass.
+        """
+        raise NotImplementedError
+
+
+@option("schedule", "interleaved_1f1b")
+@dataclass(kw_only=True)
+class Interleaved1F1B(_Interleaved):
+    """1F1B with several stages per rank (arXiv 2104.04473, section 2.2)."""
+
+    kind: str = "interleaved_1f1b"
+    # A backward pass delays the gradient as long as a forward pass delays the activation.
+    _lead_per_rank: ClassVar[int] = 2
+
+    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
+        return [(Kind.BACKWARD, lead)]
 
 
 @option("schedule", "interleaved_zero_bubble")
 @dataclass(kw_only=True)
-class InterleavedZeroBubble(Looped):
+class InterleavedZeroBubble(_Interleaved):
     """Interleaved 1F1B that computes gradients of weights in otherwise idle time (ZB-H1, arXiv 2401.10241)."""
 
     kind: str = "interleaved_zero_bubble"
+    # A gradient of the input arrives sooner than after a full backward pass, so a shorter lead is enough.
+    _lead_per_rank: ClassVar[int] = 1
 
-    def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank."""
-        return [self._of_rank(rank, ranks, microbatches) for rank in range(ranks)]
-
-    def _of_rank(self, rank: int, ranks: int, microbatches: int) -> list[Action]:
-        stages = stages_of(self.placement(ranks=ranks), rank)
-        forward = _steps(stages, ranks=ranks, microbatches=microbatches)
-        backward = _steps(stages[::-1], ranks=ranks, microbatches=microbatches)
-        # A gradient of the input arrives sooner than after a full backward pass, so a shorter lead is enough.
-        lead = _warm_up(rank, ranks=ranks, stages_per_rank=len(stages), microbatches=microbatches, per_hop=1)
+    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
         # Gradients of weights lag by the rank's number: a later rank has gradients sooner, and has more idle time at
         # the end for the remaining gradients of weights.
-        lag = rank
-        order = []
-        for step in range(lead + len(backward)):
-            if step < len(forward):
-                stage, microbatch = forward[step]
-                order.append(Action(stage, Kind.FORWARD, microbatch))
-            if step >= lead:
-                stage, microbatch = backward[step - lead]
-                order.append(Action(stage, Kind.INPUT, microbatch))
-            if step >= lead + lag:
-                stage, microbatch = backward[step - lead - lag]
-                order.append(Action(stage, Kind.WEIGHT, microbatch))
-        done = max(0, len(backward) - lag)
-        return order + [Action(stage, Kind.WEIGHT, microbatch) for stage, microbatch in backward[done:]]
+        return [(Kind.INPUT, lead), (Kind.WEIGHT, lead + rank)]
 
 
 def rounds(*, ranks: int, microbatches: int) -> list[range]:
@@ -86,23 +83,17 @@ def rounds(*, ranks: int, microbatches: int) -> list[range]:
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _steps(stages: list[int], *, ranks: int, microbatches: int) -> list[tuple[int, int]]:
+def _steps(stages: list[int], microbatches_by_round: list[range]) -> list[tuple[int, int]]:
     """(stage, microbatch) in a rank's order; `stages`: those of the rank, in the direction of the pass."""
+    return [(stage, number) for numbers in microbatches_by_round for stage in stages for number in numbers]
+
+
+def _in_turn(passes: list[tuple[Kind, list[tuple[int, int]], int]]) -> list[Action]:
+    """The actions of several kinds in turn: each kind with its (stage, microbatch) pairs, and the turn of the first."""
+    turns = max(begin + len(steps) for _, steps, begin in passes)
     return [
-        (stage, number)
-        for microbatches_of_round in rounds(ranks=ranks, microbatches=microbatches)
-        for stage in stages
-        for number in microbatches_of_round
+        Action(steps[turn - begin][0], kind, steps[turn - begin][1])
+        for turn in range(turns)
+        for kind, steps, begin in passes
+        if begin <= turn < begin + len(steps)
     ]
-
-
-def _warm_up(rank: int, *, ranks: int, stages_per_rank: int, microbatches: int, per_hop: int) -> int:
-    """Number of a rank's forward passes before forward and backward alternate.
-
-    Args:
-        per_hop: how many more than on the next rank: 2 if a backward pass delays the gradient as long as a forward pass
-            delays the activation.
-    """
-    longest = len(rounds(ranks=ranks, microbatches=microbatches)[0])
-    wanted = (stages_per_rank - 1) * longest + per_hop * (ranks - 1 - rank)
-    return min(wanted, stages_per_rank * microbatches)

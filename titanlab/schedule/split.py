@@ -75,7 +75,7 @@ def _worst(first: Sequence[int], costs: Sequence[float], placement: Sequence[int
 
 
 def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
-    """Of the cuts with the smallest possible largest stage, those with the smallest sum of squares."""
+    """The cuts that make the largest stage as small as possible and, among these, the sum of squares smallest."""
     width = _worst(_cut(costs, stages, lambda cost: cost, max), costs, range(stages))[1] * (1 + ROUNDING)
     return _cut(costs, stages, lambda cost: cost * cost if cost <= width else math.inf, operator.add)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import netrc
 import os
 import select
 import signal
@@ -23,18 +22,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 from titanlab.system.atomic_file import finite
 from titanlab.tracker.contract import Tracker, Warn
 from titanlab.tracker.record import Record, write_record
 from titanlab.tracker.tracked_run import TrackedRun
 from titanlab.tracker.wandb_files import discard, kept_files, online_folders, put_aside
+from titanlab.tracker.wandb_mode import resolve_mode
 from titanlab.tracker.wandb_schema import Wandb
 from titanlab.tracker.wandb_writer import IGNORED_SIGNALS
 
 _WRITER = "titanlab.tracker.wandb_writer"
-_ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
 
 class WandbTracker(Tracker):
@@ -289,30 +287,6 @@ def _blocked() -> Iterator[None]:
 
 def _line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(finite(message), default=str).encode() + b"\n"
-
-
-def resolve_mode(config: Wandb, environ: Mapping[str, str]) -> str:
-    """`online`, `offline` or `off`."""
-    mode = config.mode
-    if mode == "auto":
-        mode = _ENV_MODES.get(environ.get("WANDB_MODE", ""), "online")
-    return "offline" if mode == "online" and not has_key(environ) else mode
-
-
-def has_key(environ: Mapping[str, str]) -> bool:
-    """Whether wandb can log in: with a key or an identity token in the environment, or with an entry in netrc."""
-    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    home = Path(environ.get("HOME") or Path.home())
-    files = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
-    for path in files:
-        try:
-            if netrc.netrc(path).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
 
 
 def _file(pipe: IO[bytes] | None) -> IO[bytes]:

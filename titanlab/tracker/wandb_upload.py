@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.tracker.wandb import has_key
 from titanlab.tracker.wandb_files import is_uploaded
+from titanlab.tracker.wandb_mode import has_key
 
 _CONNECT_SECONDS = 2.0
 _USUAL = "https://api.wandb.ai"

@@ -67,6 +67,7 @@ class Loader:
         self._flags = flags
         self._hydra = _hydra_loader(flags)
         self._known_choices: Mapping[str, Any] = {}
+        self._shared: Composed | None = None
         self._is_group = functools.cache(self._find_group)
         self._fills_own_group = functools.cache(self._has_own_keys_only)
 
@@ -111,25 +112,31 @@ class Loader:
     def base(self) -> DictConfig:
         """The config that all points share; Hydra's part of it describes the sweep.
 
-        Overrides of single values are left out, because their keys may exist only in a swept option.
+        Overrides of single values are left out, because their keys may exist only in a swept option; if all overrides
+        have been composed together, these keys exist, and that composition is used again.
 
         Raises:
             ConfigError: the config cannot be composed.
         """
-        parsed = self.parse(self.overrides)
-        kept = [text for text, override in zip(self.overrides, parsed, strict=True) if self._changes_defaults(override)]
-        composed = self._compose(kept)
+        composed = self._shared
+        if composed is None:
+            pairs = zip(self.overrides, self.parse(self.overrides), strict=True)
+            composed = self._compose([text for text, override in pairs if self._changes_defaults(override)])
         check_files(composed.whole, self._flags.values)
         self._known_choices = composed.choices
         return composed.whole
 
     def compose(self, overrides: Sequence[str]) -> Composed:
-        """The composition of the shared overrides followed by these overrides.
+        """The composition of the shared overrides followed by these overrides; without these, it is composed once.
 
         Raises:
             ConfigError: Hydra cannot compose them.
         """
-        return self._compose([*self.overrides, *overrides])
+        if overrides:
+            return self._compose([*self.overrides, *overrides])
+        if self._shared is None:
+            self._shared = self._compose(self.overrides)
+        return self._shared
 
     def is_group(self, key: str) -> bool:
         """Whether a key chooses an option of a group."""

@@ -16,6 +16,7 @@ from typing import Any
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import check_cluster, shape_of
+from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup
 from titanlab.recipe.recipe_rules import check_all_but_data
@@ -79,17 +80,18 @@ class Study:
     notices: tuple[str, ...] = ()
 
 
-def plan_study(arguments: Sequence[str], *, whole: bool = False) -> Study:
+def plan_study(arguments: Sequence[str], *, whole: bool = False, loader: Loader | None = None) -> Study:
     """Plan the sweep of a command line, without its data (see `with_data`). Nothing is written.
 
     Args:
         arguments: overrides and Hydra's flags.
         whole: raise an error if any point cannot run, unless a condition drops it.
+        loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
 
     Raises:
         ConfigError: the sweep is wrong, or none of its points can run.
     """
-    request = read_request(arguments)
+    request = read_request(arguments, loader)
     composer = Composer(request.loader, request.points)
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))

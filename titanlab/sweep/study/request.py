@@ -61,8 +61,11 @@ class Request:
         return {"overrides": list(self.loader.overrides), "space": self.space, "where": where, "repeats": self.repeats}
 
 
-def read_request(arguments: Sequence[str]) -> Request:
+def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Request:
     """Read the arguments of a verb that takes many recipes, and the sweep's file if they name one.
+
+    Args:
+        loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
 
     Raises:
         ConfigError: they do not describe a sweep.
@@ -71,7 +74,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     with composition_errors(flags.overrides, flags.values):
         parsed = OverridesParser.create().parse_overrides(flags.overrides)
     shared = [text for text, override in zip(flags.overrides, parsed, strict=True) if not override.is_sweep_override()]
-    loader = Loader(flags, shared)
+    loader = loader or Loader(flags, shared)
     base = loader.base()
     _check_plugins(base)
     node = base.hydra.sweeper
