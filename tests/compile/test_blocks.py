@@ -67,8 +67,17 @@ def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("inductor"))
 
 
-def row(name, functions, *, full=True, **given):
-    return pytest.param(given, functions, id=name, marks=[pytest.mark.full] if full else [])
+QUICK = ("alone", "tp")
+# What runs in `make test-matrix`: other rows compile the same functions.
+OTHERS = (
+    *("fsdp, accumulated", "tp without sequence parallelism", "tp, whole logits", "fsdp, cp, tp", "cp, gathered"),
+    *("pp, tp, split backwards", "pp, fsdp", "ac: full, ddp"),
+)
+
+
+def row(name, functions, **given):
+    layer = [] if name in QUICK else [pytest.mark.matrix] if name in OTHERS else [pytest.mark.full]
+    return pytest.param(given, functions, id=name, marks=layer)
 
 
 LOSS, PARTS = {"loss_sum": 1}, {"_own": 1, "_whole": 1, "_slope": 1}
@@ -76,14 +85,14 @@ WHOLE, SPLIT = {"forward": 1, **LOSS}, {"forward": 1, **PARTS}
 AGAIN, IN_PART = {"recomputed_forward": 1}, {"partly_recomputed_forward": 1}
 INTERLEAVED = {"pipeline": 2, "layers": 6, "microbatch": 2}
 ROWS = [
-    row("alone", WHOLE, full=False),
+    row("alone", WHOLE),
     # Without gradients everything is compiled once more; 3 rows are left for the last batch, which is filled up.
     row("validated", {"forward": 2, "loss_sum": 2}, validate_every=2, validation_sequences=11),
     row("ddp", WHOLE, replicate=2),
     row("fsdp", WHOLE, shard=2),
     row("fsdp, accumulated", WHOLE, shard=2, microbatch=2),
     row("fsdp, offloaded", WHOLE, shard=2, cpu_offload=True),
-    row("tp", SPLIT, tensor=2, full=False),
+    row("tp", SPLIT, tensor=2),
     row("tp without sequence parallelism", SPLIT, tensor=2, sequence_parallel=False),
     row("tp, whole logits", WHOLE, tensor=2, loss_parallel=False),
     row("fsdp, tp", SPLIT, shard=2, tensor=2),
@@ -124,11 +133,11 @@ def test_traced_blocks_train_as_eager_ones_and_are_compiled_once(pool, tmp_path,
     "given",
     [
         {},
-        {"mode": "max-autotune-no-cudagraphs"},
-        {"tensor": 2},
+        pytest.param({"mode": "max-autotune-no-cudagraphs"}, marks=pytest.mark.matrix),
+        pytest.param({"tensor": 2}, marks=pytest.mark.matrix),
         {"shard": 2, "tensor": 2},
-        {"context": 2},
-        {"shard": 2, "ac": FullCheckpointing()},
+        pytest.param({"context": 2}, marks=pytest.mark.matrix),
+        pytest.param({"shard": 2, "ac": FullCheckpointing()}, marks=pytest.mark.matrix),
         {"ac": SelectiveOp()},
         {"ac": MemoryBudget(budget=0.5)},
         {"validate_every": 2, "validation_sequences": 11},

@@ -137,8 +137,8 @@ FULL = [
     {"pipeline": 4, "layers": 4, "schedule": GPipe()},
     {"pipeline": 2, "shard": 2, "tensor": 2, "global_batch": 8},
     {"shard": 2, "context": 2, "tensor": 2, "global_batch": 8},
-    {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "global_batch": 8},
 ]
+MATRIX = {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "global_batch": 8}
 
 
 def label(layout):
@@ -146,7 +146,13 @@ def label(layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.full) for layout in FULL)], ids=label
+    "layout",
+    [
+        *LAYOUTS,
+        *(pytest.param(layout, marks=pytest.mark.full) for layout in FULL),
+        pytest.param(MATRIX, marks=pytest.mark.matrix),
+    ],
+    ids=label,
 )
 def test_what_is_sent_is_what_the_formulas_say(pool, tmp_path, layout):
     schedule = {key: layout[key] for key in layout if key == "schedule"}
