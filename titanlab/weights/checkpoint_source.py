@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titanlab.checkpoint.reader import CheckpointPlanner, CheckpointReader
+from titanlab.checkpoint.contents import read_contents
+from titanlab.checkpoint.reader import planner_of, reader_of
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.weights.source import DTYPES, Entry
@@ -33,7 +34,7 @@ class CheckpointSource:
         self._name, self._whole = "", torch.empty(0)
         names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
         # Read once: the metadata of a run on hundreds of ranks has 100,000 entries.
-        self._reader = CheckpointReader(checkpoint, key)
+        self._reader = reader_of(checkpoint, read_contents(checkpoint, key), key)
         self._metadata = self._reader.read_metadata()
         saved = self._metadata.state_dict_metadata
         for name in model.account().parameters:
@@ -57,7 +58,7 @@ class CheckpointSource:
 
     def _load(self, name: str, whole: Tensor) -> None:
         """Do the steps of `dcp.load`, which warns in a process without a process group."""
-        planner = CheckpointPlanner()
+        planner = planner_of(self._reader)
         planner.set_up_planner({f"model.{name}": whole}, self._metadata, is_coordinator=True)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
