@@ -250,7 +250,9 @@ def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):
     # Of the size that it was saved with.
     content[:64] = bytes(64)
     shard.write_bytes(content)
-    with pytest.raises(RankFailure, match=r"DamagedCheckpoint: run=.*step-00000003: is damaged: its file rank-00000.*; give another"):
+    with pytest.raises(
+        RankFailure, match=r"DamagedCheckpoint: run=.*step-00000003: is damaged: its file rank-00000.*; give another"
+    ):
         pool.run(1, attempt, made, tiny.begin(made, run))
     other = tiny.recipe(tmp_path, name="other", steps=STEPS, load_from=str(run.path))
     with pytest.raises(RankFailure, match="DamagedCheckpoint: checkpoint.load_from=.*is damaged"):

@@ -10,7 +10,7 @@ from titanlab.checkpoint.blocks import checksum, read_regular
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
 from titanlab.checkpoint.folders import another, has_pickle
 from titanlab.checkpoint.index import INDEX, Index, OtherFormat, read_index
-from titanlab.checkpoint.metadata import SavedState, read_saved
+from titanlab.checkpoint.older.metadata import SavedState, read_saved
 from titanlab.checkpoint.position import (
     MOST_BYTES,
     POSITION,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.index import INDEX
-from titanlab.checkpoint.metadata import METADATA
+from titanlab.checkpoint.older.metadata import METADATA
 from titanlab.errors import ConfigError
 
 PART = ".part"

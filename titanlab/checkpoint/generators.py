@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.metadata import SavedState
+from titanlab.checkpoint.older.metadata import SavedState
 from titanlab.distributed.world import World
 
 _MOST_BYTES = 1 << 16

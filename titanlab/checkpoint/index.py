@@ -96,6 +96,11 @@ class IndexedTensor:
         """[chunk, dims]."""
         return self.chunks[:, FIRST_OFFSET : FIRST_OFFSET + len(self.shape)]
 
+    def chunk_at(self, offsets: Sequence[int]) -> int:
+        """The number of the chunk that begins at the offsets."""
+        (numbers,) = (self.offsets == np.array(offsets, np.int64)).all(axis=1).nonzero()
+        return int(numbers[0])
+
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """[chunk, dims]."""

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from titanlab.checkpoint.contents import Contents
 from titanlab.checkpoint.folders import another
 from titanlab.checkpoint.index import Index
-from titanlab.checkpoint.pickled_reader import PickledPlanner, PickledReader, set_in
+from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader, set_in
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind, classify, first_line

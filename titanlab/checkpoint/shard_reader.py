@@ -103,7 +103,7 @@ class ShardReader(dcp.StorageReader):
         tensor = self._index.tensors[item.storage_index.fqn]
         number = item.storage_index.index
         if number is None:
-            (number,) = (tensor.offsets == list(item.storage_index.offset or ())).all(axis=1).nonzero()[0][:1].tolist()
+            number = tensor.chunk_at(item.storage_index.offset or ())
         return tensor, number
 
     def _read_parts(

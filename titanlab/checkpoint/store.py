@@ -8,7 +8,7 @@ folder without the suffix is complete.
         index.json               where each part of a tensor is; a checksum of each block of every file
         position.json            everything else: step, tokens, position in the data, generators, loss scale, tracker id
 
-Checkpoints of versions up to 0.9 have `.metadata` and `*.distcp` of torch.distributed.checkpoint instead of the first
+Checkpoints of earlier versions have `.metadata` and `*.distcp` of torch.distributed.checkpoint instead of the first
 two. They are read, and no longer written.
 """
 
@@ -34,7 +34,7 @@ from titanlab.checkpoint.generators import (
     state_bytes,
     states_of_bytes,
 )
-from titanlab.checkpoint.metadata import SavedState
+from titanlab.checkpoint.older.metadata import SavedState
 from titanlab.checkpoint.position import Position, SavedPosition
 from titanlab.checkpoint.reader import load_state, reader_of
 from titanlab.checkpoint.saving import Planned, plan, write_and_publish

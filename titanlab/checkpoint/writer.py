@@ -23,6 +23,7 @@ from titanlab.checkpoint.blocks import BlockWriter
 from titanlab.checkpoint.index import INDEX, IndexedFile, index_bytes
 from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
 from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, dtype_named, shard_of
+from titanlab.system.atomic_file import write_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class CheckpointWriter(dcp.StorageWriter):
         position = position_bytes(replace(self.position, files={file.name: file.size for file in files}))
         index = index_bytes(position=position, objects=objects, tensors=tensors, files=files)
         for name, content in ((POSITION, position), (INDEX, index)):
-            _write_durable(self.folder / name, content)
+            write_bytes(self.folder / name, content, durable=True)
         sync_folder(self.folder)
 
     @classmethod
@@ -204,10 +205,3 @@ def _resolved(planner: SavePlanner, item: WriteItem, chunk: Chunk) -> Tensor:
     if tuple(tensor.shape) != chunk.sizes:
         raise ValueError(f"{chunk.name} has the shape {list(tensor.shape)}, and the plan says {list(chunk.sizes)}")
     return tensor.detach()
-
-
-def _write_durable(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -24,8 +24,8 @@ from torch.futures import Future
 
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import another
-from titanlab.checkpoint.metadata import SavedState, SavedTensor
-from titanlab.checkpoint.numpy_state import is_numpy_state, read_numpy_state
+from titanlab.checkpoint.older.metadata import SavedState, SavedTensor
+from titanlab.checkpoint.older.numpy_state import is_numpy_state, read_numpy_state
 from titanlab.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.inert_pickle import Inert, UnreadablePickle, read_inert
+from titanlab.checkpoint.older.inert_pickle import Inert, UnreadablePickle, read_inert
 
 METADATA = ".metadata"
 # The metadata of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
