@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from titanlab.checkpoint.contents import Contents
@@ -40,6 +41,24 @@ def reader_of(checkpoint: Path, contents: Contents, key: str) -> Reader:
 def planner_of(reader: Reader) -> dcp.DefaultLoadPlanner:
     """A new planner for a reader."""
     return JsonPlanner() if isinstance(reader, ShardReader) else PickledPlanner()
+
+
+def read_into(state: dict[str, Any], reader: Reader, metadata: Metadata) -> None:
+    """Read entries in this process alone, in which `dcp.load` would warn that there is no process group.
+
+    Args:
+        state: tensors by the names of their entries, which are filled.
+        metadata: of the reader; reading it takes long for a checkpoint of many ranks.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or damaged.
+    """
+    planner = planner_of(reader)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def load_state(state: dict[str, Any], reader: Reader) -> None:

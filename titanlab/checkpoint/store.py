@@ -15,7 +15,7 @@ two. They are read, and no longer written.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,9 @@ def load(
     if isinstance(entries, SavedState):
         # Older checkpoints have everything among the entries.
         states = together(world, lambda: saved_states(current, entries, world.rank, folder, key))
-        state = {**whole, "generators": {str(world.rank): states}} if states else whole
+        state = _saved_part(whole, settings=entries.names)
+        if states:
+            state["generators"] = {str(world.rank): states}
     else:
         states = states_of_bytes(found.saved.generators.get(world.rank, {}), current)
         state = _saved_part(whole)
@@ -188,9 +190,17 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _saved_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without the settings of the optimizer."""
-    kept = {name: value for name, value in state["optimizer"].items() if not name.startswith(_SETTINGS)}
+def _saved_part(state: Mapping[str, Any], *, settings: Collection[str] = ()) -> dict[str, Any]:
+    """The state without the settings of the optimizer.
+
+    Args:
+        settings: names of entries that are kept all the same: older checkpoints have settings too.
+    """
+    kept = {
+        name: value
+        for name, value in state["optimizer"].items()
+        if not name.startswith(_SETTINGS) or f"optimizer.{name}" in settings
+    }
     return {"model": state["model"], "optimizer": kept}
 
 

@@ -91,6 +91,11 @@ class SavedState:
     places: Mapping[tuple[str, tuple[int, ...] | None, int | None], SavedPlace]
     version: str | None
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all entries."""
+        return self.objects | self.tensors.keys()
+
 
 def read_saved(checkpoint: Path, key: str) -> SavedState:
     """Read a checkpoint's metadata without running code in it.
