@@ -20,6 +20,10 @@ def trained(made, run):
     return found.losses, found.parameters
 
 
+# One process without a process group is what these tests want.
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
 @pytest.fixture(scope="module")
 def straight(pool, tmp_path_factory):
     """Losses of four steps over two ranks that were never stopped, and the run."""
@@ -53,6 +57,7 @@ def test_damage_of_the_older_format_falls_back_too(pool, tmp_path):
     assert (run.checkpoints / "step-00000004.damaged").is_dir()
 
 
+@alone
 def test_an_exported_folder_is_one_of_dcp_that_load_from_reads(pool, tmp_path, straight, capsys):
     losses, made, run = straight
     into = tmp_path / "out"
@@ -91,6 +96,7 @@ def test_what_cannot_be_exported_so_is_one_line(tmp_path, straight, capsys):
         assert said.count("\n") == 1
 
 
+@alone
 def test_a_plain_folder_of_another_tool_is_refused_in_a_line(pool, tmp_path):
     (tmp_path / "plain").mkdir()
     dcp.save({"model": {"x": torch.ones(2)}}, checkpoint_id=tmp_path / "plain", no_dist=True)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.checkpoint.contents import check_checkpoint, check_step
+from titanlab.checkpoint.contents import check_checkpoint, check_step, indexed
 from titanlab.checkpoint.folders import find, has_pickle
-from titanlab.checkpoint.index import INDEX
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
@@ -94,8 +93,13 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     if source is not None:
         return _sampled([path / CONFIG, *sorted(set(source.files.values()))])
     checkpoint = _checkpoint(recipe.init_from)
-    # The index has the checksums of all other files.
-    return _sampled(sorted(checkpoint.glob("*.distcp")) if has_pickle(checkpoint) else [checkpoint / INDEX])
+    if has_pickle(checkpoint):
+        return _sampled(sorted(checkpoint.glob("*.distcp")))
+    digest = hashlib.sha256()
+    for file in indexed(checkpoint, KEY).files:
+        # Other bytes than these are refused when the weights are read.
+        digest.update(f"{file.name}/{file.size}/{','.join(map(str, file.checksums))};".encode())
+    return digest.hexdigest()
 
 
 def fill_start(recipe: Recipe, model: nn.Module) -> None:
