@@ -120,6 +120,7 @@ def test_a_step_that_is_not_there_is_one_line(run, call):
     assert "is of a step already; leave one of the two out" in err
 
 
+@pytest.mark.full
 def test_resuming_over_damage(run, call):
     path = step_folder(run.checkpoints, 4) / "rank-00000.safetensors"
     path.write_bytes(flipped(path.read_bytes(), 50_000))
