@@ -4,15 +4,17 @@ import json
 
 import pytest
 
+from titanlab.checkpoint.contents import check_checkpoint
+from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import (
     another,
-    check_shapes,
-    check_step,
     checkpoints,
+    fall_back,
     find,
     latest,
     of_step,
     put_aside,
+    put_back,
     remove,
     step_folder,
 )
@@ -48,6 +50,38 @@ def test_what_is_not_whole_does_not_count(tmp_path):
     assert latest(tmp_path) == kept
 
 
+def test_one_that_has_lost_files_since_counts_and_is_found_damaged(tmp_path):
+    for step, name in [(1, "index.json"), (2, "rank-00000.safetensors")]:
+        step_folder(tmp_path, step).mkdir()
+        (step_folder(tmp_path, step) / name).write_bytes(b"")
+    assert checkpoints(tmp_path) == [step_folder(tmp_path, 1), step_folder(tmp_path, 2)]
+    assert find(str(step_folder(tmp_path, 2)), "k") == step_folder(tmp_path, 2)
+
+
+def test_a_damaged_one_is_renamed_if_there_is_one_before_it(tmp_path):
+    old, new = made(tmp_path, 1), made(tmp_path, 2)
+    damaged = DamagedCheckpoint("run", new, "is damaged: its file x is missing", another(new))
+    line = "goes on from step 1: step-00000002 is damaged: its file x is missing; it is kept as step-00000002.damaged"
+    assert fall_back(damaged) == line
+    assert (checkpoints(tmp_path), (tmp_path / "step-00000002.damaged").is_dir()) == ([old], True)
+    made(tmp_path, 2)
+    assert fall_back(damaged).endswith("it is kept as step-00000002.damaged-2")
+    with pytest.raises(DamagedCheckpoint, match="step-00000001: is damaged; give another checkpoint of the run$"):
+        fall_back(DamagedCheckpoint("run", old, "is damaged", another(old)))
+    assert checkpoints(tmp_path) == [old]
+
+
+def test_what_was_put_aside_can_be_put_back(tmp_path):
+    paths = [made(tmp_path, step) for step in (1, 2, 3)]
+    put_back(put_aside(tmp_path, after=1))
+    assert checkpoints(tmp_path) == paths
+    # A name that is in use again is not taken.
+    renamed = put_aside(tmp_path, after=2)
+    made(tmp_path, 3)
+    put_back(renamed)
+    assert [path.name for path in sorted(tmp_path.iterdir())][-1] == "step-00000003.aside"
+
+
 def test_an_empty_or_missing_folder_has_none(tmp_path):
     assert latest(tmp_path) is None
     assert latest(tmp_path / "missing") is None
@@ -69,41 +103,6 @@ def test_a_path_without_a_whole_checkpoint_is_refused(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=f"^checkpoint.load_from=.*{rule}.*; give "):
             find(str(path), "checkpoint.load_from")
-
-
-@pytest.mark.parametrize(
-    ("mine", "said"),
-    [
-        ({"a.weight": (2, 4)}, "a.weight is 2×3 there and 2×4 here"),
-        ({"b.weight": (2, 3)}, "b.weight is absent there and 2×3 here"),
-        ({"a.weight": (2, 3), "b.weight": (1,)}, "b.weight is absent there and 1 here"),
-        ({}, "a.weight is 2×3 there and absent here"),
-    ],
-)
-def test_another_models_checkpoint_is_refused(tmp_path, mine, said):
-    with pytest.raises(ConfigError, match=f"^run=.*is of another model: {said}; choose"):
-        check_shapes(made(tmp_path, 1), mine, "run")
-
-
-def test_the_same_models_checkpoint_is_taken(tmp_path):
-    check_shapes(made(tmp_path, 1), {"a.weight": (2, 3)}, "run")
-
-
-@pytest.mark.parametrize("text", ["", "{}", "not JSON", None])
-def test_a_position_that_cannot_be_read_is_said(tmp_path, text):
-    path = made(tmp_path, 1)
-    (path / "position.json").unlink()
-    if text is not None:
-        (path / "position.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"^run=.*cannot be read \(\w+\); give another"):
-        check_shapes(path, {"a.weight": (2, 3)}, "run")
-
-
-def test_a_run_must_be_longer_than_what_it_starts_from(tmp_path):
-    path = made(tmp_path, 5)
-    check_step(path, 6)
-    with pytest.raises(ConfigError, match=r"^training.steps=5: the checkpoint .* is of step 5 already; try 10$"):
-        check_step(path, 5)
 
 
 @pytest.mark.parametrize("name", ["every", "keep"])
@@ -203,4 +202,4 @@ def test_a_damaged_one_is_refused_with_the_one_before_it(tmp_path):
     with pytest.raises(
         ConfigError, match=r"its file __0_0.distcp has 0 bytes, .*the one before it is .*step-00000001$"
     ):
-        check_shapes(path, {"a.weight": (2, 3)}, "run")
+        check_checkpoint(path, {"a.weight": (2, 3)}, "run")

@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: nothing in one is executed, and what is no checkpoint is refused in one line."""
+"""Checkpoints of the older format from strangers: nothing in one is executed; what is no checkpoint is one line."""
 
 import io
 import json
@@ -13,21 +13,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests import tiny
-from titanlab.checkpoint import metadata
+from tests import older_format, tiny
 from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.generators import restore_generators
-from titanlab.checkpoint.inert_pickle import UnreadablePickle, read_inert
-from titanlab.checkpoint.metadata import METADATA, read_saved
-from titanlab.checkpoint.numpy_state import read_numpy_state
+from titanlab.checkpoint.older import metadata
+from titanlab.checkpoint.older.inert_pickle import UnreadablePickle, read_inert
+from titanlab.checkpoint.older.metadata import METADATA, read_saved
+from titanlab.checkpoint.older.numpy_state import read_numpy_state
 from titanlab.cli import main
-from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
-from titanlab.parity.parity import trace
-
-
-def trained(made, run):
-    return trace(made, run, joined(os.environ) or ALONE).losses
 
 
 def resumed(made, run):
@@ -43,7 +37,7 @@ def trained_run(pool, tmp_path_factory):
     """A run of two steps that has saved one checkpoint."""
     made = tiny.recipe(tmp_path_factory.mktemp("saved"), steps=2)
     run = tiny.begin(made)
-    pool.run(1, trained, made, run)
+    pool.run(1, older_format.trained, made, run)
     return made, run
 
 

@@ -63,7 +63,7 @@ def test_an_attempt_begins_with_its_recipe_and_its_machine(tmp_path):
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe, 2, 4)
     changed = tiny.changed(recipe, microbatch=6)
-    assert begin(run, changed, HOST, started_by="torchrun") == 2
+    assert begin(run, changed, HOST, started_by="torchrun", report=print) == 2
     assert run.config(2) == to_mapping(changed)
     env = run.env(2)
     assert (env["launcher"], env["devices"]) == ("torchrun", {"accelerator": "cpu", "name": "cpu", "count": 2})
@@ -73,7 +73,7 @@ def test_a_run_that_has_saved_nothing_begins_with_its_first_step(tmp_path):
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe)
     check_own_checkpoint(run, recipe, None)
-    assert begin(run, recipe, HOST, started_by="local") == 2
+    assert begin(run, recipe, HOST, started_by="local", report=print) == 2
 
 
 @pytest.mark.parametrize("noted", [True, False])
@@ -87,7 +87,7 @@ def test_an_attempt_does_not_begin_without_the_checkpoints_that_were_saved(tmp_p
     before = copy_of(run)
     rule = "had saved step 3, and checkpoints/ has no checkpoint any more; bring that folder back; or remove"
     with pytest.raises(ConfigError, match=f"^run=.*: {rule}"):
-        begin(run, recipe, HOST, started_by="local")
+        begin(run, recipe, HOST, started_by="local", report=print)
     assert copy_of(run) == before
 
 
@@ -95,7 +95,7 @@ def test_the_step_of_another_run_s_checkpoint_is_no_step_that_was_saved(tmp_path
     recipe = tiny.recipe(tmp_path, load_from=str(tmp_path / "elsewhere"))
     run = stopped(recipe)
     run.open_metrics(1, resumed_step=3).close()
-    assert begin(run, recipe, HOST, started_by="local") == 2
+    assert begin(run, recipe, HOST, started_by="local", report=print) == 2
 
 
 def test_an_attempt_does_not_begin_with_a_checkpoint_of_another_model(tmp_path):
@@ -105,7 +105,7 @@ def test_an_attempt_does_not_begin_with_a_checkpoint_of_another_model(tmp_path):
     folder = step_folder(run.checkpoints, 4)
     write_position(folder, 4, parameters={**shapes, "output.weight": [3, 64]}, samples=48)
     with pytest.raises(ConfigError, match="is of another model: output.weight is 3×64 there and 256×64 here"):
-        begin(run, recipe, HOST, started_by="local")
+        begin(run, recipe, HOST, started_by="local", report=print)
     assert run.attempts() == [1]
 
 
@@ -124,7 +124,7 @@ def test_a_run_does_not_go_back_to_a_checkpoint_with_an_impossible_position(tmp_
     position.write_text(json.dumps({**json.loads(position.read_text()), **changed}))
     before = copy_of(run)
     with pytest.raises(ConfigError, match=f"^run=.*{rule}; give another checkpoint .*step-00000002$"):
-        go_back(run, recipe, step_folder(run.checkpoints, 4))
+        go_back(run, recipe, step_folder(run.checkpoints, 4), print)
     assert copy_of(run) == before
 
 
@@ -144,12 +144,15 @@ def test_going_back_renames_all_later_checkpoints(tmp_path):
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe, 2, 4, 6)
     first = step_folder(run.checkpoints, 2)
-    assert go_back(run, recipe, first) == [
+    said: list[str] = []
+    renamed = go_back(run, recipe, first, said.append)
+    assert said == [
         f"goes on from step 2: step-0000000{step}, which is later, is put aside as step-0000000{step}.aside"
         for step in (4, 6)
     ]
+    assert renamed == [run.checkpoints / f"step-0000000{step}.aside" for step in (4, 6)]
     assert latest(run.checkpoints) == first
-    assert go_back(run, recipe, first) == []
+    assert go_back(run, recipe, first, said.append) == []
 
 
 def test_a_missing_newest_checkpoint_is_one_line(tmp_path):

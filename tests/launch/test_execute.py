@@ -78,6 +78,17 @@ def ends(kind=OutcomeKind.DONE, **how):
     return ranks
 
 
+def loads(kind):
+    """Ranks that load a checkpoint and end."""
+
+    def ranks(folder):
+        run = open_run(folder)
+        run.open_metrics(max(run.attempts()), resumed_step=2).close()
+        return ends(kind)(folder)
+
+    return ranks
+
+
 def test_preparing_makes_no_folder_and_gives_every_equal_recipe_the_same_name(tmp_path, starts):
     recipe = tiny.recipe(tmp_path / "runs", shard=2)
     first = ready(recipe)
@@ -271,10 +282,37 @@ def test_one_that_lacks_its_newest_checkpoint_goes_on_and_says_so(tmp_path, star
 def test_going_back_to_an_older_checkpoint_puts_the_later_ones_aside(tmp_path, starts, console, said):
     recipe = tiny.recipe(tmp_path)
     run = stopped_at(recipe, starts, console, [2, 4, 6], noted=True)
+    starts.then(loads(OutcomeKind.CANCELLED))
     continue_run(run, recipe, HOST, None, console, checkpoint=step_folder(run.checkpoints, 2))
+    assert run.has_chosen(2)
     assert "goes on from step 2: step-00000006, which is later, is put aside as step-00000006.aside" in said.getvalue()
     assert latest(run.checkpoints) == step_folder(run.checkpoints, 2)
     assert run.attempts() == [1, 2]
+
+
+def test_later_checkpoints_count_again_if_the_chosen_one_cannot_be_loaded(tmp_path, starts, console):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [2, 4, 6], noted=True)
+    starts.then(ends(OutcomeKind.INFEASIBLE))
+    continue_run(run, recipe, HOST, None, console, checkpoint=step_folder(run.checkpoints, 2))
+    assert latest(run.checkpoints) == step_folder(run.checkpoints, 6)
+
+
+def test_damaged_checkpoints_are_passed_over_in_a_line_each(tmp_path, starts, console, said):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [2, 4, 6], noted=True)
+    (step_folder(run.checkpoints, 6) / ".metadata").write_bytes(b"torn")
+    (step_folder(run.checkpoints, 4) / "position.json").unlink()
+    execute(ready(recipe), console)
+    assert "goes on from step 4: step-00000006 its .metadata is damaged" in said.getvalue()
+    line = "goes on from step 2: step-00000004 is damaged: its file position.json is missing; it is kept as step-"
+    assert line in said.getvalue()
+    assert (latest(run.checkpoints), run.attempts()) == (step_folder(run.checkpoints, 2), [1, 2])
+    # The last one that is left is not renamed.
+    (step_folder(run.checkpoints, 2) / "position.json").unlink()
+    with pytest.raises(ConfigError, match="is damaged: its file position.json is missing; give another"):
+        execute(ready(recipe), console)
+    assert (latest(run.checkpoints), run.attempts()) == (step_folder(run.checkpoints, 2), [1, 2])
 
 
 def test_a_run_in_other_hands_is_not_started_twice(tmp_path, starts, console):

@@ -124,7 +124,7 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(pool, straight, tmp_pa
     assert [path.name for path in checkpoints(run.checkpoints)] == ["step-00000002", "step-00000004"]
     # What a death in the middle of saving leaves.
     (run.checkpoints / "step-00000005.part").mkdir()
-    (run.checkpoints / "step-00000005.part" / ".metadata").write_bytes(b"torn")
+    (run.checkpoints / "step-00000005.part" / "rank-00000.safetensors").write_bytes(b"torn")
     (run.checkpoints / "step-00000006").mkdir()
     after = pool.run(made.world, attempt, made, tiny.begin(made, run))
     for rank, expected in enumerate(straight(**layout)):
@@ -214,7 +214,7 @@ def test_of_an_old_checkpoint_that_was_moved_only_the_link_is_removed(pool, tmp_
     after = pool.run(1, attempt, made, tiny.begin(made, run))
     assert (after[0].kind, len(after[0].trace.losses)) == (OutcomeKind.DONE, 2)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000004"]
-    assert (moved / ".metadata").exists()
+    assert (moved / "index.json").exists()
     assert run.saved_step() == 4
 
 
@@ -245,15 +245,17 @@ def test_a_disk_that_fills_while_a_checkpoint_is_saved_costs_no_earlier_one(pool
 
 def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):
     made, run, _ = stopped(pool, tmp_path)
-    (shard,) = latest(run.checkpoints).glob("*.distcp")
+    (shard,) = latest(run.checkpoints).glob("*.safetensors")
     content = bytearray(shard.read_bytes())
     # Of the size that it was saved with.
     content[:64] = bytes(64)
     shard.write_bytes(content)
-    with pytest.raises(RankFailure, match=r"ConfigError: run=.*step-00000003: cannot be read \(.*\); give another"):
+    with pytest.raises(
+        RankFailure, match=r"DamagedCheckpoint: run=.*step-00000003: is damaged: its file rank-00000.*; give another"
+    ):
         pool.run(1, attempt, made, tiny.begin(made, run))
     other = tiny.recipe(tmp_path, name="other", steps=STEPS, load_from=str(run.path))
-    with pytest.raises(RankFailure, match="ConfigError: checkpoint.load_from=.*cannot be read"):
+    with pytest.raises(RankFailure, match="DamagedCheckpoint: checkpoint.load_from=.*is damaged"):
         pool.run(1, attempt, other, tiny.begin(other))
 
 

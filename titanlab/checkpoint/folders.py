@@ -1,20 +1,23 @@
-"""Names of checkpoints on disk, and the checks of a checkpoint that need no torch."""
+"""Names of checkpoints on disk: which there are, the newest one, and those that no longer count."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
-from titanlab.checkpoint.metadata import read_saved
-from titanlab.checkpoint.position import POSITION, SavedPosition, check_files, read_position
+from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.index import INDEX
+from titanlab.checkpoint.older.metadata import METADATA
 from titanlab.errors import ConfigError
 
 PART = ".part"
 # Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
 ASIDE = ".aside"
+# Suffix of a checkpoint that was found damaged: kept, but not used any more.
+DAMAGED = ".damaged"
 _STEP = re.compile(r"step-([0-9]+)")
 _ANOTHER = "give another checkpoint of the run"
 
@@ -30,9 +33,23 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored."""
-    complete = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and (path / ".metadata").exists()]
+    """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored.
+
+    A checkpoint gets its name when it is complete. One that has lost files since counts too, so that it is found
+    damaged and not passed over.
+    """
+    complete = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and is_checkpoint(path)]
     return sorted(complete, key=lambda path: (step_of(path), path.name))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder has files of a checkpoint."""
+    return has_pickle(path) or os.path.lexists(path / INDEX) or any(path.glob("rank-*.safetensors"))
+
+
+def has_pickle(checkpoint: Path) -> bool:
+    """Whether a checkpoint is of the older format: entries of torch.distributed.checkpoint, and a pickle about them."""
+    return os.path.lexists(checkpoint / METADATA) and not os.path.lexists(checkpoint / INDEX)
 
 
 def latest(folder: Path) -> Path | None:
@@ -74,7 +91,7 @@ def find(text: str, key: str) -> Path:
         raise ConfigError(
             key, text, "there is no such folder", "give the folder of a run, or of one of its checkpoints"
         )
-    if (path / POSITION).exists() and (path / ".metadata").exists():
+    if is_checkpoint(path):
         return path
     newest = latest(path / "checkpoints") or latest(path)
     if newest is None:
@@ -106,79 +123,52 @@ def remove_unfinished(folder: Path) -> None:
 
 def put_aside(folder: Path, *, after: int) -> list[Path]:
     """Rename the checkpoints after a step, so that none of them is the run's newest. Returns their new names."""
-    renamed = []
-    for path in checkpoints(folder):
-        if step_of(path) <= after:
-            continue
-        aside, number = path.with_name(path.name + ASIDE), 1
-        while os.path.lexists(aside):
-            number += 1
-            aside = path.with_name(f"{path.name}{ASIDE}-{number}")
-        path.rename(aside)
-        renamed.append(aside)
-    return renamed
+    return [_renamed(path, ASIDE) for path in checkpoints(folder) if step_of(path) > after]
 
 
-def read_checked(checkpoint: Path, key: str) -> SavedPosition:
-    """Read a checkpoint's position.json, and check it and the sizes of the other files.
+def put_back(renamed: Iterable[Path]) -> None:
+    """Give checkpoints their names again that `put_aside` has renamed."""
+    for aside in renamed:
+        path = aside.with_name(aside.name.partition(ASIDE)[0])
+        if not os.path.lexists(path):
+            aside.rename(path)
+
+
+def fall_back(error: DamagedCheckpoint) -> str:
+    """Rename a damaged checkpoint, so that the one before it is the run's newest.
+
+    It must not stay among the checkpoints: it would count as one of the newest that a run keeps.
+
+    Returns:
+        a line for the user.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or position.json has a value that no run saves.
+        DamagedCheckpoint: there is no checkpoint before it; nothing was changed.
     """
-    cure = another(checkpoint)
-    saved = read_position(checkpoint, key, cure=cure)
-    check_files(checkpoint, saved.files, key, cure=cure)
-    return saved
+    checkpoint = Path(str(error.value))
+    older = before(checkpoint)
+    if older is None:
+        raise error
+    renamed = _renamed(checkpoint, DAMAGED)
+    return f"goes on from step {step_of(older)}: {checkpoint.name} {error.rule}; it is kept as {renamed.name}"
+
+
+def before(checkpoint: Path) -> Path | None:
+    """The checkpoint before another one in its folder; None if there is none."""
+    known = checkpoints(checkpoint.parent)
+    older = known[: known.index(checkpoint)] if checkpoint in known else []
+    return older[-1] if older else None
+
+
+def _renamed(checkpoint: Path, suffix: str) -> Path:
+    renamed, number = checkpoint.with_name(checkpoint.name + suffix), 1
+    while os.path.lexists(renamed):
+        number += 1
+        renamed = checkpoint.with_name(f"{checkpoint.name}{suffix}-{number}")
+    return checkpoint.rename(renamed)
 
 
 def another(checkpoint: Path) -> str:
     """The hint for a checkpoint that cannot be used: the checkpoint before it, if there is one."""
-    known = checkpoints(checkpoint.parent)
-    older = known[: known.index(checkpoint)] if checkpoint in known else []
-    return f"{_ANOTHER}: the one before it is {older[-1]}" if older else _ANOTHER
-
-
-def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Check that a checkpoint fits a model, and that its metadata can be read, before any rank starts.
-
-    Raises:
-        ConfigError: it belongs to another model, or its metadata is damaged or would run code.
-    """
-    check_shapes(checkpoint, parameters, key)
-    read_saved(checkpoint, key)
-
-
-def check_shapes(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Check that a checkpoint has the parameters that a model declares.
-
-    Raises:
-        ConfigError: it cannot be read, is damaged, or belongs to another model.
-    """
-    saved = dict(read_checked(checkpoint, key).parameters)
-    declared = {name: list(shape) for name, shape in parameters.items()}
-    if saved == declared:
-        return
-    name = next(name for name in [*declared, *saved] if saved.get(name) != declared.get(name))
-    raise ConfigError(
-        key,
-        checkpoint,
-        f"is of another model: {name} is {_shape(saved.get(name))} there and {_shape(declared.get(name))} here",
-        "choose the model that it was trained as",
-    )
-
-
-def check_step(checkpoint: Path, steps: int) -> None:
-    """Check that a new run has steps left after the checkpoint from which it starts.
-
-    Raises:
-        ConfigError: no step would be left.
-    """
-    step = read_position(checkpoint, "checkpoint.load_from", cure=_ANOTHER).position.step
-    if step >= steps:
-        raise ConfigError(
-            "training.steps", steps, f"the checkpoint {checkpoint} is of step {step} already", f"try {2 * step}"
-        )
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "absent" if shape is None else "×".join(str(size) for size in shape)
+    older = before(checkpoint)
+    return _ANOTHER if older is None else f"{_ANOTHER}: the one before it is {older}"

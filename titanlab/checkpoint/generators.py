@@ -1,6 +1,7 @@
-"""States of the random generators in a checkpoint, saved as tensors, so that no pickle is needed to read them.
+"""States of the random generators in a checkpoint: bytes in position.json, so that no pickle is needed to read them.
 
-Older checkpoints have the states of Python and numpy as pickled objects; these are read without running code.
+Older checkpoints have them as tensors, or the states of Python and numpy as pickled objects; these are read without
+running code.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlab.checkpoint.metadata import SavedState
+from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.older.metadata import SavedState
 from titanlab.distributed.world import World
-from titanlab.errors import ConfigError
 
 _MOST_BYTES = 1 << 16
 """Size limit of one generator's state; the largest, as JSON, takes 8 KiB."""
@@ -37,15 +38,28 @@ def generator_states(world: World) -> dict[str, Tensor]:
     return states
 
 
+def state_bytes(states: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """The states as bytes, for position.json."""
+    return {name: bytes(state.tolist()) for name, state in states.items()}
+
+
+def states_of_bytes(states: Mapping[str, bytes], current: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states as tensors, of the generators that this rank has.
+
+    A checkpoint of fewer ranks or of another device lacks some states; those generators keep the state of the seed.
+    """
+    return {name: torch.frombuffer(bytearray(states[name]), dtype=torch.uint8) for name in current if states.get(name)}
+
+
 def saved_states(
     current: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Path, key: str
 ) -> dict[str, Any]:
-    """Make the tensors into which a checkpoint's states of a rank are read; empty if it has none.
+    """Make the tensors into which the states of a rank in an older checkpoint are read; empty if it has none.
 
     A checkpoint of fewer ranks or of another device lacks some states; those generators keep the state of the seed.
 
     Raises:
-        ConfigError: an entry of the checkpoint is not the state of a generator.
+        DamagedCheckpoint: an entry of the checkpoint is not the state of a generator.
     """
     states: dict[str, Any] = {}
     for name, state in current.items():
@@ -55,7 +69,7 @@ def saved_states(
         elif entry in saved.tensors:
             tensor = saved.tensors[entry]
             if tensor.dtype != "uint8" or len(tensor.size) != 1 or tensor.size[0] > _MOST_BYTES:
-                raise ConfigError(key, checkpoint, f"{entry} is no state of a generator", _CURE)
+                raise DamagedCheckpoint(key, checkpoint, f"{entry} is no state of a generator", _CURE)
             states[name] = torch.empty(tensor.size, dtype=state.dtype)
     return states
 
@@ -64,13 +78,13 @@ def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Path
     """Set the generators to the states.
 
     Raises:
-        ConfigError: a state is not valid.
+        DamagedCheckpoint: a state is not valid.
     """
     try:
         _restore(states, world)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:
         rule = f"holds no state of a generator ({type(error).__name__})"
-        raise ConfigError(key, checkpoint, rule, _CURE) from error
+        raise DamagedCheckpoint(key, checkpoint, rule, _CURE) from error
 
 
 def _restore(states: Mapping[str, Any], world: World) -> None:

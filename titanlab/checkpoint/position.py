@@ -1,16 +1,29 @@
-"""position.json of a checkpoint: the run's progress without its tensors. Read and checked without torch."""
+"""position.json of a checkpoint: everything that is no tensor. Read and checked without torch."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from titanlab.checkpoint.blocks import read_regular
+from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
+from titanlab.checkpoint.index import strict_json
 from titanlab.errors import ConfigError
+from titanlab.system.atomic_file import finite
 
 POSITION = "position.json"
+# With 512 ranks on GPUs about a fifteenth of it.
+MOST_BYTES = 1 << 28
+_MOST_STATE_BYTES = 1 << 16
+"""Size limit of one generator's state; the largest, as JSON, takes 8 KiB."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_STATE_NAMES = ("cpu", "python", "numpy", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,41 +54,82 @@ class SavedPosition:
     Attributes:
         position: the run's progress.
         parameters: shapes of the model's parameters, by name.
-        files: sizes in bytes of the checkpoint's other files, by name; empty in checkpoints of older versions.
+        files: sizes in bytes of the checkpoint's files of tensors, by name; empty in checkpoints of older versions.
+        generators: states of the random generators, by rank and by name; empty in checkpoints of older versions, which
+            have them among the tensors.
+        recipe: SHA-256 of the identity of the run that has saved it; None: not known.
     """
 
     position: Position
     parameters: Mapping[str, list[int]]
     files: Mapping[str, int]
+    generators: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
+    recipe: str | None = None
 
 
-def read_position(checkpoint: Path, key: str, *, cure: str) -> SavedPosition:
+def position_bytes(saved: SavedPosition) -> bytes:
+    """The content of position.json."""
+    generators = {
+        str(rank): {name: base64.b64encode(state).decode() for name, state in states.items()}
+        for rank, states in saved.generators.items()
+    }
+    content = {
+        **asdict(saved.position),
+        "recipe": saved.recipe,
+        "parameters": saved.parameters,
+        "files": saved.files,
+        "generators": generators,
+    }
+    return (json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read_position(checkpoint: Path, key: str, *, cure: str, content: bytes | None = None) -> SavedPosition:
     """Read position.json, and check every value in it.
 
     Args:
         key, cure: for the error.
+        content: the file's content, if it has been read already.
 
     Raises:
-        ConfigError: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
+        DamagedCheckpoint: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
     """
     try:
-        saved = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
+        saved = strict_json(read_regular(checkpoint / POSITION, MOST_BYTES) if content is None else content)
         parameters, step = dict(saved["parameters"]), saved["step"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(key, checkpoint, f"cannot be read ({type(error).__name__})", cure) from error
+    except DamagedFile as error:
+        raise DamagedCheckpoint(key, checkpoint, f"is damaged: {error}", cure) from error
+    except OSError as error:
+        # The file may be whole: the disk or its permissions are at fault.
+        reason = f"its {POSITION} cannot be read ({error.strerror or type(error).__name__})"
+        raise ConfigError(key, checkpoint, reason, cure) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(key, checkpoint, f"cannot be read ({type(error).__name__})", cure) from error
     known = {field.name for field in fields(Position)}
     for name, value in saved.items():
         if name not in _RULES:
-            raise ConfigError(key, checkpoint, f"its {POSITION} has a key that is not known, {name}", cure)
+            raise DamagedCheckpoint(
+                key, checkpoint, f"its {POSITION} has a key that is not known, {one_line(name)}", cure
+            )
         is_valid, wanted = _RULES[name]
         if not is_valid(value):
-            raise ConfigError(key, checkpoint, f"its {POSITION} has {name}={json.dumps(value)}: {wanted}", cure)
+            rule = f"its {POSITION} has {name}={one_line(json.dumps(value))}: {wanted}"
+            raise DamagedCheckpoint(key, checkpoint, rule, cure)
     step_in_name = _step_in_name(checkpoint)
     if step_in_name not in (None, step):
         rule = f"its {POSITION} is of step {step}, and the folder's name says {step_in_name}"
-        raise ConfigError(key, checkpoint, rule, cure)
+        raise DamagedCheckpoint(key, checkpoint, rule, cure)
     position = Position(**{name: value for name, value in saved.items() if name in known})
-    return SavedPosition(position=position, parameters=parameters, files=saved.get("files", {}))
+    generators = {
+        int(rank): {name: base64.b64decode(state) for name, state in states.items()}
+        for rank, states in saved.get("generators", {}).items()
+    }
+    return SavedPosition(
+        position=position,
+        parameters=parameters,
+        files=saved.get("files", {}),
+        generators=generators,
+        recipe=saved.get("recipe"),
+    )
 
 
 def check_progress(
@@ -88,7 +142,7 @@ def check_progress(
         tokens_per_step, global_batch: labels and sequences of a step; 0 if the run started from another checkpoint.
 
     Raises:
-        ConfigError: the position has more steps than the run, or its tokens or samples do not fit its step.
+        DamagedCheckpoint: the position has more steps than the run, or its tokens or samples do not fit its step.
     """
     step, tokens, samples = position.step, position.tokens, position.data.get("samples")
     rule = None
@@ -102,23 +156,23 @@ def check_progress(
     elif global_batch and isinstance(samples, int) and samples != step * global_batch:
         rule = f"its {POSITION} has data.samples={samples}, and {step} steps of this run take {step * global_batch}"
     if rule is not None:
-        raise ConfigError(key, checkpoint, rule, cure)
+        raise DamagedCheckpoint(key, checkpoint, rule, cure)
 
 
 def check_files(checkpoint: Path, files: Mapping[str, int], key: str, *, cure: str) -> None:
     """Check that a checkpoint's files have the sizes that they had when it was saved.
 
     Raises:
-        ConfigError: a file is missing, or has another size.
+        DamagedCheckpoint: a file is missing, or has another size.
     """
     for name, size in files.items():
         try:
             actual = (checkpoint / name).stat().st_size
         except OSError:
-            raise ConfigError(key, checkpoint, f"is damaged: its file {name} is missing", cure) from None
+            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} is missing", cure) from None
         if actual != size:
             rule = f"is damaged: its file {name} has {actual} bytes, and had {size} when it was saved"
-            raise ConfigError(key, checkpoint, rule, cure)
+            raise DamagedCheckpoint(key, checkpoint, rule, cure)
 
 
 def _step_in_name(checkpoint: Path) -> int | None:
@@ -143,6 +197,26 @@ def _is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
+def _is_states(states: Any) -> bool:
+    """Whether a value has the states of one rank's generators."""
+    return isinstance(states, dict) and all(
+        name in _STATE_NAMES and _is_base64(state) for name, state in states.items()
+    )
+
+
+def _is_base64(text: Any) -> bool:
+    if not isinstance(text, str) or len(text) > 2 * _MOST_STATE_BYTES:
+        return False
+    try:
+        return len(base64.b64decode(text, validate=True)) <= _MOST_STATE_BYTES
+    except (binascii.Error, ValueError):
+        return False
+
+
+def _is_rank(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) <= 9 and name == str(int(name))
+
+
 _COUNT = "must be a whole number from 0"
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "step": (_is_count, _COUNT),
@@ -158,5 +232,13 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "files": (
         lambda value: _is_mapping(value, _is_count) and all(map(_is_file_name, value)),
         "must be a mapping from names of files to sizes",
+    ),
+    "generators": (
+        lambda value: _is_mapping(value, _is_states) and all(map(_is_rank, value)),
+        "must be a mapping from ranks to states of generators",
+    ),
+    "recipe": (
+        lambda value: value is None or (isinstance(value, str) and bool(_SHA256.fullmatch(value))),
+        "must be a SHA-256 or null",
     ),
 }

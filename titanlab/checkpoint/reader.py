@@ -1,101 +1,76 @@
-"""torch's reader and planner of checkpoints, changed so that no code in a checkpoint runs."""
+"""Reads the tensors of a checkpoint of either format into a state dict, without running code in it."""
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Iterator
+import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 
+from titanlab.checkpoint.contents import Contents
 from titanlab.checkpoint.folders import another
-from titanlab.checkpoint.metadata import SavedTensor, read_saved
-from titanlab.checkpoint.numpy_state import is_numpy_state, read_numpy_state
+from titanlab.checkpoint.index import Index
+from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader, set_in
+from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind, classify, first_line
 
-
-class CheckpointReader(dcp.FileSystemReader):
-    """Reads `.metadata` as data, once, and reports faults of the files as ConfigError.
-
-    Args:
-        checkpoint: folder of one step.
-        key: for errors.
-
-    Attributes:
-        saved: the entries of the checkpoint.
-        checkpoint, named_by: the arguments `checkpoint` and `key`.
-
-    Raises:
-        ConfigError: the metadata is missing or damaged, or asks for a name that no checkpoint needs.
-    """
-
-    def __init__(self, checkpoint: Path, key: str) -> None:
-        super().__init__(checkpoint)
-        self.saved = read_saved(checkpoint, key)
-        self.checkpoint = checkpoint
-        self.named_by = key
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Make torch's Metadata from `saved`; FileSystemReader would call pickle.load."""
-        saved = self.saved
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        entries |= {name: BytesStorageMetadata() for name in saved.objects}
-        entries |= {name: _as_torch(tensor) for name, tensor in saved.tensors.items()}
-        places = {MetadataIndex(*index): place for index, place in saved.places.items()}
-        return Metadata(
-            state_dict_metadata=entries,
-            storage_data=places,
-            storage_meta=StorageMeta(load_id=self.load_id),
-            version=saved.version,
-        )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read as FileSystemReader does, with weights_only=True for tensors.
-
-        Raises:
-            ConfigError: a file is missing or damaged, or asks for a name that no tensor needs.
-        """
-        with _damage_named(self.checkpoint, self.named_by):
-            return super().read_data(plan, planner)
+Reader = ShardReader | PickledReader
 
 
-class CheckpointPlanner(dcp.DefaultLoadPlanner):
-    """Reads objects without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
+class JsonPlanner(dcp.DefaultLoadPlanner):
+    """Reads entries that are not tensors from JSON: DefaultLoadPlanner would unpickle them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one object into the state."""
-        name = read_item.dest_index.fqn
-        loaded = read_numpy_state(value) if is_numpy_state(name) else torch.load(value, weights_only=True)
-        *path, last = self.mappings[name]
-        node: Any = self.original_state_dict
-        for part in path:
-            node = node[part]
-        node[last] = loaded
+        set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], json.loads(value.read()))
 
 
-def load_state(state: dict[str, Any], reader: CheckpointReader) -> None:
+def reader_of(checkpoint: Path, contents: Contents, key: str) -> Reader:
+    """The reader of a checkpoint whose contents are known."""
+    entries = contents.entries
+    if isinstance(entries, Index):
+        return ShardReader(checkpoint, entries, key)
+    return PickledReader(checkpoint, entries, key)
+
+
+def planner_of(reader: Reader) -> dcp.DefaultLoadPlanner:
+    """A new planner for a reader."""
+    return JsonPlanner() if isinstance(reader, ShardReader) else PickledPlanner()
+
+
+def read_into(state: dict[str, Any], reader: Reader, metadata: Metadata) -> None:
+    """Read entries in this process alone, in which `dcp.load` would warn that there is no process group.
+
+    Args:
+        state: tensors by the names of their entries, which are filled.
+        metadata: of the reader; reading it takes long for a checkpoint of many ranks.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or damaged.
+    """
+    planner = planner_of(reader)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def load_state(state: dict[str, Any], reader: Reader) -> None:
     """Read a checkpoint into a state dict without running code in it; all ranks call this together.
 
     Raises:
-        ConfigError: a file is missing, damaged or would run code, or the checkpoint belongs to another model.
+        DamagedCheckpoint: a file is missing, damaged or would run code; every rank raises it, also if only one has
+            found the damage.
+        ConfigError: the checkpoint belongs to another model.
     """
     try:
-        dcp.load(state, storage_reader=reader, planner=CheckpointPlanner())
+        dcp.load(state, storage_reader=reader, planner=planner_of(reader))
     except dcp.CheckpointException as error:
         # The exception has the errors of all ranks; a ConfigError among them is the clearest message.
         failures = [failure for failure, _ in error.failures.values()]
@@ -104,38 +79,11 @@ def load_state(state: dict[str, Any], reader: CheckpointReader) -> None:
         if isinstance(failure, ConfigError):
             raise failure from error
         # Errors of the machine say nothing about the checkpoint.
-        if classify(failure) in (OutcomeKind.OOM, OutcomeKind.NODE_FAIL, OutcomeKind.HANG):
+        if isinstance(failure, OSError) or classify(failure) in _OF_THE_MACHINE:
             raise
-        raise _unreadable(reader.checkpoint, reader.named_by, first_line(failure)) from error
+        # The planner's complaint: the checkpoint lacks an entry, or has it in another shape.
+        rule = f"cannot be read ({first_line(failure)})"
+        raise ConfigError(reader.named_by, reader.checkpoint, rule, another(reader.checkpoint)) from error
 
 
-def _as_torch(tensor: SavedTensor) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
-        size=torch.Size(tensor.size),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            for offsets, sizes in tensor.boxes
-        ],
-    )
-
-
-@contextlib.contextmanager
-def _damage_named(checkpoint: Path, key: str) -> Iterator[None]:
-    """Report damaged files as ConfigError; errors of the machine pass unchanged."""
-    try:
-        yield
-    except (ConfigError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            raise
-        raise _unreadable(checkpoint, key, f"it has no file {Path(str(error.filename)).name}") from error
-    except Exception as error:
-        # Damaged bytes can raise any exception; torch's message about a refused name has ten lines.
-        reason = f"{type(error).__name__}: a file is damaged, or asks for more than tensors"
-        raise _unreadable(checkpoint, key, reason) from error
-
-
-def _unreadable(checkpoint: Path, key: str, reason: str) -> ConfigError:
-    return ConfigError(key, checkpoint, f"cannot be read ({reason})", another(checkpoint))
+_OF_THE_MACHINE = (OutcomeKind.OOM, OutcomeKind.NODE_FAIL, OutcomeKind.HANG)

@@ -1,34 +1,49 @@
 """A run's checkpoints on disk: one folder per step, complete or absent.
 
-All ranks write a checkpoint into `step-N.part`; rank 0 renames it to `step-N` when every rank has finished, so a folder
-without the suffix is complete.
+All ranks write a checkpoint into `step-N.part`. When all files are on the disk, rank 0 renames it to `step-N`, so a
+folder without the suffix is complete.
 
-    step-000100/
-        .metadata, *.distcp   model, optimizer and generators, by torch.distributed.checkpoint
-        position.json         step, tokens seen, position in the data, tracker id, shapes of the model, sizes of files
+    step-00000100/
+        rank-00000.safetensors   the tensors of model and optimizer that this rank has written
+        index.json               where each part of a tensor is; a checksum of each block of every file
+        position.json            everything else: step, tokens, position in the data, generators, loss scale, tracker id
+
+Checkpoints of earlier versions have `.metadata` and `*.distcp` of torch.distributed.checkpoint instead of the first
+two. They are read, and no longer written.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from titanlab.checkpoint.folders import PART, checkpoints, read_checked, remove, remove_unfinished, step_folder
-from titanlab.checkpoint.generators import generator_states, restore_generators, saved_states
-from titanlab.checkpoint.position import POSITION, Position
-from titanlab.checkpoint.reader import CheckpointReader, load_state
+from titanlab.checkpoint.agreement import together
+from titanlab.checkpoint.contents import Contents, read_contents
+from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.folders import PART, checkpoints, remove, remove_unfinished, step_folder
+from titanlab.checkpoint.generators import (
+    generator_states,
+    restore_generators,
+    saved_states,
+    state_bytes,
+    states_of_bytes,
+)
+from titanlab.checkpoint.older.metadata import SavedState
+from titanlab.checkpoint.position import Position, SavedPosition
+from titanlab.checkpoint.reader import load_state, reader_of
+from titanlab.checkpoint.saving import Planned, plan, write_and_publish
+from titanlab.checkpoint.writer import sync_folder
 from titanlab.distributed.world import World
-from titanlab.system.atomic_file import write_json
-from titanlab.system.disk import disk_fault, refusal
+from titanlab.system.disk import disk_fault
+
+# Settings of the optimizer, such as the rate: the recipe decides them, so they are not saved.
+_SETTINGS = "param_groups."
 
 
 def save(
@@ -39,85 +54,118 @@ def save(
     optimizer: torch.optim.Optimizer,
     world: World,
     keep: int,
+    recipe: str | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write `folder/step-N` together with all ranks, and remove all but the newest `keep` checkpoints (0: keep all).
 
     Args:
+        recipe: SHA-256 of the run's identity.
         warn: called on rank 0 if an old checkpoint cannot be removed.
 
     Returns:
         the folder of the complete checkpoint.
+
+    Raises:
+        OSError: the disk takes no more; nothing of the checkpoint is left.
     """
     final = step_folder(folder, position.step)
     part = final.with_name(final.name + PART)
-    if world.rank == 0:
-        remove_unfinished(folder)
-        part.mkdir(parents=True)
-    world.share(None)
+    together(world, lambda: _make(folder, part) if world.logs else None)
     try:
-        dcp.save(_tensors(model, optimizer, world), checkpoint_id=part)
-    except CheckpointException as error:
-        # dcp.save raises on all ranks, so no rank is still writing.
-        refused = refusal(part)
-        world.share(None)
-        if world.rank == 0:
+        planned = plan_save(part, position, model=model, optimizer=optimizer, world=world, recipe=recipe)
+        staged = planned.stage(copies=False)
+        write_and_publish(staged, planned.writer, world)
+    except Exception as error:
+        # All ranks raise, so no rank is still writing.
+        if world.logs:
             # On a full disk the partial files would leave no space for the record of the run's outcome.
             remove(part)
-        if refused is not None and disk_fault(refused) is not None:
-            raise refused from error
+        if isinstance(error, OSError) and disk_fault(error) is not None:
+            # The error of a write has no file name.
+            error.filename = str(folder)
         raise
-    # Each pipeline stage has only its own parameters.
-    shapes = dict(
-        itertools.chain.from_iterable(world.gather([(n, list(p.shape)) for n, p in model.named_parameters()]))
-    )
-    if world.rank == 0:
-        files = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
-        write_json(part / POSITION, {**asdict(position), "parameters": shapes, "files": files}, durable=True)
-        # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
-        failure = remove(final)
-        if failure is not None:
-            raise failure
-        part.rename(final)
-        for old in checkpoints(folder)[:-keep] if keep else []:
-            failure = remove(old)
-            if failure is not None:
-                warn(f"the old checkpoint {old} cannot be removed: {failure.strerror or failure}")
-    world.share(None)
+    together(world, lambda: _publish(folder, part, final, keep, warn) if world.logs else None)
     return final
 
 
-def load(folder: Path, key: str, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Position:
-    """Read a checkpoint that any layout wrote into model, optimizer and generators.
+def plan_save(
+    part: Path,
+    position: Position,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    recipe: str | None,
+) -> Planned:
+    """Agree with all ranks on what each of them writes into a folder."""
+    planned = plan(_saved_part(_state(model, optimizer)), part, world)
+    # Each pipeline stage has only its own parameters.
+    shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+    everyone = world.collect((shapes, state_bytes(generator_states(world))))
+    if world.logs:
+        planned.writer.position = SavedPosition(
+            position=position,
+            parameters=dict(itertools.chain.from_iterable(shapes for shapes, _ in everyone)),
+            files={},
+            generators={rank: states for rank, (_, states) in enumerate(everyone)},
+            recipe=recipe,
+        )
+    return planned
 
-    Learning rate, weight decay and other settings of the optimizer are kept, because the recipe decides them.
+
+def load(
+    folder: Path,
+    key: str,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    contents: Contents | None = None,
+) -> Position:
+    """Read a checkpoint that any layout wrote into model, optimizer and generators; all ranks call it together.
+
+    Learning rate, weight decay and other settings of the optimizer are kept, because the recipe decides them. If it
+    raises, model and optimizer may hold a part of the checkpoint: load another one, or end. Generators are unchanged.
 
     Args:
         key: the config key or argument that names the checkpoint, for the error.
+        contents: of the checkpoint, if they have been read; None: they are read here.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or belongs to another model.
+        DamagedCheckpoint: the checkpoint is damaged.
+        ConfigError: it belongs to another model.
     """
+    found = together(world, lambda: contents or read_contents(folder, key))
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    state = _tensors(model, optimizer, world)
-    generators = state.pop("generators")[str(world.rank)]
-    reader = CheckpointReader(folder, key)
-    rank_states = saved_states(generators, reader.saved, world.rank, folder, key)
-    if rank_states:
-        state["generators"] = {str(world.rank): rank_states}
-    load_state(state, reader)
+    current = generator_states(world)
+    whole = _state(model, optimizer)
+    entries = found.entries
+    if isinstance(entries, SavedState):
+        # Older checkpoints have everything among the entries.
+        states = together(world, lambda: saved_states(current, entries, world.rank, folder, key))
+        state = _saved_part(whole, settings=entries.names)
+        if states:
+            state["generators"] = {str(world.rank): states}
+    else:
+        states = states_of_bytes(found.saved.generators.get(world.rank, {}), current)
+        state = _saved_part(whole)
+    load_state(state, reader_of(folder, found, key))
+    try:
+        together(world, lambda: restore_generators(states, world, folder, key))
+    except DamagedCheckpoint:
+        restore_generators(current, world, folder, key)
+        raise
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
+        optim_state_dict={**whole["optimizer"], **state["optimizer"]},
         options=StateDictOptions(strict=True, flatten_optimizer_state_dict=True),
     )
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
-    if rank_states:
-        restore_generators(state["generators"][str(world.rank)], world, folder, key)
-    return read_checked(folder, key).position
+    return found.saved.position
 
 
 def load_model(folder: Path, key: str, model: nn.Module) -> None:
@@ -127,19 +175,49 @@ def load_model(folder: Path, key: str, model: nn.Module) -> None:
         key: the config key or argument that names the checkpoint, for the error.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or belongs to another model.
+        DamagedCheckpoint: the checkpoint is damaged.
+        ConfigError: it belongs to another model.
     """
     state = {"model": model.state_dict()}
-    load_state(state, CheckpointReader(folder, key))
+    load_state(state, reader_of(folder, read_contents(folder, key), key))
     model.load_state_dict(state["model"])
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     # Flat, so that every key has a parameter's name: each pipeline stage saves and loads only its own parameters.
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=flat)
-    return {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "generators": {str(world.rank): generator_states(world)},
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _saved_part(state: Mapping[str, Any], *, settings: Collection[str] = ()) -> dict[str, Any]:
+    """The state without the settings of the optimizer.
+
+    Args:
+        settings: names of entries that are kept all the same: older checkpoints have settings too.
+    """
+    kept = {
+        name: value
+        for name, value in state["optimizer"].items()
+        if not name.startswith(_SETTINGS) or f"optimizer.{name}" in settings
     }
+    return {"model": state["model"], "optimizer": kept}
+
+
+def _make(folder: Path, part: Path) -> None:
+    remove_unfinished(folder)
+    part.mkdir(parents=True)
+
+
+def _publish(folder: Path, part: Path, final: Path, keep: int, warn: Callable[[str], None]) -> None:
+    """Give a checkpoint whose files are all on the disk its name, and remove old ones."""
+    # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
+    failure = remove(final)
+    if failure is not None:
+        raise failure
+    part.rename(final)
+    sync_folder(folder)
+    for old in checkpoints(folder)[:-keep] if keep else []:
+        failure = remove(old)
+        if failure is not None:
+            warn(f"the old checkpoint {old} cannot be removed: {failure.strerror or failure}")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.cli.arguments import Arguments
+from titanlab.checkpoint.folders import find, of_step
+from titanlab.checkpoint.search import find_run_or_checkpoint
+from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.import_weights import option_name
-from titanlab.cli.sizes import bytes_of
 from titanlab.errors import ConfigError
 from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.interchange import is_weights, write_hf, write_ours
 from titanlab.weights.origin import from_folder, from_run
 from titanlab.weights.source import DTYPES
 
-_FORMATS = ("hf", "titanlab")
+_FORMATS = ("hf", "titanlab", "dcp")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Arguments("export", "Write a run's weights, or an imported folder's, for transformers or for init_from.")
     parser.add_argument("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
     parser.add_argument("--into", type=Path, required=True, help="the folder to make")
-    parser.add_argument("--format", default="hf", help="hf or titanlab (default hf)")
+    parser.add_argument("--format", default="hf", help="hf, titanlab or dcp (default hf)")
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES.values())} (default: as saved)")
     parser.add_argument("--step", type=int, help="of the checkpoint (default: the latest)")
     parser.add_argument("--shard-size", default="5GB", help="most bytes of a file (default 5GB)")
@@ -34,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
         value = getattr(given, key)
         if value is not None and value not in known:
             raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
+    if given.format == "dcp":
+        return _export_dcp(given)
     shard_bytes = bytes_of(given.shard_size, "--shard-size")
     name = option_name(given.name, str(given.into))
     check_target(given.into, is_weights, force=given.force)
@@ -50,4 +55,20 @@ def main(arguments: Sequence[str]) -> int:
     else:
         write_hf(origin, given.into, dtype=given.dtype, shard_bytes=shard_bytes, report=print)
         print(f"AutoModelForCausalLM.from_pretrained({str(given.into)!r})")
+    return 0
+
+
+def _export_dcp(given: argparse.Namespace) -> int:
+    """Write a run's whole checkpoint, optimizer included, for tools that read torch.distributed.checkpoint."""
+    if given.dtype is not None:
+        raise ConfigError("--dtype", given.dtype, "a checkpoint keeps its dtypes with --format dcp", "leave it out")
+    run, named = find_run_or_checkpoint(given.run, given.runs)
+    checkpoint = named or find(str(run.path), "run")
+    if given.step is not None:
+        checkpoint = of_step(run.checkpoints, given.step, "--step", given.step)
+    if given.into.exists() and (not given.into.is_dir() or any(given.into.iterdir())):
+        raise ConfigError("--into", given.into, "is not an empty folder", "give a new folder")
+    # Imported here, so that a mistake in the arguments is reported without waiting for torch.
+    importlib.import_module("titanlab.checkpoint.dcp_export").write_dcp(checkpoint, given.into, "run")
+    print(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(given.into)!r})")
     return 0

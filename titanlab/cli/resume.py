@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titanlab.checkpoint.folders import latest
+from titanlab.checkpoint.folders import latest, of_step
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
+from titanlab.errors import ConfigError
 from titanlab.launch.execute import continue_run, prepare
 from titanlab.launch.launchers import directly
 from titanlab.recipe.composition.frozen import check_changeable, overridden
@@ -43,9 +44,14 @@ def main(arguments: Sequence[str]) -> int:
         "run", help="the run's folder, name, or the first digits of its hash; or one of its checkpoints"
     )
     parser.add_argument("overrides", nargs="*", default=[], help="key=value, such as parallelism.shard=4")
+    parser.add_argument("--step", type=int, help="of the checkpoint to resume from (default: the newest)")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     run, checkpoint = find_run_or_checkpoint(given.run, given.runs)
+    if given.step is not None:
+        if checkpoint is not None:
+            raise ConfigError("--step", given.step, f"{checkpoint} is of a step already", "leave one of the two out")
+        checkpoint = of_step(run.checkpoints, given.step, "--step", given.step)
     recipe = _changed(run, given.overrides)
     # The run's folder may have moved. `resume` runs on this host; `titanlab retry` submits to a queue.
     recipe = replace(recipe, runs=str(run.path.parent.parent), launch=directly(recipe.launch))

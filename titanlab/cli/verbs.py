@@ -22,6 +22,7 @@ VERBS = {
     "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
     "collect": ("titanlab.cli.collect", "write a sweep's results as one parquet and one CSV file"),
     "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
+    "checkpoints": ("titanlab.cli.checkpoints", "list a run's checkpoints; --verify reads and checks every byte"),
     "sync": ("titanlab.cli.sync", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl"),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
     "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),

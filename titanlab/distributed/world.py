@@ -55,6 +55,22 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def collect(self, value: T) -> list[T]:
+        """A picklable value of every rank, by rank, on rank 0; an empty list on the others."""
+        if self.world == 1:
+            return [value]
+        values: list[T] | None = [value] * self.world if self.logs else None
+        dist.gather_object(value, values, dst=0)
+        return values or []
+
+    def scatter(self, values: list[T]) -> T:
+        """This rank's value of those that rank 0 gives, by rank."""
+        if self.world == 1:
+            return values[0]
+        own: list[T | None] = [None]
+        dist.scatter_object_list(own, values if self.logs else None, src=0)
+        return own[0]  # type: ignore[return-value]
+
     def share(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self.world == 1:

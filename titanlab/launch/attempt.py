@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.checkpoint.folders import (
-    another,
-    check_checkpoint,
-    latest,
-    put_aside,
-    read_checked,
-    remove_unfinished,
-    step_of,
-)
+from titanlab.checkpoint.contents import check_checkpoint
+from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.folders import another, fall_back, latest, put_aside, remove_unfinished, step_of
 from titanlab.checkpoint.position import check_progress
 from titanlab.data import source
 from titanlab.data.tokenizers.tokenizer import keep
@@ -28,16 +22,48 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.system.disk import disk_fault
 
 
-def begin(run: RunFolder, recipe: Recipe, host: Host, *, started_by: str) -> int:
+def begin(
+    run: RunFolder,
+    recipe: Recipe,
+    host: Host,
+    *,
+    started_by: str,
+    report: Callable[[str], None],
+    checkpoint: Path | None = None,
+) -> int:
     """Begin the next attempt at a claimed run. Returns its number.
+
+    Args:
+        report: called with a line for each damaged checkpoint that the run passes over.
+        checkpoint: the checkpoint that the user has chosen, which must be the run's newest: if it is damaged, the
+            attempt does not fall back to an older one.
 
     Raises:
         ConfigError: the run's checkpoint is missing, damaged, or of another model.
     """
-    check_own_checkpoint(run, recipe, latest(run.checkpoints))
+    if checkpoint is None:
+        pass_over_damaged(run, recipe, report)
     devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
     provenance = collect(devices=devices, launcher=started_by)
-    return run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
+    attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
+    if checkpoint is not None:
+        run.note_chosen(attempt, step_of(checkpoint))
+    return attempt
+
+
+def pass_over_damaged(run: RunFolder, recipe: Recipe, report: Callable[[str], None]) -> None:
+    """Check a claimed run's newest checkpoint; while it is damaged, rename it and take the one before it.
+
+    The tensors are not read here: the ranks verify them while they load, and fall back in the same way.
+
+    Raises:
+        ConfigError: the only checkpoint that is left is damaged, or one is missing or of another model.
+    """
+    while True:
+        try:
+            return check_own_checkpoint(run, recipe, latest(run.checkpoints))
+        except DamagedCheckpoint as error:
+            report(fall_back(error))
 
 
 def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None) -> None:
@@ -56,11 +82,15 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None
             cure = f"bring that folder back; or remove {run.path}, and train anew from step 1"
             raise ConfigError("run", run.path, rule, cure)
         return
-    check_checkpoint(checkpoint, recipe.model.account().parameters, "run")
+    found = check_checkpoint(checkpoint, recipe.model.account().parameters, "run")
+    identity = run.identity()
+    if identity is not None and found.recipe not in (None, identity.sha256):
+        rule = f"is of another run, whose identity begins with {str(found.recipe)[:8]}"
+        raise DamagedCheckpoint("run", checkpoint, rule, another(checkpoint))
     # A run that starts from another run's checkpoint counts that run's steps, tokens and samples too.
     starts_from_scratch = recipe.checkpoint.load_from is None
     check_progress(
-        read_checked(checkpoint, "run").position,
+        found.position,
         steps=recipe.training.steps,
         tokens_per_step=recipe.tokens_per_step if starts_from_scratch else 0,
         global_batch=recipe.training.global_batch if starts_from_scratch else 0,
@@ -70,11 +100,14 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None
     )
 
 
-def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path) -> list[str]:
+def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path, report: Callable[[str], None]) -> list[Path]:
     """Make a checkpoint of a claimed run its newest one: rename all later checkpoints.
 
+    Args:
+        report: called with a line for each of them.
+
     Returns:
-        lines for the user that say what was renamed.
+        the renamed ones; `put_back` undoes it.
 
     Raises:
         ConfigError: the run cannot resume from that checkpoint; nothing was changed.
@@ -82,7 +115,14 @@ def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path) -> list[str]:
     check_own_checkpoint(run, recipe, checkpoint)
     step = step_of(checkpoint)
     renamed = put_aside(run.checkpoints, after=step)
-    return [f"goes on from step {step}: {path.stem}, which is later, is put aside as {path.name}" for path in renamed]
+    for path in renamed:
+        report(f"goes on from step {step}: {path.stem}, which is later, is put aside as {path.name}")
+    return renamed
+
+
+def has_loaded(run: RunFolder, attempt: int) -> bool:
+    """Whether an attempt has loaded its checkpoint: its ranks have written its first row of metrics."""
+    return any(row["attempt"] == attempt for row in run.metrics("attempt"))
 
 
 def missed_checkpoint(run: RunFolder) -> str | None:

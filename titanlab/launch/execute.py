@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlab.checkpoint.folders import put_back
 from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import await_answers
-from titanlab.launch.attempt import begin, conclude, go_back, keep_tokenizer, missed_checkpoint
+from titanlab.launch.attempt import begin, conclude, go_back, has_loaded, keep_tokenizer, missed_checkpoint
 from titanlab.launch.contract import Failure, LaunchConfig
 from titanlab.launch.launchers import joined
 from titanlab.launch.local import ranks as rank_processes
@@ -92,11 +93,14 @@ def continue_run(
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         run.withdraw_cancel()
-        notes = [missed_checkpoint(run)] if checkpoint is None else go_back(run, recipe, checkpoint)
-        for note in filter(None, notes):
-            console.note(note)
+        put_aside: list[Path] = []
+        if checkpoint is not None:
+            put_aside = go_back(run, recipe, checkpoint, console.note)
+        elif missed := missed_checkpoint(run):
+            console.note(missed)
         launch: LaunchConfig = recipe.launch
-        attempt = begin(run, recipe, host, started_by=ranks.started_by if ranks else launch.kind)
+        started_by = ranks.started_by if ranks else launch.kind
+        attempt = begin(run, recipe, host, started_by=started_by, report=console.warn, checkpoint=checkpoint)
         keep_tokenizer(run, recipe)
         kills = memory_kills()
         if ranks is not None:
@@ -107,6 +111,9 @@ def continue_run(
             failures = recipe.launch.implementation().start(
                 run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs
             )
+        if put_aside and not has_loaded(run, attempt):
+            # The chosen checkpoint cannot be loaded: the later ones count again.
+            put_back(put_aside)
         terminal = {0} if ranks is None else set(range(ranks.world))
         return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.rose())
 

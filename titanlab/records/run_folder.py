@@ -25,7 +25,7 @@ from titanlab.records.identity import Identity
 from titanlab.records.metrics_file import MetricsWriter
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_name import check_name
-from titanlab.records.run_records import SAVED, SCHEMA, RunRecords
+from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, RunRecords
 from titanlab.records.run_status import Status, write_status
 from titanlab.system.atomic_file import write_json, write_text
 
@@ -36,6 +36,10 @@ _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
 @dataclass(frozen=True)
 class RunFolder(RunRecords):
     """One run on disk."""
+
+    def note_chosen(self, attempt: int, step: int) -> None:
+        """Note that the user has chosen the checkpoint of a step for an attempt."""
+        write_json(self.attempt_folder(attempt) / CHOSEN, {"step": step})
 
     def begin_attempt(
         self, config: Mapping[str, Any], env: Mapping[str, Any] | None, *, patch: str | None = None

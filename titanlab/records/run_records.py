@@ -21,6 +21,7 @@ from titanlab.records.run_status import Status, read_status
 SCHEMA = 1
 FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
 SAVED = "saved.json"
+CHOSEN = "chosen.json"
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,10 @@ class RunRecords:
             if isinstance(step, int):
                 return step
         return 0
+
+    def has_chosen(self, attempt: int) -> bool:
+        """Whether the user has chosen the checkpoint from which an attempt resumes."""
+        return (self.attempt_folder(attempt) / CHOSEN).exists()
 
     def asked_to_cancel(self) -> str | None:
         """The user who asked to cancel the run since its last submission or start; None if nobody did."""

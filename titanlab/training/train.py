@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from titanlab.checkpoint import store
-from titanlab.checkpoint.folders import find, latest
+from titanlab.checkpoint.agreement import together
+from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.folders import fall_back, find, latest
 from titanlab.checkpoint.position import Position
 from titanlab.data import source
 from titanlab.distributed.mesh import Mesh, build_mesh
@@ -103,7 +105,7 @@ def train(
         parameters = dict(model.named_parameters())
         optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
-        position = _resume(recipe, run, model, optimizer, world)
+        position, warnings = _resume(recipe, run, attempt, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)
         assembled.after_update()
         stream = source.open_train(
@@ -117,7 +119,11 @@ def train(
         )
         stack.callback(stream.close)
         recorder = stack.enter_context(open_recorder(recipe, run, world, attempt=attempt, position=position))
+        for warning in warnings:
+            recorder.warn(warning)
         position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
+
+        identity = _identity(run)
 
         def save(at: Position) -> None:
             with recorder.saving(), watchdog.pausing("the checkpoint", at.step):
@@ -135,6 +141,7 @@ def train(
                     optimizer=optimizer,
                     world=world,
                     keep=recipe.checkpoint.keep,
+                    recipe=identity,
                     warn=recorder.warn,
                 )
                 if world.logs:
@@ -216,22 +223,40 @@ def train(
 
 
 def _resume(
-    recipe: Recipe, run: RunFolder, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> Position:
-    """Load the run's latest checkpoint, else the checkpoint or the weights that the recipe names."""
-    own = latest(run.checkpoints)
-    if own is not None:
-        return store.load(own, "run", model=model, optimizer=optimizer, world=world)
+    recipe: Recipe, run: RunFolder, attempt: int, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> tuple[Position, list[str]]:
+    """Load the run's latest checkpoint, else the checkpoint or the weights that the recipe names.
+
+    Returns:
+        the position, and a line for each damaged checkpoint that was passed over.
+    """
+    warnings: list[str] = []
+    # Rank 0 chooses, because hosts may see a new folder of a shared file system at different times.
+    while (own := world.share(latest(run.checkpoints) if world.logs else None)) is not None:
+        try:
+            return store.load(own, "run", model=model, optimizer=optimizer, world=world), warnings
+        except DamagedCheckpoint as error:
+            if world.share(run.has_chosen(attempt)):
+                raise
+            # Loading the older one replaces every value that was read from this one.
+            damage = error
+        warnings.append(together(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
     if recipe.checkpoint.load_from is not None:
         key = "checkpoint.load_from"
         position = store.load(
             find(recipe.checkpoint.load_from, key), key, model=model, optimizer=optimizer, world=world
         )
         # The checkpoint's tracker id belongs to the other run.
-        return replace(position, tracker=None)
+        return replace(position, tracker=None), warnings
     if recipe.init_from is not None:
         fill_start(recipe, model)
-    return Position()
+    return Position(), warnings
+
+
+def _identity(run: RunFolder) -> str | None:
+    """SHA-256 of the run's identity; None if it has no record of it."""
+    identity = run.identity()
+    return None if identity is None else identity.sha256
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> float:

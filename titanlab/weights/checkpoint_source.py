@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titanlab.checkpoint.reader import CheckpointPlanner, CheckpointReader
+from titanlab.checkpoint.contents import read_contents
+from titanlab.checkpoint.reader import read_into, reader_of
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.weights.source import DTYPES, Entry
@@ -33,7 +34,7 @@ class CheckpointSource:
         self._name, self._whole = "", torch.empty(0)
         names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
         # Read once: the metadata of a run on hundreds of ranks has 100,000 entries.
-        self._reader = CheckpointReader(checkpoint, key)
+        self._reader = reader_of(checkpoint, read_contents(checkpoint, key), key)
         self._metadata = self._reader.read_metadata()
         saved = self._metadata.state_dict_metadata
         for name in model.account().parameters:
@@ -50,16 +51,7 @@ class CheckpointSource:
             self._name, self._whole = "", torch.empty(0)
             entry = self.entries[name]
             whole = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
-            self._load(name, whole)
+            read_into({f"model.{name}": whole}, self._reader, self._metadata)
             self._name, self._whole = name, whole
         box: Tensor = self._whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         return box
-
-    def _load(self, name: str, whole: Tensor) -> None:
-        """Do the steps of `dcp.load`, which warns in a process without a process group."""
-        planner = CheckpointPlanner()
-        planner.set_up_planner({f"model.{name}": whole}, self._metadata, is_coordinator=True)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()

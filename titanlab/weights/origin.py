@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlab.checkpoint.folders import check_checkpoint, find, of_step
+from titanlab.checkpoint.contents import check_checkpoint
+from titanlab.checkpoint.folders import find, of_step
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError

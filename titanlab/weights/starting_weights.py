@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.checkpoint.folders import check_checkpoint, check_shapes, check_step, find
-from titanlab.checkpoint.metadata import read_saved
+from titanlab.checkpoint.contents import check_checkpoint, check_step, indexed
+from titanlab.checkpoint.folders import find, has_pickle
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
@@ -43,10 +43,8 @@ def check_beginning(recipe: Recipe) -> None:
     check_start(recipe)
     if recipe.checkpoint.load_from is not None:
         checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
-        account = recipe.model.account()
-        check_shapes(checkpoint, account.parameters, "checkpoint.load_from")
-        check_step(checkpoint, recipe.training.steps)
-        read_saved(checkpoint, "checkpoint.load_from")
+        saved = check_checkpoint(checkpoint, recipe.model.account().parameters, "checkpoint.load_from")
+        check_step(checkpoint, saved, recipe.training.steps)
 
 
 def check_start(recipe: Recipe) -> None:
@@ -95,7 +93,13 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     if source is not None:
         return _sampled([path / CONFIG, *sorted(set(source.files.values()))])
     checkpoint = _checkpoint(recipe.init_from)
-    return _sampled(sorted(checkpoint.glob("*.distcp")))
+    if has_pickle(checkpoint):
+        return _sampled(sorted(checkpoint.glob("*.distcp")))
+    digest = hashlib.sha256()
+    for file in indexed(checkpoint, KEY).files:
+        # Other bytes than these are refused when the weights are read.
+        digest.update(f"{file.name}/{file.size}/{','.join(map(str, file.checksums))};".encode())
+    return digest.hexdigest()
 
 
 def fill_start(recipe: Recipe, model: nn.Module) -> None:

@@ -89,7 +89,7 @@ def test_one_that_is_cancelled_saves_and_says_who_asked(jobs):
     result = run.result()
     assert (codes, result.kind) == ([130], OutcomeKind.CANCELLED), said
     assert result.cause.startswith("titanlab cancel on ")
-    assert run.checkpoints.joinpath(f"step-{result.step:08d}", ".metadata").exists()
+    assert run.checkpoints.joinpath(f"step-{result.step:08d}", "index.json").exists()
 
 
 @pytest.mark.parametrize(

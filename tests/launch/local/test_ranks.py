@@ -40,7 +40,7 @@ def interrupted(command, *how):
     done = run.result().step
     assert 3 <= done < 60
     assert steps(run) == list(range(1, done + 1))
-    assert run.checkpoints.joinpath(f"step-{done:08d}", ".metadata").exists()
+    assert run.checkpoints.joinpath(f"step-{done:08d}", "index.json").exists()
     assert err == ""
     assert "cancelled" in out
     assert "titanlab resume" in out
@@ -153,7 +153,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(command):
     finished(process)
     # What the ranks still could do for the run, they did.
     assert run.result().kind is OutcomeKind.PREEMPTED
-    assert run.checkpoints.joinpath(f"step-{run.result().step:08d}", ".metadata").exists()
+    assert run.checkpoints.joinpath(f"step-{run.result().step:08d}", "index.json").exists()
 
 
 def torchrun():

@@ -12,6 +12,7 @@ import torch
 from tests import tiny
 from tests.weights.huggingface import made as folders
 from titanlab.checkpoint.folders import checkpoints, latest
+from titanlab.checkpoint.index import signed
 from titanlab.cli import main
 from titanlab.data import source
 from titanlab.data.files_schema import Files
@@ -212,10 +213,13 @@ def test_a_checkpoint_s_fingerprint_is_of_its_numbers(references, place, tmp_pat
     moved = replace(made, init_from=str(tmp_path / "step-00000003"))
     check_start(moved)
     assert start_fingerprint(moved) == found
-    (file,) = (tmp_path / "step-00000003").glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    # The weights of other numbers have other checksums, which the index has.
+    index = tmp_path / "step-00000003" / "index.json"
+    content = json.loads(index.read_bytes())
+    checksums = content["files"][0]["checksums"]
+    content["files"][0]["checksums"] = ("B" if checksums[0] == "A" else "A") + checksums[1:]
+    del content["checksum"]
+    index.write_bytes(signed(json.dumps(content).encode()))
     assert start_fingerprint(moved) != found
 
 

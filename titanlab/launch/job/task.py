@@ -123,7 +123,7 @@ def _attempted(job: Job) -> Outcome:
         missed = missed_checkpoint(run)
         if missed is not None:
             say(missed)
-        attempt = begin(run, recipe, this_host(), started_by=place.launcher)
+        attempt = begin(run, recipe, this_host(), started_by=place.launcher, report=say)
     except Exception as error:
         # The attempt needs a result in this case too, and the other ranks wait for the rendezvous.
         attempt = run.begin_attempt(config, None)

@@ -1,4 +1,4 @@
-"""The `.metadata` of a checkpoint, read without torch and without running its code.
+"""The `.metadata` of an older checkpoint, read without torch and without running its code.
 
 torch.distributed.checkpoint writes this file as a pickle: `FileSystemReader.read_metadata` calls `pickle.load`, which
 runs any code in the file. A checkpoint may come from an untrusted source, so its pickle is read as data
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from titanlab.checkpoint.inert_pickle import Inert, UnreadablePickle, read_inert
-from titanlab.errors import ConfigError
+from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.older.inert_pickle import Inert, UnreadablePickle, read_inert
 
 METADATA = ".metadata"
 # The metadata of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
@@ -91,6 +91,11 @@ class SavedState:
     places: Mapping[tuple[str, tuple[int, ...] | None, int | None], SavedPlace]
     version: str | None
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all entries."""
+        return self.objects | self.tensors.keys()
+
 
 def read_saved(checkpoint: Path, key: str) -> SavedState:
     """Read a checkpoint's metadata without running code in it.
@@ -100,7 +105,7 @@ def read_saved(checkpoint: Path, key: str) -> SavedState:
         key: for errors.
 
     Raises:
-        ConfigError: the file is missing, damaged, too large, or asks for a name that no checkpoint needs.
+        DamagedCheckpoint: the file is missing, damaged, too large, or asks for a name that no checkpoint needs.
     """
     path = checkpoint / METADATA
     try:
@@ -112,7 +117,7 @@ def read_saved(checkpoint: Path, key: str) -> SavedState:
         return _state(read_inert(content, _NAMES), most_chunks=len(content))
     except (UnreadablePickle, OSError) as error:
         reason = str(error) if isinstance(error, UnreadablePickle) else f"cannot be read ({error.strerror})"
-        raise ConfigError(key, checkpoint, f"its {METADATA} {reason}", _CURE) from error
+        raise DamagedCheckpoint(key, checkpoint, f"its {METADATA} {reason}", _CURE) from error
 
 
 def _state(node: Any, *, most_chunks: int) -> SavedState:

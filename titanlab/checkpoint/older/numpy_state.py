@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlab.checkpoint.inert_pickle import UnreadablePickle, read_inert
+from titanlab.checkpoint.older.inert_pickle import UnreadablePickle, read_inert
 
 _MOST_BYTES = 1 << 16
 _NAMES = frozenset(

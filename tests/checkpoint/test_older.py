@@ -1,0 +1,105 @@
+"""Checkpoints of the older format and plain ones of DCP: read under any layout, and written for other tools."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests import older_format, tiny
+from tests.pool import RankFailure
+from titanlab.checkpoint.folders import has_pickle, latest, step_folder
+from titanlab.cli import main
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.parity.parity import trace
+from titanlab.weights.checkpoint_source import CheckpointSource
+
+
+def trained(made, run):
+    found = trace(made, run, joined(os.environ) or ALONE)
+    return found.losses, found.parameters
+
+
+# One process without a process group is what these tests want.
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+@pytest.fixture(scope="module")
+def straight(pool, tmp_path_factory):
+    """Losses of four steps over two ranks that were never stopped, and the run."""
+    made = tiny.recipe(tmp_path_factory.mktemp("straight"), steps=4, every=2, keep=0, shard=2)
+    run = tiny.begin(made)
+    return pool.run(2, trained, made, run)[0][0], made, run
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_from_the_older_format_and_saves_in_the_new_one(pool, tmp_path, straight, world):
+    made = tiny.recipe(tmp_path, steps=2, shard=2)
+    run = tiny.begin(made)
+    before = pool.run(2, older_format.trained, made, run)[0]
+    assert has_pickle(latest(run.checkpoints))
+    made = tiny.changed(made, steps=4, shard=world)
+    after, _ = pool.run(world, trained, made, tiny.begin(made, run))[0]
+    assert before + after == (straight[0] if world == 2 else pytest.approx(straight[0], rel=1e-5))
+    assert not has_pickle(latest(run.checkpoints))
+
+
+def test_damage_of_the_older_format_falls_back_too(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=4, every=2, keep=0)
+    run = tiny.begin(made)
+    pool.run(1, older_format.trained, made, run)
+    (path,) = step_folder(run.checkpoints, 4).glob("*.distcp")
+    content = path.read_bytes()
+    path.write_bytes(bytes(64) + content[64:])
+    made = tiny.changed(made, steps=6)
+    losses, _ = pool.run(1, trained, made, tiny.begin(made, run))[0]
+    assert len(losses) == 4
+    assert (run.checkpoints / "step-00000004.damaged").is_dir()
+
+
+@alone
+def test_an_exported_folder_is_one_of_dcp_that_load_from_reads(pool, tmp_path, straight, capsys):
+    losses, made, run = straight
+    into = tmp_path / "out"
+    assert main(["export", str(run.path), "--into", str(into), "--format", "dcp", "--step", "2"]) == 0
+    assert f"checkpoint_id='{into}'" in capsys.readouterr().out
+    assert sorted(path.suffix for path in into.iterdir()) == ["", ".distcp", ".json"]
+    source = CheckpointSource(step_folder(run.checkpoints, 2), made.model, "run")
+    entries = dcp.FileSystemReader(into).read_metadata().state_dict_metadata
+    for name, shape in made.model.account().parameters.items():
+        assert torch.equal(dcp_tensor(into, f"model.{name}", shape), source.read(name, [0] * len(shape), shape))
+        assert f"optimizer.state.{name}.exp_avg" in entries
+    other = tiny.recipe(tmp_path, name="other", steps=4, load_from=str(into), shard=2)
+    after, _ = pool.run(2, trained, other, tiny.begin(other))[0]
+    assert after == losses[2:]
+
+
+def dcp_tensor(folder, name, shape):
+    """An entry, as another tool would load it."""
+    state = {name: torch.empty(shape)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return state[name]
+
+
+def test_what_cannot_be_exported_so_is_one_line(tmp_path, straight, capsys):
+    _, _, run = straight
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    for more, rule in [
+        (["--into", str(tmp_path / "full")], "is not an empty folder"),
+        (["--into", str(tmp_path / "new"), "--dtype", "bfloat16"], "a checkpoint keeps its dtypes"),
+        (["--into", str(tmp_path / "new"), "--step", "3"], "no whole checkpoint of this step"),
+    ]:
+        assert main(["export", str(run.path), "--format", "dcp", *more]) == 2
+        said = capsys.readouterr().err
+        assert rule in said
+        assert said.count("\n") == 1
+
+
+@alone
+def test_a_plain_folder_of_another_tool_is_refused_in_a_line(pool, tmp_path):
+    (tmp_path / "plain").mkdir()
+    dcp.save({"model": {"x": torch.ones(2)}}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    other = tiny.recipe(tmp_path, steps=4, load_from=str(tmp_path / "plain"))
+    with pytest.raises(RankFailure, match=r"load_from=.*: is damaged: its file position.json is missing; give another"):
+        pool.run(1, trained, other, tiny.begin(other))

@@ -1,0 +1,200 @@
+"""Files in blocks of 1 MiB: written in sequence, and verified block by block while they are read. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import stat
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from titanlab.checkpoint.damage import DamagedFile
+
+BLOCK = 1 << 20
+"""Bytes of a block; the last block of a file may be shorter."""
+# Small enough to stay in the processor's cache between copying, hashing and writing.
+_BUFFER = 4 * BLOCK
+_READ = 8 * BLOCK
+
+
+def checksum(content: bytes | bytearray | memoryview) -> int:
+    """XXH3 with 64 bits: 7.7 GB/s on one core, against 2.4 GB/s of zlib.crc32 and twice as many bits."""
+    return xxhash.xxh3_64_intdigest(content)
+
+
+def blocks_of(size: int) -> int:
+    """The number of blocks of a file."""
+    return -(-size // BLOCK)
+
+
+class BlockWriter:
+    """Writes a new file in sequence.
+
+    Attributes:
+        size: bytes written so far.
+        checksums: of the complete blocks; of all blocks after `close`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._filled = 0
+        self.size = 0
+        self.checksums = array("Q")
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Append bytes."""
+        rest = memoryview(content)
+        while len(rest):
+            taken = min(len(rest), _BUFFER - self._filled)
+            self._buffer[self._filled : self._filled + taken] = rest[:taken]
+            self._filled += taken
+            rest = rest[taken:]
+            if self._filled == _BUFFER:
+                self._flush()
+
+    def finish(self) -> None:
+        """Write what is buffered, and wait until all of the file is on the disk."""
+        self._flush()
+        os.fsync(self._descriptor)
+
+    def __enter__(self) -> BlockWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._descriptor)
+
+    def _flush(self) -> None:
+        content = self._buffer[: self._filled]
+        for start in range(0, self._filled, BLOCK):
+            self.checksums.append(checksum(content[start : start + BLOCK]))
+        while len(content):
+            content = content[os.write(self._descriptor, content) :]
+        self.size += self._filled
+        self._filled = 0
+
+
+class BlockReader:
+    """Reads ranges of a file, and verifies each block that holds a part of them.
+
+    A block is read once if the ranges are read in the order of the file and do not overlap.
+
+    Attributes:
+        blocks_read: how many blocks were read and verified.
+
+    Raises:
+        DamagedFile: the file is missing, is not a regular file, or has another size.
+    """
+
+    def __init__(self, path: Path, size: int, checksums: Sequence[int]) -> None:
+        self._name, self._size, self._checksums = path.name, size, checksums
+        self._descriptor = open_regular(path)
+        self._edge_number, self._edge = -1, memoryview(b"")
+        self.blocks_read = 0
+        actual = os.fstat(self._descriptor).st_size
+        if actual != size:
+            os.close(self._descriptor)
+            raise DamagedFile(f"its file {self._name} has {actual} bytes, and had {size} when it was saved")
+
+    def __enter__(self) -> BlockReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill bytes with the range of the file that begins at `start`.
+
+        Raises:
+            DamagedFile: a block is not what was written.
+        """
+        at, stop = start, start + len(target)
+        while at < stop:
+            number, inside = divmod(at, BLOCK)
+            if inside == 0 and stop - at >= BLOCK and number != self._edge_number:
+                # Whole blocks need no copy.
+                count = min((stop - at) // BLOCK, _READ // BLOCK)
+                self._read(number, target[at - start : at - start + count * BLOCK])
+                at += count * BLOCK
+                continue
+            if number != self._edge_number:
+                edge = memoryview(bytearray(min(BLOCK, self._size - number * BLOCK)))
+                self._read(number, edge)
+                self._edge_number, self._edge = number, edge
+            taken = min(len(self._edge) - inside, stop - at)
+            target[at - start : at - start + taken] = self._edge[inside : inside + taken]
+            at += taken
+
+    def verify(self) -> None:
+        """Read and verify all blocks.
+
+        Raises:
+            DamagedFile: a block is not what was written.
+        """
+        buffer = memoryview(bytearray(min(_READ, self._size)))
+        for start in range(0, self._size, _READ):
+            self._read(start // BLOCK, buffer[: min(_READ, self._size - start)])
+
+    def _read(self, number: int, target: memoryview) -> None:
+        """Read blocks from the block `number` on, and verify them."""
+        filled = 0
+        while filled < len(target):
+            count = os.preadv(self._descriptor, [target[filled:]], number * BLOCK + filled)
+            if count == 0:
+                raise DamagedFile(f"its file {self._name} is shorter than it was when it was saved")
+            filled += count
+        for start in range(0, len(target), BLOCK):
+            block = number + start // BLOCK
+            self.blocks_read += 1
+            if checksum(target[start : start + BLOCK]) != self._checksums[block]:
+                place = f"in its block {block} of 1 MiB"
+                raise DamagedFile(f"its file {self._name} has other bytes than were saved, {place}")
+
+
+def open_regular(path: Path) -> int:
+    """Open a file of a checkpoint for reading. Returns its descriptor.
+
+    Symbolic links are not followed: a checkpoint from a stranger must not read files outside of its folder.
+
+    Raises:
+        DamagedFile: the file is missing, or is not a regular file.
+        OSError: the file cannot be opened, and may be whole.
+    """
+    # Without O_NONBLOCK the open of a named pipe would wait for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            # A client of NFS may remember that a new file is not there; listing its folder makes it ask again.
+            os.listdir(path.parent)
+            descriptor = os.open(path, flags)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedFile(f"its file {path.name} is missing") from None
+    except OSError as error:
+        if path.is_symlink():
+            raise DamagedFile(f"its file {path.name} is a symbolic link") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFile(f"its {path.name} is no file")
+    return descriptor
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The content of a file of a checkpoint.
+
+    Raises:
+        DamagedFile: the file is missing, too large, or not a regular file.
+        OSError: the file cannot be read, and may be whole.
+    """
+    with open(open_regular(path), "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise DamagedFile(f"its file {path.name} has more than {most_bytes} bytes")
+    return content

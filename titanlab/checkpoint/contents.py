@@ -1,0 +1,127 @@
+"""What a checkpoint of either format contains, read and checked without torch and without its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlab.checkpoint.blocks import checksum, read_regular
+from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
+from titanlab.checkpoint.folders import another, has_pickle
+from titanlab.checkpoint.index import INDEX, Index, OtherFormat, read_index
+from titanlab.checkpoint.older.metadata import SavedState, read_saved
+from titanlab.checkpoint.position import (
+    MOST_BYTES,
+    POSITION,
+    SavedPosition,
+    check_files,
+    read_position,
+)
+from titanlab.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """A checkpoint without the bytes of its tensors.
+
+    Attributes:
+        saved: position.json.
+        entries: index.json; of the older format `.metadata`.
+    """
+
+    saved: SavedPosition
+    entries: Index | SavedState
+
+
+def read_contents(checkpoint: Path, key: str) -> Contents:
+    """Read a checkpoint's index and position, and check them and the sizes of its other files.
+
+    Raises:
+        DamagedCheckpoint: it is damaged, or has a value that no run saves.
+        ConfigError: it is of a later format.
+    """
+    cure = another(checkpoint)
+    if has_pickle(checkpoint):
+        saved = read_position(checkpoint, key, cure=cure)
+        check_files(checkpoint, saved.files, key, cure=cure)
+        return Contents(saved=saved, entries=read_saved(checkpoint, key))
+    index = indexed(checkpoint, key)
+    try:
+        content = read_regular(checkpoint / POSITION, MOST_BYTES)
+    except DamagedFile as error:
+        raise damaged(checkpoint, key, error) from error
+    except OSError as error:
+        raise _unreadable(checkpoint, key, POSITION, error) from error
+    if len(content) != index.position_bytes or checksum(content) != index.position_checksum:
+        raise damaged(checkpoint, key, f"its file {POSITION} has other bytes than were saved")
+    saved = read_position(checkpoint, key, cure=cure, content=content)
+    if saved.files != {file.name: file.size for file in index.files}:
+        raise damaged(checkpoint, key, f"its {POSITION} and its {INDEX} have other files")
+    check_files(checkpoint, saved.files, key, cure=cure)
+    return Contents(saved=saved, entries=index)
+
+
+def indexed(checkpoint: Path, key: str) -> Index:
+    """The index of a checkpoint.
+
+    Raises:
+        DamagedCheckpoint: it is missing or damaged.
+        ConfigError: it is of a later format.
+    """
+    try:
+        return read_index(checkpoint)
+    except DamagedFile as error:
+        raise damaged(checkpoint, key, error) from error
+    except OtherFormat as error:
+        raise ConfigError(key, checkpoint, one_line(error), "use the version of titanlab that saved it") from error
+    except OSError as error:
+        raise _unreadable(checkpoint, key, INDEX, error) from error
+
+
+def damaged(checkpoint: Path, key: str, reason: object) -> DamagedCheckpoint:
+    """The error about a damaged checkpoint, which names the one before it."""
+    return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", another(checkpoint))
+
+
+def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> SavedPosition:
+    """Check that a checkpoint fits a model, and that its entries can be read, before any rank starts.
+
+    Returns:
+        its position.json.
+
+    Raises:
+        DamagedCheckpoint: it is damaged or would run code.
+        ConfigError: it belongs to another model.
+    """
+    saved = read_contents(checkpoint, key).saved
+    found = dict(saved.parameters)
+    declared = {name: list(shape) for name, shape in parameters.items()}
+    if found == declared:
+        return saved
+    name = next(name for name in [*declared, *found] if found.get(name) != declared.get(name))
+    shapes = f"{one_line(name)} is {_shape(found.get(name))} there and {_shape(declared.get(name))} here"
+    raise ConfigError(key, checkpoint, f"is of another model: {shapes}", "choose the model that it was trained as")
+
+
+def check_step(checkpoint: Path, saved: SavedPosition, steps: int) -> None:
+    """Check that a new run has steps left after the checkpoint from which it starts.
+
+    Raises:
+        ConfigError: no step would be left.
+    """
+    step = saved.position.step
+    if step >= steps:
+        raise ConfigError(
+            "training.steps", steps, f"the checkpoint {checkpoint} is of step {step} already", f"try {2 * step}"
+        )
+
+
+def _unreadable(checkpoint: Path, key: str, name: str, error: OSError) -> ConfigError:
+    # The file may be whole: the disk or its permissions are at fault.
+    reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
+    return ConfigError(key, checkpoint, reason, another(checkpoint))
+
+
+def _shape(shape: list[int] | None) -> str:
+    return "absent" if shape is None else one_line("×".join(str(size) for size in shape))

@@ -1,0 +1,66 @@
+"""Writes a checkpoint as a plain folder of torch.distributed.checkpoint, for other tools, one tensor at a time."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from titanlab.checkpoint.contents import read_contents
+from titanlab.checkpoint.index import Index
+from titanlab.checkpoint.position import POSITION, position_bytes
+from titanlab.checkpoint.reader import Reader, read_into, reader_of
+from titanlab.system.atomic_file import write_bytes
+
+
+class _ReadingPlanner(dcp.DefaultSavePlanner):
+    """Plans by shapes alone, and reads each tensor when it is written."""
+
+    def __init__(self, reader: Reader, metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._reader, self._metadata = reader, metadata
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """A tensor or object of the state, by its name."""
+        value = self.state_dict[index.fqn]
+        if not isinstance(value, torch.Tensor):
+            return value
+        whole = torch.empty(value.shape, dtype=value.dtype)
+        read_into({index.fqn: whole}, self._reader, self._metadata)
+        return whole
+
+
+def write_dcp(checkpoint: Path, into: Path, key: str) -> None:
+    """Write `.metadata`, `*.distcp` and `position.json` into a new folder.
+
+    The names of the entries are `model.…` and `optimizer.state.….…`. The folder can be given to
+    `checkpoint.load_from`; it has no states of generators.
+
+    Args:
+        key: names the checkpoint in errors.
+
+    Raises:
+        ConfigError: the checkpoint is damaged.
+    """
+    contents = read_contents(checkpoint, key)
+    reader = reader_of(checkpoint, contents, key)
+    metadata = reader.read_metadata()
+    objects = contents.entries.objects if isinstance(contents.entries, Index) else {}
+    state: dict[str, Any] = dict(objects)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    with warnings.catch_warnings():
+        # One process without a process group is what is wanted here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.save(
+            state, storage_writer=dcp.FileSystemWriter(into), planner=_ReadingPlanner(reader, metadata), no_dist=True
+        )
+    files = {path.name: path.stat().st_size for path in sorted(into.iterdir())}
+    saved = replace(contents.saved, files=files, generators={})
+    write_bytes(into / POSITION, position_bytes(saved), durable=True)

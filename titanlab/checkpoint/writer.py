@@ -1,0 +1,207 @@
+"""A storage for DCP that writes one safetensors file a rank and index.json, and no pickle."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from titanlab.checkpoint.blocks import BlockWriter
+from titanlab.checkpoint.index import INDEX, IndexedFile, index_bytes
+from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
+from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, dtype_named, shard_of
+from titanlab.system.atomic_file import write_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """What one rank writes; it needs the model no more, if the tensors were copied.
+
+    Attributes:
+        shard: the layout of its file.
+        tensors: of the shard's chunks, in their order.
+        objects: entries that are not tensors, as JSON.
+    """
+
+    shard: Shard
+    tensors: Sequence[Tensor]
+    objects: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What one rank has written.
+
+    Attributes:
+        file: its file.
+        objects: as in `Staged`.
+    """
+
+    file: IndexedFile
+    objects: Mapping[str, str]
+
+
+class SavePlannerOfJson(dcp.DefaultSavePlanner):
+    """Encodes entries that are not tensors as JSON: DefaultSavePlanner would pickle them."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - the name in torch
+        """The tensor, or the bytes of an object.
+
+        Raises:
+            TypeError: the object is not a value of JSON.
+        """
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return object
+        try:
+            text = json.dumps(object, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            kind = type(object).__qualname__
+            rule = "a checkpoint holds tensors and values of JSON only"
+            raise TypeError(f"{write_item.index.fqn} is {kind}: {rule}") from error
+        return io.BytesIO(text.encode())
+
+
+class CheckpointWriter(dcp.StorageWriter):
+    """A storage for `torch.distributed.checkpoint`, which plans what each rank writes.
+
+    Args:
+        folder: an empty folder, the same for all ranks.
+        rank: of this process.
+
+    Attributes:
+        position: content of position.json without `files`; the coordinator needs it before `finish`.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.position = SavedPosition(position=Position(), parameters={}, files={})
+        self._shards: Sequence[Shard] = ()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a writer writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Remember where every rank will write; called on the coordinator only."""
+        self._shards = [shard_of(plan, rank) for rank, plan in enumerate(plans)]
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file."""
+        written = write(stage(plan, planner, self.rank, copies=False), self.folder)
+        future: Future[list[WriteResult]] = Future()
+        # The results are ours alone: `finish` receives them. The index names the rank's file, not an entry.
+        index = MetadataIndex(written.file.name)
+        future.set_result([WriteResult(index=index, size_in_bytes=written.file.size, storage_data=written)])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write position.json and the index; called on the coordinator when all ranks have written."""
+        self.publish([result.storage_data for of_rank in results for result in of_rank])
+
+    def publish(self, written: Sequence[Written]) -> None:
+        """Write position.json and the index, and wait until the folder is on the disk.
+
+        Args:
+            written: of all ranks, in their order.
+        """
+        tensors: dict[str, tuple[str, Sequence[int], list[list[int]]]] = {}
+        for number, shard in enumerate(self._shards):
+            for chunk in shard.chunks:
+                _, _, rows = tensors.setdefault(chunk.name, (chunk.dtype, chunk.shape, []))
+                rows.append([number, chunk.start, chunk.size, *chunk.offsets, *chunk.sizes])
+        objects = {name: json.loads(text) for rank in written for name, text in rank.objects.items()}
+        files = [rank.file for rank in written]
+        position = position_bytes(replace(self.position, files={file.name: file.size for file in files}))
+        index = index_bytes(position=position, objects=objects, tensors=tensors, files=files)
+        for name, content in ((POSITION, position), (INDEX, index)):
+            write_bytes(self.folder / name, content, durable=True)
+        sync_folder(self.folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """False: DCP never chooses this storage by itself."""
+        return False
+
+
+def stage(plan: SavePlan, planner: SavePlanner, rank: int, *, copies: bool) -> Staged:
+    """Take what this rank writes from the model.
+
+    Args:
+        plan: this rank's part of the save plan.
+        copies: copy the tensors to one buffer in host memory, so that training may change them while they are written.
+            Otherwise they must not change before `write` returns, and only tensors of a device are copied, one by one.
+    """
+    shard = shard_of(plan, rank)
+    items = {item.index: item for item in plan.items}
+    objects = {}
+    for item in plan.items:
+        if item.type is WriteItemType.BYTE_IO:
+            content = planner.resolve_data(item)
+            assert isinstance(content, io.BytesIO)
+            objects[item.index.fqn] = content.getvalue().decode()
+    tensors = [_resolved(planner, items[chunk.index], chunk) for chunk in shard.chunks]
+    if copies:
+        buffer = torch.empty(shard.size - len(shard.header), dtype=torch.uint8)
+        at = len(shard.header)
+        for number, (chunk, tensor) in enumerate(zip(shard.chunks, tensors, strict=True)):
+            place = buffer[chunk.start - at : chunk.start - at + chunk.size]
+            tensors[number] = place.view(dtype_named(chunk.dtype)).view(chunk.sizes).copy_(tensor)
+    return Staged(shard=shard, tensors=tensors, objects=objects)
+
+
+def write(staged: Staged, folder: Path) -> Written:
+    """Write a rank's file, and wait until it is on the disk.
+
+    Raises:
+        OSError: the disk takes no more.
+    """
+    shard = staged.shard
+    with BlockWriter(folder / shard.name) as file:
+        file.write(shard.header)
+        for chunk, tensor in zip(shard.chunks, staged.tensors, strict=True):
+            content = bytes_of(tensor.detach().to("cpu").contiguous())
+            assert len(content) == chunk.size
+            file.write(content)
+        file.finish()
+    return Written(
+        file=IndexedFile(name=shard.name, size=file.size, checksums=file.checksums), objects=dict(staged.objects)
+    )
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _resolved(planner: SavePlanner, item: WriteItem, chunk: Chunk) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if tuple(tensor.shape) != chunk.sizes:
+        raise ValueError(f"{chunk.name} has the shape {list(tensor.shape)}, and the plan says {list(chunk.sizes)}")
+    return tensor.detach()
