@@ -1,4 +1,4 @@
-"""Parses arguments of the verbs that take no recipe; errors are ConfigErrors."""
+"""Parses arguments of the verbs that take no recipe, and sizes of files; errors are ConfigErrors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from titanlab.errors import ConfigError
 from titanlab.ranges import MOST_64_BITS, check_whole
 
 _SHOW_PARSER = "--show-parser"
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
+_MOST_BYTES = 2.0**63  # file systems have signed 64-bit sizes
 
 
 class Arguments(argparse.ArgumentParser):
@@ -47,6 +50,19 @@ class Arguments(argparse.ArgumentParser):
             kind = "a whole number" if wrong[2] == "int" else "a number"
             raise ConfigError(wrong[1], wrong[3], f"must be {kind}", f"see `{self.prog} --help`")
         raise ConfigError("arguments", self._given, message, f"see `{self.prog} --help`")
+
+
+def bytes_of(text: str, key: str) -> int:
+    """The number of bytes in a text such as `5GB`, `500 MiB` or `1e9`.
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or not 1 <= float(match[1]) * unit < _MOST_BYTES:
+        raise ConfigError(key, text, "is no size of a file", "try 5GB")
+    return int(float(match[1]) * unit)
 
 
 def parser_of(main: Callable[[Sequence[str]], int]) -> Arguments:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.cli.arguments import Arguments
+from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.import_weights import option_name
-from titanlab.cli.sizes import bytes_of
 from titanlab.errors import ConfigError
 from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.interchange import is_weights, write_hf, write_ours

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.cli.arguments import Arguments
-from titanlab.cli.sizes import bytes_of
+from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.weights.folder_writer import check_apart, check_target

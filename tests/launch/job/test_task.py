@@ -122,7 +122,7 @@ def test_a_rank_that_hangs_is_told_with_the_stacks_of_all(jobs):
     result = run.result()
     assert codes == [71, 71], said
     assert (result.kind, result.rank, result.step, result.exit_code) == (OutcomeKind.HANG, 1, 2, 71)
-    assert result.cause.startswith("step 3 did not end within 8 s: rank 1 stands in _fail (tests/planted.py:")
+    assert result.cause.startswith("step 3 did not end within 8 s: rank 1 waits for data in _fail (tests/planted.py:")
     assert "in next_batch" in result.traceback
     stacks = [(run.logs / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert all("most recent call first" in stack for stack in stacks)
