@@ -57,7 +57,7 @@ class PlantedStream:
         time.sleep(self._config.seconds)
         rank = int(os.environ["RANK"]) if self._config.where else self._rank
         if (begin // self._global_batch + 1, rank) == (self._config.step, self._config.rank):
-            if self._config.where:
+            if self._config.where in ("forward", "backward"):
                 self._fail_inside()
             else:
                 self._fail()

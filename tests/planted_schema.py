@@ -19,8 +19,8 @@ class Planted(DataConfig):
     fault: str = field(default="", metadata={"identity": False})
     step: int = field(default=0, metadata={"identity": False})
     rank: int = field(default=0, metadata={"identity": False})
-    # forward or backward: it happens there instead, in that step's second pass through a block; and `rank` is that of
-    # the process, not that among those that read different data.
+    # forward or backward: it happens there instead, in that step's second pass through a block. With these and with
+    # `data`, `rank` is that of the process, not that among those that read different data.
     where: str = field(default="", metadata={"identity": False})
     # Of `exit`.
     code: int = field(default=7, metadata={"identity": False})

@@ -44,7 +44,12 @@ def _attempt(run: RunFolder, number: int | None) -> int:
         return max(known, default=0)
     if number not in known:
         shown = ", ".join(map(str, known)) or "none"
-        raise ConfigError("--attempt", number, f"the run has no such attempt; known: {shown}", "leave it out")
+        raise ConfigError(
+            "--attempt",
+            number,
+            f"the run has no such attempt; known: {shown}",
+            f"try --attempt {known[-1]}" if known else "leave it out",
+        )
     return number
 
 

@@ -164,15 +164,9 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     """
     first = first_cause(notes)
     hung = sorted((note for note in notes if note.kind is OutcomeKind.HANG), key=lambda note: note.rank or 0)
-    if records and (first.kind is OutcomeKind.HANG or first.echo):
-        return _diagnosed(first, notes, diagnosis_of(notes, world, records))
-    if records and (first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or "")):
-        # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
-        found = different_calls(records)
-        if found is not None and found.ranks:
-            return _diagnosed(
-                first, notes, replace(found, verdict=f"{found.verdict}; rank {first.rank}: {first.cause}")
-            )
+    found = _diagnosis(first, notes, world, records or {})
+    if found is not None:
+        return _diagnosed(first, notes, found)
     if first.kind is not OutcomeKind.HANG:
         return first
     silent = [note for note in hung if is_silent(note)]
@@ -224,6 +218,23 @@ def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, H
     return diagnose(records, world=world, silent=silent, ended=ended, unread=unread)
 
 
+def _diagnosis(
+    first: Outcome, notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]
+) -> Diagnosis | None:
+    """The diagnosis, if it says more than the first cause; None if that rank's failure explains everything."""
+    if not records:
+        return None
+    # A rank that ends with exit code 0 has left the others without a word.
+    if first.kind is OutcomeKind.HANG or first.echo or first.exit_code == 0:
+        return diagnosis_of(notes, world, records)
+    if first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
+        # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
+        found = different_calls(records)
+        if found is not None and found.ranks:
+            return replace(found, verdict=f"{found.verdict}; rank {first.rank}: {first.cause}")
+    return None
+
+
 def _diagnosed(first: Outcome, notes: Collection[Outcome], found: Diagnosis) -> Outcome:
     """The first cause with the verdict as its cause, and the note of the rank that the verdict names."""
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
@@ -238,7 +249,8 @@ def _diagnosed(first: Outcome, notes: Collection[Outcome], found: Diagnosis) -> 
 
 def _what_hangs(notes: Sequence[Outcome]) -> str:
     """`step 3 did not end within 600 s`, from the note of a rank that reached its own limit."""
-    for note in notes:
+    # Ranks may be in different steps: the earliest one is the one that does not end.
+    for note in sorted(notes, key=lambda note: note.step):
         event, colon, _ = (note.cause or "").partition(f": rank {note.rank}")
         if colon and "another rank reached" not in event:
             return event

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlab.records.diagnosis import Diagnosis, described
+from titanlab.records.diagnosis import Diagnosis, described, named
 from titanlab.records.hang_file import HangRecord
 
 _HEADINGS = {"rank": "rank", "state": "state", "phase": "phase", "last": "last collective", "waits_for": "waits for"}
@@ -33,16 +33,16 @@ def _row(found: Diagnosis, records: Mapping[int, HangRecord], rank: int, others:
         return {**row, "state": state, **unknown, "waits_for": [], "stack": []}
     wait = found.waits.get(rank)
     last = record.collectives[-1] if record.collectives else None
-    text = None if last is None else described(record, last)
+    text, is_done = (None, None) if last is None else (described(record, last), last.is_done)
     if record.messages is not None and record.messages.waiting is not None and wait is not None:
-        text = wait.text
+        text, is_done = wait.text, False
     return {
         **row,
         "state": f"{record.state} ({record.activity})" if record.activity else record.state,
         "phase": record.phase,
         "step": record.step,
         "last": text,
-        "is_done": None if last is None else last.is_done,
+        "is_done": is_done,
         "sequence": None if last is None else last.sequence,
         "waits_for": [] if wait is None else sorted(wait.on),
         "place": None if record.source is None else str(record.source),
@@ -63,7 +63,7 @@ def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["stack"]:
             places.setdefault(tuple(row["stack"][:_STACK_LINES]), []).append(row["rank"])
     for stack, ranks in places.items():
-        lines += ["", f"rank {', '.join(map(str, ranks))}, innermost call first:", *(f"  {place}" for place in stack)]
+        lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]
     return lines
 
 
