@@ -232,6 +232,19 @@ def test_a_rank_without_a_pending_collective_is_behind():
     assert found.ranks == (1,)
 
 
+def test_a_collective_that_all_have_called_and_that_does_not_end_accuses_nobody():
+    """Ranks 1 and 2 have a bad connection, and rank 0 waits for rank 1."""
+    first = record(0, [("shard", "all_gather", 1)], groups={"shard": (0, 1)})
+    second = record(1, [("tensor", "all_reduce", 2)], groups={"shard": (0, 1), "tensor": (1, 2)})
+    third = record(2, [("tensor", "all_reduce", 2)], groups={"tensor": (1, 2)})
+    found = verdict(first, second, third)
+    assert found.verdict.startswith(
+        "rank 1 waits in all_reduce (tensor, sequence number 1), which all of its ranks have called; rank 0 waits in "
+        "all_gather (shard, sequence number 1) at "
+    )
+    assert (found.ranks, found.pending) == ((), "all_reduce (tensor, sequence number 1)")
+
+
 def test_without_collectives_nobody_is_accused():
     found = verdict(*[record(rank, []) for rank in range(2)], world=2)
     assert (found.ranks, found.pending) == ((), None)

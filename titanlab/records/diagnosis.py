@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titanlab.records.collective_order import Mismatch, deviation, first_mismatch, group_key
 from titanlab.records.hang_file import Collective, HangRecord, Messages
@@ -250,10 +250,12 @@ def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is
         text = f"{named(ranks)} {verb} {_with_sizes(found.expected)} and waits in {waits[ranks[0]].text}"
         at = waits[ranks[0]].at
         return _with_waits(text + (f" at {at}" if at else ""), ranks, waits)
-    behind = sorted(rank for rank in awaited if rank in waits and not waits[rank].on)
-    if behind:
-        return _with_waits(f"{named(behind)} {'is' if len(behind) == 1 else 'are'} behind", tuple(behind), waits)
     each = _listed(waits, with_peers=True)
+    whole = {rank: wait for rank, wait in waits.items() if rank in awaited and wait.text and not wait.on}
+    if whole:
+        texts = ", ".join(dict.fromkeys(wait.text for wait in whole.values()))
+        text = f"{named(whole)} {'waits' if len(whole) == 1 else 'wait'} in {texts}, which all of its ranks have called"
+        return replace(_with_waits(text, tuple(whole), waits), ranks=(), pending=texts)
     if blocked:
         text = f"ranks wait for each other: {each}; the records do not show which of them is wrong"
         return Diagnosis(verdict=text, pending=waits[blocked[0]].text or None, waits=waits)
