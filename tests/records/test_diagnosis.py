@@ -101,6 +101,16 @@ def test_one_whose_record_cannot_be_read_is_not_accused_of_silence():
     )
 
 
+def test_what_every_other_rank_does_is_said():
+    busy = record(2, calls(3), state="stands", activity="data", source=MINE)
+    found = verdict(record(0, WAITING), busy, silent={1: "its process is stopped (SIGSTOP)"})
+    assert found.verdict.endswith(
+        "; rank 0 waits in all_gather (shard, sequence number 11) at forward_backward "
+        "(titanlab/training/assemble.py:228), rank 2 waits for data in loop (project/mine.py:7)"
+    )
+    assert (found.ranks, found.pending) == ((1,), "all_gather (shard, sequence number 11)")
+
+
 def test_a_rank_that_ended_early_comes_first():
     found = verdict(record(0, WAITING), ended={1: "ended with exit code 0"}, silent={2: "its process is gone"})
     assert found.verdict.startswith("rank 1 ended early: ended with exit code 0; rank 0 waits in all_gather (shard, ")

@@ -15,23 +15,32 @@ from titanlab.records.collective_order import Mismatch, deviation, first_mismatc
 from titanlab.records.hang_file import Collective, HangRecord, Messages
 
 _MOST_NAMED = 8
+# What a rank does that waits for no other rank, for one rank and for several.
+_VERBS = {
+    "computes": ("computes", "compute"),
+    "stands": ("stands", "stand"),
+    "data": ("waits for data", "wait for data"),
+    "checkpoint": ("is in a checkpoint", "are in a checkpoint"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What a rank waits for.
+    """What a rank waits for, or does instead.
 
     Attributes:
-        text: `all_reduce (shard, sequence number 41)`.
+        text: `all_reduce (shard, sequence number 41)`; empty if it is not known.
         on: the ranks that have not come; empty if all have, or if it is not known.
         call: the collective; None for a send or receive of a pipeline.
-        at: the line of titanlab or of the user from which it waits.
+        at: the line of titanlab or of the user in which the rank is.
+        instead: key of _VERBS for a rank that does not wait for others.
     """
 
-    text: str
+    text: str = ""
     on: frozenset[int] = frozenset()
     call: Collective | None = None
     at: str = ""
+    instead: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,7 @@ class Diagnosis:
         verdict: one sentence.
         ranks: the ranks that made the others wait; empty if the records do not show it.
         pending: the collective, send or receive in which the others wait; None if none does.
-        waits: what each waiting rank waits for.
+        waits: what each rank with a record waits for, or does instead.
     """
 
     verdict: str
@@ -72,7 +81,7 @@ def diagnose(
     known = {*records, *silent, *ended, *unread}
     silent |= {rank: "it has left no record" for rank in range(world) if rank not in known}
     absent = {*silent, *ended}
-    waits = {rank: wait for rank in sorted(records) if (wait := _wait(records, rank, absent)) is not None}
+    waits = {rank: _wait(records, rank, absent) for rank in sorted(records)}
     for rank in (*silent, *ended):
         waits.pop(rank, None)
     if ended:
@@ -84,7 +93,7 @@ def diagnose(
         return _different(mismatch, records, waits)
     apart = [rank for rank in sorted(records) if records[rank].state in ("stands", "computes")]
     if apart:
-        return _apart(apart, records, waits)
+        return _apart(apart, waits)
     return _waiting(records, waits, is_whole=not unread)
 
 
@@ -103,12 +112,13 @@ def named(ranks: Iterable[int]) -> str:
     return f"ranks {shown}" + (f" and {len(given) - _MOST_NAMED} more" if len(given) > _MOST_NAMED else "")
 
 
-def _wait(records: Mapping[int, HangRecord], rank: int, absent: Collection[int]) -> Wait | None:
-    """What a rank waits for; None if it does not wait for others."""
+def _wait(records: Mapping[int, HangRecord], rank: int, absent: Collection[int]) -> Wait:
     record = records[rank]
-    if record.state not in ("waits", "raised"):
-        return None
     at = str(record.source) if record.source is not None else ""
+    if record.state == "computes":
+        return Wait(at=at, instead="computes")
+    if record.state == "stands":
+        return Wait(at=at, instead=record.activity if record.activity in _VERBS else "stands")
     if record.messages is not None and record.messages.waiting is not None:
         return _message(records, rank, record.messages, at, absent)
     waits = []
@@ -211,18 +221,10 @@ def _with_sizes(call: Collective) -> str:
     return f"{call.operation} of {sizes}" if sizes else call.operation
 
 
-def _apart(apart: Sequence[int], records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis:
+def _apart(apart: Sequence[int], waits: Mapping[int, Wait]) -> Diagnosis:
     awaited = {peer for wait in waits.values() for peer in wait.on}
     ranks = tuple(rank for rank in apart if rank in awaited) or tuple(apart)
-    record = records[ranks[0]]
-    at = f" in {record.source}" if record.source is not None else ""
-    verbs = {"data": ("waits for data", "wait for data"), "checkpoint": ("is in a checkpoint", "are in a checkpoint")}
-    if record.state == "computes":
-        one, many = ("computes", "compute")
-    else:
-        one, many = verbs.get(record.activity, ("stands", "stand"))
-    text = f"{named(ranks)} {one if len(ranks) == 1 else many}{at}"
-    return _with_waits(text, ranks, waits)
+    return _with_waits(_listed({rank: waits[rank] for rank in ranks}), ranks, waits)
 
 
 def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is_whole: bool) -> Diagnosis:
@@ -299,12 +301,14 @@ def _with_waits(text: str, ranks: tuple[int, ...], waits: Mapping[int, Wait]) ->
 
 def _listed(waits: Mapping[int, Wait], *, with_peers: bool = False) -> str:
     """Where ranks wait, ranks with the same place together."""
-    places: dict[str, list[int]] = defaultdict(list)
+    places: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, wait in waits.items():
+        one, many = ("waits", "wait") if wait.instead is None else _VERBS[wait.instead]
         text = f" in {wait.text}" if wait.text else ""
-        text += f" at {wait.at}" if wait.at else ""
+        if wait.at:
+            text += f" at {wait.at}" if wait.instead is None else f" in {wait.at}"
         text += f" for {named(wait.on)}" if with_peers and wait.on else ""
-        places[text].append(rank)
-    listed = [f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'}{text}" for text, ranks in places.items()]
+        places[one, many, text].append(rank)
+    listed = [f"{named(ranks)} {one if len(ranks) == 1 else many}{text}" for (one, many, text), ranks in places.items()]
     more = f", and {len(listed) - _MOST_NAMED} more places" if len(listed) > _MOST_NAMED else ""
     return ", ".join(listed[:_MOST_NAMED]) + more
