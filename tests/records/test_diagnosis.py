@@ -1,5 +1,7 @@
 """The verdict over records of a hang that are written by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from titanlab.records.collective_order import deviation
@@ -331,6 +333,16 @@ def test_repeated_layers_are_told_apart_by_the_whole_step():
     early = record(0, [*whole * 3, *layers[:4], ("world", "all_reduce", 7)])
     found = deviation(early, early.collectives[-1])
     assert (found.expected.operation, found.called.operation) == ("all_gather", "all_reduce")
+
+
+def test_many_ranks_take_a_second_and_not_an_hour():
+    groups = {"shard": tuple(range(256)), "world": tuple(range(256))}
+    usual = record(0, calls(60, STEP[0]), groups=groups)
+    ranks = {rank: replace(usual, rank=rank) for rank in range(256)}
+    ranks[77] = replace(record(77, calls(60), groups=groups), state="stands")
+    found = diagnose(ranks, world=256)
+    assert found.ranks == (77,)
+    assert found.verdict.count("waits in") + found.verdict.count("wait in") == 1
 
 
 def test_ranks_are_named():

@@ -60,10 +60,11 @@ def first_mismatch(records: Mapping[int, HangRecord]) -> Mismatch | None:
     """The first difference between the ranks of a group; None if what they called is the same."""
     calls: dict[GroupKey, dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
     for rank, record in records.items():
+        # Looked up once a record: a key may have thousands of ranks.
+        own = {name: calls[group_key(record, name)] for name, group in record.groups.items() if group.ranks}
         for call in record.collectives:
-            key = group_key(record, call.group)
-            if not call.is_message and key[1]:
-                calls[key][call.sequence][rank] = call
+            if not call.is_message and call.group in own:
+                own[call.group][call.sequence][rank] = call
     found = []
     for key, by_sequence in calls.items():
         for sequence in sorted(by_sequence):

@@ -81,7 +81,8 @@ def diagnose(
     known = {*records, *silent, *ended, *unread}
     silent |= {rank: "it has left no record" for rank in range(world) if rank not in known}
     absent = {*silent, *ended}
-    waits = {rank: _wait(records, rank, absent) for rank in sorted(records)}
+    late = _Late(records, absent)
+    waits = {rank: _wait(records, rank, late) for rank in sorted(records)}
     for rank in (*silent, *ended):
         waits.pop(rank, None)
     if ended:
@@ -112,7 +113,29 @@ def named(ranks: Iterable[int]) -> str:
     return f"ranks {shown}" + (f" and {len(given) - _MOST_NAMED} more" if len(given) > _MOST_NAMED else "")
 
 
-def _wait(records: Mapping[int, HangRecord], rank: int, absent: Collection[int]) -> Wait:
+class _Late:
+    """The ranks of a group that have not called a collective."""
+
+    def __init__(self, records: Mapping[int, HangRecord], absent: Collection[int]) -> None:
+        self.absent = absent
+        self._lasts = {rank: _lasts(record) for rank, record in records.items()}
+        # Ranks that wait in the same collective have the same answer.
+        self._known: dict[tuple[object, ...], frozenset[int]] = {}
+
+    def ranks(self, record: HangRecord, call: Collective) -> frozenset[int]:
+        """Those that are absent or behind; of a send or receive those that are absent."""
+        _, ranks = group_key(record, call.group)
+        key = (call.group, call.sequence, call.is_message, ranks[:2], len(ranks))
+        if key not in self._known:
+            late = {rank for rank in ranks if rank in self.absent}
+            if not call.is_message:
+                lasts = self._lasts
+                late |= {rank for rank in ranks if rank in lasts and lasts[rank].get(call.group, 0) < call.sequence}
+            self._known[key] = frozenset(late)
+        return self._known[key]
+
+
+def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
     record = records[rank]
     at = str(record.source) if record.source is not None else ""
     if record.state == "computes":
@@ -120,8 +143,7 @@ def _wait(records: Mapping[int, HangRecord], rank: int, absent: Collection[int])
     if record.state == "stands":
         return Wait(at=at, instead=record.activity if record.activity in _VERBS else "stands")
     if record.messages is not None and record.messages.waiting is not None:
-        return _message(records, rank, record.messages, at, absent)
-    waits = []
+        return _message(records, rank, record.messages, at, late.absent)
     # Collectives of one group end in their order: only the first pending one of each group holds the rank up.
     firsts: dict[str, Collective] = {}
     # A collective that has raised counts as done; it is the last one.
@@ -129,11 +151,9 @@ def _wait(records: Mapping[int, HangRecord], rank: int, absent: Collection[int])
     for call in (*record.collectives, *failed):
         if not call.is_done or call in failed:
             firsts.setdefault(call.group, call)
-    for call in firsts.values():
-        key = group_key(record, call.group)
-        late = {peer for peer in key[1] if peer in absent}
-        late |= {peer for peer in key[1] if peer in records and _last(records[peer], call) < call.sequence}
-        waits.append(Wait(text=described(record, call), on=frozenset(late), call=call, at=at))
+    waits = [
+        Wait(text=described(record, call), on=late.ranks(record, call), call=call, at=at) for call in firsts.values()
+    ]
     if not waits:
         return Wait(text="", at=at)
     return next((wait for wait in waits if wait.on), waits[0])
@@ -146,12 +166,13 @@ def described(record: HangRecord, call: Collective) -> str:
     return f"{call.operation} ({axis}, sequence number {call.sequence})"
 
 
-def _last(record: HangRecord, call: Collective) -> int:
-    """The last sequence number that a rank has called in the group of another rank's call."""
-    return max(
-        (own.sequence for own in record.collectives if own.group == call.group and own.is_message == call.is_message),
-        default=0,
-    )
+def _lasts(record: HangRecord) -> dict[str, int]:
+    """By group, the sequence number of the last collective that a rank has called."""
+    lasts: dict[str, int] = {}
+    for call in record.collectives:
+        if not call.is_message:
+            lasts[call.group] = max(lasts.get(call.group, 0), call.sequence)
+    return lasts
 
 
 def _message(
