@@ -57,7 +57,7 @@ class PlantedStream:
         time.sleep(self._config.seconds)
         rank = int(os.environ["RANK"]) if self._config.where else self._rank
         if (begin // self._global_batch + 1, rank) == (self._config.step, self._config.rank):
-            if self._config.where:
+            if self._config.where in ("forward", "backward"):
                 self._fail_inside()
             else:
                 self._fail()
@@ -76,6 +76,11 @@ class PlantedStream:
             os._exit(self._config.code)
         elif fault == "hang":
             time.sleep(3600)
+        elif fault == "loop":
+            while True:
+                pass
+        elif fault in COLLECTIVE_FAULTS:
+            COLLECTIVE_FAULTS[fault]()
         elif fault == "memory":
             import torch
 
@@ -100,7 +105,8 @@ class PlantedStream:
             if next(calls) == 2:
                 if self._config.where == "forward":
                     self._fail()
-                output.register_hook(self._fail)
+                else:
+                    output.register_hook(self._fail)
             return output
 
         llama.FeedForward.forward = forward
@@ -110,3 +116,55 @@ class PlantedStream:
 
     def close(self):
         self._inner.close()
+
+
+def _other_all_reduce(replace):
+    """The next all-reduce of this process is another one."""
+    import torch.distributed as dist
+
+    usual = dist.all_reduce
+
+    def other(tensor, *arguments, **named):
+        dist.all_reduce = usual
+        return replace(usual, tensor, *arguments, **named)
+
+    dist.all_reduce = other
+
+
+def _skip_all_reduce():
+    _other_all_reduce(lambda usual, tensor, *arguments, **named: None)
+
+
+def _other_shape():
+    _other_all_reduce(lambda usual, tensor, *arguments, **named: usual(tensor.repeat(2), *arguments, **named))
+
+
+def _skip_recv():
+    import torch
+
+    from titanlab.parallelism.pipeline_stage import ScheduledStage
+
+    usual = ScheduledStage.get_fwd_recv_ops
+
+    def skip(stage, microbatch):
+        ScheduledStage.get_fwd_recv_ops = usual
+        stage._arrived[microbatch] = torch.zeros(stage._shape, dtype=stage._dtype), None
+        return []
+
+    ScheduledStage.get_fwd_recv_ops = skip
+
+
+def _other_order():
+    """This process calls a collective of all ranks while its peers are in one of a smaller group."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(3))
+
+
+COLLECTIVE_FAULTS = {
+    "skip": _skip_all_reduce,
+    "shape": _other_shape,
+    "skip_recv": _skip_recv,
+    "order": _other_order,
+}

@@ -13,14 +13,14 @@ class Planted(DataConfig):
     vocab_size: int = 256
     # Labels that do not count, unevenly: of sample g a share of (g % 4) / 3.
     gaps: bool = False
-    # What happens when a rank asks for the batch of a step: raise, kill, exit, hang, memory, fill,
-    # SIGINT or SIGTERM.
+    # What happens when a rank asks for the batch of a step: raise, kill, exit, hang, loop, memory, fill,
+    # SIGINT, SIGTERM or SIGSTOP; and of collectives skip, shape, skip_recv, order.
     # At step 0 it raises before it joins its peers.
     fault: str = field(default="", metadata={"identity": False})
     step: int = field(default=0, metadata={"identity": False})
     rank: int = field(default=0, metadata={"identity": False})
-    # forward or backward: it happens there instead, in that step's second pass through a block; and `rank` is that of
-    # the process, not that among those that read different data.
+    # forward or backward: it happens there instead, in that step's second pass through a block. With these and with
+    # `data`, `rank` is that of the process, not that among those that read different data.
     where: str = field(default="", metadata={"identity": False})
     # Of `exit`.
     code: int = field(default=7, metadata={"identity": False})

@@ -111,7 +111,7 @@ def failing(tmp_path, monkeypatch):
         monkeypatch.setattr(worker, name, lambda: None)
     monkeypatch.setattr(worker, "from_mapping", lambda mapping: made)
     # Nobody watches: the timer is pytest's own here.
-    limits = {"step_timeout_seconds": None, "first_step_timeout_seconds": None}
+    limits = {"step_timeout_seconds": 0.0, "first_step_timeout_seconds": None}
     made = tiny.recipe(tmp_path, data=Planted(fault="raise"), **limits)
     before = dict(os.environ)
     yield made, tiny.begin(made)

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from titanlab.compile import cache as compiler_cache
 from titanlab.data import cache as data_cache
@@ -28,7 +29,9 @@ from titanlab.distributed.ranks import ALONE, Ranks, joined
 from titanlab.distributed.silence import hangs_of_others
 from titanlab.distributed.stop import request_from_lines, stop_request
 from titanlab.distributed.watchdog import Watchdog
+from titanlab.errors import TitanlabError
 from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.disk import disk_fault
@@ -44,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     attempt = _begun_attempt()
     config_line = sys.stdin.readline() if rest == ["-"] else None
     # From here on, a stop request waits until the first step ends, or until a failure is recorded.
+    watchdog: Watchdog | None = None
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         try:
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 recipe, run, ranks, stop=stop, watchdog=watchdog, attempt=attempt
             )
         except BaseException as error:
-            return _failed(error, run, ranks, attempt)
+            return _failed(error, run, ranks, attempt, watchdog)
     return int(outcome.kind.exit_code)
 
 
@@ -75,8 +79,13 @@ def _begun_attempt() -> int | None:
 def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None) -> Watchdog:
     begin = time.time()
 
-    def note(outcome: Outcome) -> None:
-        run.write_failure(replace(outcome, attempt=attempt or max(run.attempts(), default=1)))
+    def note(outcome: Outcome, record: dict[str, Any] | None) -> None:
+        number = attempt or max(run.attempts(), default=1)
+        # The record first: a reader that sees the note finds the record too.
+        if record is not None:
+            with contextlib.suppress(OSError):
+                write_hang(run, number, ranks.rank, record)
+        run.write_failure(replace(outcome, attempt=number))
 
     return Watchdog(
         step_seconds=recipe.training.step_timeout_seconds,
@@ -95,11 +104,15 @@ def _show_stacks() -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | None) -> int:
+def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | None, watchdog: Watchdog | None) -> int:
     """Record the failure: the launcher compares the records of all ranks to find the cause."""
     note = from_exception(error, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))
     is_reported = note.echo or disk_fault(error) is not None
     if note.attempt:
+        if watchdog is not None and ranks.world > 1 and not isinstance(error, TitanlabError):
+            # A collective may have failed because of another rank. Nothing here may hide the error itself.
+            with contextlib.suppress(Exception):
+                write_hang(run, note.attempt, ranks.rank, watchdog.record_of_error(error))
         try:
             run.write_failure(note)
         except OSError:

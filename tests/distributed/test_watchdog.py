@@ -25,7 +25,8 @@ HERE = """
     watchdog.LINGER_SECONDS = 0.1
     watchdog._NATIVE_MARGIN_SECONDS = 0.5
 
-    def note(outcome):
+    def note(outcome, record):
+        assert record["rank"] == outcome.rank
         print(json.dumps(outcome.to_mapping()), flush=True)
 
     asked = []
@@ -151,9 +152,37 @@ def test_pauses_between_steps_are_not_counted(monkeypatch):
 
 
 def test_without_limits_nothing_is_started():
-    dog = Watchdog(step_seconds=None, first_seconds=None, note=pytest.fail)
+    dog = Watchdog(step_seconds=0.0, first_seconds=None, note=pytest.fail)
     dog.step(1)
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit"),
+    [((90, 2, 3), None), ((90, 2, 3, 4), 60.0), ((90, 7, 50, 6), 70.0), ((90, 700, 500, 600, 800), 6500.0)],
+)
+def test_the_limit_of_a_step_that_the_config_leaves_open(monkeypatch, seconds, limit):
+    assert steps_of(monkeypatch, *seconds).limit() == limit
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "keys"),
+    [
+        (None, [(3600.0, FIRST_STEP_KEY)] * 4 + [(60.0, STEP_KEY)] * 2),
+        (7.0, [(3600.0, FIRST_STEP_KEY)] + [(7.0, STEP_KEY)] * 5),
+        (0.0, [(3600.0, FIRST_STEP_KEY)] + [(None, STEP_KEY)] * 5),
+    ],
+)
+def test_the_limit_in_force_at_each_step(step_seconds, keys):
+    dog = Watchdog(step_seconds=step_seconds, first_seconds=3600.0, note=pytest.fail)
+    found = []
+    for step in range(1, 7):
+        dog.step(step)
+        found.append((dog._phase.limit, dog._phase.key))
+        with dog.pausing("validation", step):
+            assert dog._phase.limit == 3600.0
+    dog.close()
+    assert found == keys
 
 
 def frame_in(file):

@@ -32,7 +32,7 @@ def _yaml_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConfigRepository, "load_config", loaded)
-        for module in ("titanlab.cli.hydra_answers", "titanlab.recipe.composition.loader"):
+        for module in ("titanlab.cli.hydra_flags.answers", "titanlab.recipe.composition.loader"):
             patch.setattr(f"{module}.register", lambda: None)
         yield
 

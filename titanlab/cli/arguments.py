@@ -1,4 +1,4 @@
-"""Parses arguments of the verbs that take no recipe; errors are ConfigErrors."""
+"""Parses arguments of the verbs that take no recipe, and sizes of files; errors are ConfigErrors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlab.ranges import MOST_64_BITS, check_whole
 _SHOW_PARSER = "--show-parser"
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
-_MOST = 2.0**63  # bytes; file systems have signed 64-bit sizes
+_MOST_BYTES = 2.0**63  # file systems have signed 64-bit sizes
 
 
 class Arguments(argparse.ArgumentParser):
@@ -60,7 +60,7 @@ def bytes_of(text: str, key: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or not 1 <= float(match[1]) * unit < _MOST:
+    if match is None or unit is None or not 1 <= float(match[1]) * unit < _MOST_BYTES:
         raise ConfigError(key, text, "is no size of a file", "try 5GB")
     return int(float(match[1]) * unit)
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlab.cli.hydra_answers import answer
+from titanlab.cli.hydra_flags.answers import answer
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import joined
 from titanlab.recipe.composition.flags import read_flags

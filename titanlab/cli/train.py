@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of the first run that failed, or 0."""
     flags = read_flags(arguments)
     if not flags.starts:
-        from titanlab.cli.hydra_answers import answer
+        from titanlab.cli.hydra_flags.answers import answer
 
         answer(flags)
         return 0

@@ -18,6 +18,7 @@ VERBS = {
     "train": ("titanlab.cli.train", "run a recipe: titanlab train +recipe=quickstart training.steps=50"),
     "sweep": ("titanlab.cli.sweep", "run many: titanlab sweep +sweeps=quickstart_layouts --dry-run"),
     "status": ("titanlab.cli.status", "show where the runs of a sweep stand, and why those that failed did"),
+    "diagnose": ("titanlab.cli.diagnose", "say again why a run hung: which rank, in which collective, on which line"),
     "cancel": ("titanlab.cli.cancel", "end a sweep's jobs, or some of them; what is done stays done"),
     "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
     "collect": ("titanlab.cli.collect", "write a sweep's results as one parquet and one CSV file"),
@@ -31,7 +32,7 @@ VERBS = {
     "import": ("titanlab.cli.import_weights", "take over the weights of a Hugging Face model, for train init_from=…"),
     "export": ("titanlab.cli.export", "write a run's weights as a folder that transformers opens"),
     "completion": (
-        "titanlab.cli.completion",
+        "titanlab.cli.hydra_flags.completion",
         'print the shell\'s completion script: eval "$(titanlab completion bash)"',
     ),
 }

@@ -18,6 +18,9 @@ STEP_KEY = "training.step_timeout_seconds"
 FIRST_STEP_KEY = "training.first_step_timeout_seconds"
 # A step that takes at least this many times the usual time hangs; a shorter one may only be slow.
 _SLOW = 10
+# The limit of a step if the config has none: this, or _SLOW times the median step, once so many steps are known.
+LEAST_LIMIT_SECONDS = 60.0
+_FEWEST_STEPS = 3
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 # Modules of titanlab and of torch that read or write files: a rank in one of them waits for a disk, not for a rank.
@@ -56,6 +59,12 @@ class StepTimes:
     def paused(self, seconds: float) -> None:
         """Subtract a pause from the duration of the current step."""
         self._paused += seconds
+
+    def limit(self) -> float | None:
+        """The limit of a step if the config has none, in seconds; None until three steps after the first are known."""
+        if len(self._later) < _FEWEST_STEPS:
+            return None
+        return max(LEAST_LIMIT_SECONDS, _SLOW * statistics.median(self._later))
 
     def advice(self, key: str, limit: float | None) -> str:
         """A text with step times, and the setting to try if this step was only slow.
@@ -155,10 +164,11 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _innermost_relevant(frame: FrameType) -> FrameType:
     """The innermost frame outside Python's standard library: the caller of `queue.get` tells more than `queue.get`."""
-    return next((caller for caller in _frames(frame) if not _is_standard(caller.f_code.co_filename)), frame)
+    return next((caller for caller in _frames(frame) if not is_standard(caller.f_code.co_filename)), frame)
 
 
-def _is_standard(file: str) -> bool:
+def is_standard(file: str) -> bool:
+    """Whether a source file is in Python's standard library."""
     if file.startswith("<frozen "):
         return True
     return file.startswith(_STANDARD_LIBRARY) and "-packages" + os.sep not in file

@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from titanlab.records.diagnosis import Diagnosis, diagnose, different_calls
+from titanlab.records.hang_file import HangRecord
 from titanlab.records.outcome import Outcome, OutcomeKind, first_cause, is_silent
 from titanlab.records.run_folder import RunFolder
 
@@ -27,6 +29,8 @@ _MOST_NAMED = 8
 # Between two checks for notes of other ranks.
 _LOOK_SECONDS = 1.0
 _END_SECONDS = 5.0
+# States of a process that is stopped, by a signal or by a debugger.
+STOPPED = ("T", "t")
 _STATES: Mapping[str, str] = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
@@ -63,10 +67,12 @@ def note_silent_ranks(run: RunFolder, pids: Mapping[int, int], *, since: float, 
     while hangs_of_others(run, None, since=since):
         attempt = max(run.attempts(), default=0)
         noted = {note.rank for note in run.failures(attempt)}
-        quiet = {rank: pid for rank, pid in pids.items() if rank not in noted and process_state(pid) not in ("Z", None)}
+        states = {rank: process_state(pid) for rank, pid in pids.items() if rank not in noted}
+        quiet = {rank: pids[rank] for rank, state in states.items() if state not in ("Z", None)}
         if not quiet:
             return
-        if time.monotonic() >= end:
+        # A stopped process will write nothing: nobody need wait for it.
+        if time.monotonic() >= end or all(states[rank] in STOPPED for rank in quiet):
             for rank, pid in quiet.items():
                 note_silence(run, rank, pid, since=since)
             return
@@ -113,11 +119,11 @@ def end_if_silent(run: RunFolder, rank: int, child: subprocess.Popen[bytes], *, 
     while child.poll() is None:
         if end is None and hangs_of_others(run, rank, since=since):
             end = time.monotonic() + ANSWER_SECONDS
-        if end is not None and time.monotonic() > end:
-            note_silence(run, rank, child.pid, since=since)
-            # A rank that has written its note ends by itself a few seconds later.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_END_SECONDS)
+        if end is not None and (time.monotonic() > end or process_state(child.pid) in STOPPED):
+            if not note_silence(run, rank, child.pid, since=since):
+                # A rank that has written its note ends by itself a few seconds later.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_END_SECONDS)
             child.kill()
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -145,17 +151,22 @@ def process_state(pid: int) -> str | None:
         return None
 
 
-def judged(notes: Collection[Outcome], world: int) -> Outcome:
-    """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the rank that others wait for.
+def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord] | None = None) -> Outcome:
+    """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
 
-    That rank is, in this order: a rank that does not answer; a rank that is outside a collective or computes; if all
-    ranks with a note wait for others, a rank without a note. If every rank waits, no rank is named.
+    Without records, the rank that others wait for is, in this order: a rank that does not answer; a rank that is
+    outside a collective or computes; if all ranks with a note wait for others, a rank without a note. If every rank
+    waits, no rank is named.
 
     Args:
         world: number of ranks; 0: unknown.
+        records: of the hang, by rank.
     """
     first = first_cause(notes)
     hung = sorted((note for note in notes if note.kind is OutcomeKind.HANG), key=lambda note: note.rank or 0)
+    found = _diagnosis(first, notes, world, records or {})
+    if found is not None:
+        return _diagnosed(first, notes, found)
     if first.kind is not OutcomeKind.HANG:
         return first
     silent = [note for note in hung if is_silent(note)]
@@ -183,9 +194,63 @@ def judged(notes: Collection[Outcome], world: int) -> Outcome:
     return first
 
 
+def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Diagnosis:
+    """The diagnosis of an attempt whose ranks hung, or lost their connection to a rank.
+
+    Args:
+        world: number of ranks; 0: unknown.
+    """
+    silent = {
+        note.rank: (note.cause or "").partition("does not answer: ")[2].partition(";")[0] or "nothing is known of it"
+        for note in notes
+        if note.rank is not None and is_silent(note)
+    }
+    ended = {
+        note.rank: note.cause or note.kind.meaning
+        for note in notes
+        if note.rank is not None and note.kind is not OutcomeKind.HANG and not note.echo
+    }
+    if not any(note.kind is OutcomeKind.HANG for note in notes):
+        # Nobody looked at the processes of the ranks without a note; the others lost their connection to them.
+        noted = {note.rank for note in notes} | set(records)
+        ended |= {rank: "its process is gone and has left no record" for rank in range(world) if rank not in noted}
+    unread = {note.rank for note in notes if note.rank is not None} - set(records) - set(silent) - set(ended)
+    return diagnose(records, world=world, silent=silent, ended=ended, unread=unread)
+
+
+def _diagnosis(
+    first: Outcome, notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]
+) -> Diagnosis | None:
+    """The diagnosis, if it says more than the first cause; None if that rank's failure explains everything."""
+    if not records:
+        return None
+    # A rank that ends with exit code 0 has left the others without a word.
+    if first.kind is OutcomeKind.HANG or first.echo or first.exit_code == 0:
+        return diagnosis_of(notes, world, records)
+    if first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
+        # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
+        found = different_calls(records)
+        if found is not None and found.ranks:
+            return replace(found, verdict=f"{found.verdict}; rank {first.rank}: {first.cause}")
+    return None
+
+
+def _diagnosed(first: Outcome, notes: Collection[Outcome], found: Diagnosis) -> Outcome:
+    """The first cause with the verdict as its cause, and the note of the rank that the verdict names."""
+    hung = [note for note in notes if note.kind is OutcomeKind.HANG]
+    cause = f"{_what_hangs(hung)}: {found.verdict}{_advice(hung)}" if hung else found.verdict
+    if not found.ranks:
+        return replace(first, rank=None, cause=cause, echo=False)
+    note = next((note for note in notes if note.rank == found.ranks[0]), None)
+    if note is None or is_silent(note):
+        return replace(first, rank=found.ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
+    return replace(note, kind=first.kind, cause=cause, echo=False)
+
+
 def _what_hangs(notes: Sequence[Outcome]) -> str:
     """`step 3 did not end within 600 s`, from the note of a rank that reached its own limit."""
-    for note in notes:
+    # Ranks may be in different steps: the earliest one is the one that does not end.
+    for note in sorted(notes, key=lambda note: note.step):
         event, colon, _ = (note.cause or "").partition(f": rank {note.rank}")
         if colon and "another rank reached" not in event:
             return event

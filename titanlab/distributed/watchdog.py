@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from titanlab.distributed.hang import BUSY_SECONDS, FIRST_STEP_KEY, STEP_KEY, StepTimes, hang, main_thread_is_busy
+from titanlab.distributed.hang_record import Frame, Topology, hang_record, stack_of, stack_of_error
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 # Longest time between two checks; with short limits the thread checks more often.
-_LOOK_SECONDS = 5.0
+_LOOK_SECONDS = 2.0
 # Between the note and the exit: the other ranks, which wait for this one, write their own stacks meanwhile.
 LINGER_SECONDS = 5.0
 # How much later than the thread the timer of faulthandler acts.
@@ -41,9 +42,10 @@ class Watchdog:
     """Watches one rank until `close`; the start of the process counts as a first step.
 
     Args:
-        step_seconds: limit of a step; None: no limit.
+        step_seconds: limit of a step; 0: no limit; None: `StepTimes.limit`, and `first_seconds` until it is known.
         first_seconds: limit of the start, of the first step and of pauses; None: no limit.
-        note: is called with the outcome of a rank that hangs, before the process ends.
+        note: is called with the outcome of a rank that hangs, and with its record for the diagnosis (None: there is
+            none), before the process ends.
         rank, attempt: for that outcome.
         is_asked: whether another rank hangs, so that this rank has to write its note too.
         idle_waits: whether a rank that waits for others leaves its CPU core idle; with a GPU it polls.
@@ -54,7 +56,7 @@ class Watchdog:
         *,
         step_seconds: float | None,
         first_seconds: float | None,
-        note: Callable[[Outcome], None],
+        note: Callable[[Outcome, dict[str, Any] | None], None],
         rank: int = 0,
         attempt: int = 1,
         is_asked: Callable[[], bool] = lambda: False,
@@ -65,19 +67,24 @@ class Watchdog:
         self._step_seconds, self._first_seconds = step_seconds, first_seconds
         self._note, self._rank, self._attempt = note, rank, attempt
         self._stepped = False
+        self._topology = Topology()
         self._phase = _Phase("the start", 0, time.monotonic(), first_seconds)
         self._closed = threading.Event()
         self._main = threading.main_thread().ident
-        limits = [limit for limit in (step_seconds, first_seconds) if limit is not None]
+        limits = [limit for limit in (step_seconds, first_seconds) if limit]
         self._look_seconds = min([_LOOK_SECONDS, *(limit / 4 for limit in limits)])
-        if limits:
+        if limits or step_seconds is None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def learn(self, topology: Topology) -> None:
+        """Take the rank's place among the others, for its record."""
+        self._topology = topology
 
     def step(self, step: int) -> None:
         """Note that a step begins; all steps before it are complete."""
-        limit, key = (self._step_seconds, STEP_KEY) if self._stepped else (self._first_seconds, FIRST_STEP_KEY)
-        self._stepped = True
         self._times.step()
+        limit, key = self._step_limit()
+        self._stepped = True
         self._phase = _Phase(f"step {step}", step - 1, time.monotonic(), limit, key)
 
     @contextlib.contextmanager
@@ -96,10 +103,23 @@ class Watchdog:
         """Note that no step follows; the rest may take as long as a pause."""
         self._phase = _Phase(f"the end after step {step}", step, time.monotonic(), self._first_seconds)
 
+    def record_of_error(self, error: BaseException) -> dict[str, Any]:
+        """The record of a rank whose main thread has raised an error."""
+        return self._record(stack_of_error(error.__traceback__), "raised", self._phase, limit=None)
+
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
         faulthandler.cancel_dump_traceback_later()
+
+    def _step_limit(self) -> tuple[float | None, str]:
+        """The limit of the step that begins, and the key of the config that it comes from."""
+        if not self._stepped:
+            return self._first_seconds, FIRST_STEP_KEY
+        if self._step_seconds is not None:
+            return self._step_seconds or None, STEP_KEY
+        limit = self._times.limit()
+        return (self._first_seconds, FIRST_STEP_KEY) if limit is None else (limit, STEP_KEY)
 
     def _watch(self) -> None:
         while not self._closed.is_set():
@@ -121,10 +141,11 @@ class Watchdog:
         # The process ends even if writing the note hangs, on a file system that does not respond.
         faulthandler.dump_traceback_later(BUSY_SECONDS + LINGER_SECONDS + _NATIVE_MARGIN_SECONDS, exit=True)
         busy = self._idle_waits and main_thread_is_busy()
+        frame = sys._current_frames().get(self._main or 0)
         outcome = hang(
             phase.where,
             phase.limit or 0.0,
-            sys._current_frames().get(self._main or 0),
+            frame,
             rank=self._rank,
             attempt=self._attempt,
             step=phase.step,
@@ -136,7 +157,23 @@ class Watchdog:
             sys.stderr.write(f"{outcome.cause}. Stacks of all threads:\n")
             sys.stderr.flush()
         faulthandler.dump_traceback(file=2, all_threads=True)
+        state = "computes" if busy else "waits" if outcome.echo else "stands"
+        record = None
         with contextlib.suppress(Exception):
-            self._note(outcome)
+            record = self._record(stack_of(frame), state, phase, limit=None if since is not None else phase.limit)
+        with contextlib.suppress(Exception):
+            self._note(outcome, record)
         time.sleep(LINGER_SECONDS)
         os._exit(OutcomeKind.HANG.exit_code)
+
+    def _record(self, frames: list[Frame], state: str, phase: _Phase, *, limit: float | None) -> dict[str, Any]:
+        return hang_record(
+            frames,
+            self._topology,
+            rank=self._rank,
+            state=state,
+            phase=phase.where,
+            step=phase.step,
+            seconds=time.monotonic() - phase.begin,
+            limit=limit,
+        )

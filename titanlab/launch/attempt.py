@@ -16,6 +16,7 @@ from titanlab.distributed.host import Host
 from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
+from titanlab.records.hang_file import read_hang
 from titanlab.records.outcome import Outcome, from_exit
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
@@ -164,7 +165,8 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
     notes = {note.rank or 0: note for note in run.failures(attempt)}
     for rank, code in exits.items():
         notes.setdefault(rank, from_exit(code, rank=rank, attempt=attempt, memory=memory))
-    outcome = judged(list(notes.values()), world_of(run, attempt)) if notes else from_exit(0, attempt=attempt)
+    records, _ = read_hang(run, attempt)
+    outcome = judged(list(notes.values()), world_of(run, attempt), records) if notes else from_exit(0, attempt=attempt)
     outcome = with_progress(run, outcome)
     try:
         run.write_result(outcome)

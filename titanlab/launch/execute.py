@@ -185,5 +185,6 @@ def _recorded(
             ("folder", shown_path(run.path)),
         ],
         tone="bad",
+        next_steps=[f"titanlab diagnose {shown_path(run.path)}"] if outcome.kind is OutcomeKind.HANG else [],
     )
     return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ class Pipeline:
             microbatch: sequences of a microbatch; None: the first number of hidden_shape.
         """
         rank = dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._runs = False
         if sorted(stages) != [number for number, owner in enumerate(placement) if owner == rank]:
             raise ValueError(f"rank {rank} was given stages {sorted(stages)} of the placement {list(placement)}")
         self._device = device
@@ -118,6 +121,30 @@ class Pipeline:
             stage.free_parameters()
         return total
 
+    def messages(self) -> dict[str, Any]:
+        """The state of sends and receives, for the diagnosis of a hang; another thread may call it at any time.
+
+        `runs`: whether a schedule runs; `stages`: this rank's; `sent`, `received`: how many this rank has started, by
+        the other rank; `waiting`: the one that it waits for now, or None.
+        """
+        waiting = next((message for stage in self._stages if (message := stage.waiting) is not None), None)
+        peers = list(enumerate(self._ranks))
+        return {
+            "runs": self._runs,
+            "stages": [stage.stage_index for stage in self._stages],
+            "sent": {rank: sum(stage.sent[peer] for stage in self._stages) for peer, rank in peers},
+            "received": {rank: sum(stage.received[peer] for stage in self._stages) for peer, rank in peers},
+            "waiting": waiting
+            and {
+                "operation": waiting.operation,
+                "what": waiting.what,
+                "microbatch": waiting.microbatch,
+                "stage": waiting.stage,
+                "peer_stage": waiting.peer_stage,
+                "peer": self._ranks[waiting.peer_rank],
+            },
+        }
+
     def _runtime(self, actions: Sequence[Sequence[Action]]) -> _PipelineScheduleRuntime:
         # Without a loss function: the last stage calls it and frees the logits earlier than the runtime would.
         runtime = _PipelineScheduleRuntime(
@@ -142,6 +169,7 @@ class Pipeline:
         size = self._microbatch
         rows = [slice(index * size, (index + 1) * size) for index in range(self._microbatches)]
         total = torch.zeros((), device=self._device)
+        self._runs = True
         try:
             runtime._step_microbatches([(tokens[row], labels[row], positions) for row in rows], return_outputs=False)
             for stage in self._stages:
@@ -151,4 +179,5 @@ class Pipeline:
         finally:
             for stage in self._stages:
                 stage.clear_runtime_states()
+        self._runs = False
         return total

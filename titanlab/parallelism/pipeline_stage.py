@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,25 @@ from torch.distributed.tensor import DTensor
 from titanlab.parallelism.pipeline_weights import DeferredWeights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Message(NamedTuple):
+    """A send or receive for which a stage waits.
+
+    Attributes:
+        operation: `send` or `recv`.
+        what: `hidden state` or `gradient`.
+        microbatch: its number.
+        stage, peer_stage: of this rank, and of the other side.
+        peer_rank: rank of the group that has the other stage.
+    """
+
+    operation: str
+    what: str
+    microbatch: int
+    stage: int
+    peer_stage: int
+    peer_rank: int
 
 
 class ScheduledStage(PipelineStage):
@@ -62,7 +82,11 @@ class ScheduledStage(PipelineStage):
         self._computed: dict[int, Tensor] = {}
         self._computed_gradients: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[Tensor | None, Tensor]] = {}
-        self._sends: list[dist.Work] = []
+        self._sends: list[tuple[dist.Work, Message]] = []
+        # For the diagnosis of hangs: gloo's sends and receives are in no record of torch.
+        self.waiting: Message | None = None
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
 
     def begin_step(self) -> None:
         """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not each backward."""
@@ -79,8 +103,10 @@ class ScheduledStage(PipelineStage):
 
     def end_step(self) -> None:
         """Wait for pending sends, and free everything."""
-        for work in self._sends:
+        for work, message in self._sends:
+            self.waiting = message
             work.wait()
+        self.waiting = None
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
@@ -106,7 +132,7 @@ class ScheduledStage(PipelineStage):
         tokens, labels, positions = args
         hidden = None
         if not self.is_first:
-            hidden = self._take(self._arrived, fwd_chunk_id)
+            hidden = self._take(self._arrived, fwd_chunk_id, self.stage_index - 1)
             hidden.requires_grad_(torch.is_grad_enabled())
         output: Tensor
         if self.is_last:
@@ -132,7 +158,7 @@ class ScheduledStage(PipelineStage):
     ) -> None:
         """The backward of one microbatch; with `full_backward` False, most gradients of weights are deferred."""
         hidden, output = self._pending.pop(bwd_chunk_id)
-        gradient = None if self.is_last else self._take(self._arrived_gradients, bwd_chunk_id)
+        gradient = None if self.is_last else self._take(self._arrived_gradients, bwd_chunk_id, self.stage_index + 1)
         if full_backward:
             torch.autograd.backward(output, gradient)
         else:
@@ -155,11 +181,11 @@ class ScheduledStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Start sending the hidden state; the runtime gets no operations to run."""
-        return self._send(self._computed.pop(fwd_chunk_id), self.stage_index + 1)
+        return self._send(self._computed.pop(fwd_chunk_id), fwd_chunk_id, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Start sending the gradient; the runtime gets no operations to run."""
-        return self._send(self._computed_gradients.pop(bwd_chunk_id), self.stage_index - 1)
+        return self._send(self._computed_gradients.pop(bwd_chunk_id), bwd_chunk_id, self.stage_index - 1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Start receiving a hidden state; the runtime gets no operations to run."""
@@ -183,12 +209,13 @@ class ScheduledStage(PipelineStage):
         assert gradient is not None
         self._arrived_gradients[mb_index] = gradient, None
 
-    def _send(self, tensor: Tensor, stage: int) -> list[dist.P2POp]:
+    def _send(self, tensor: Tensor, microbatch: int, stage: int) -> list[dist.P2POp]:
         # Completed sends need not be kept. NCCL reports completion by itself, gloo only after a wait.
-        self._sends = [work for work in self._sends if not work.is_completed()]
+        self._sends = [(work, message) for work, message in self._sends if not work.is_completed()]
         work = dist.isend(tensor, group=self.group, group_dst=self._placement[stage])
         assert work is not None
-        self._sends.append(work)
+        self._sends.append((work, self._message("send", microbatch, stage)))
+        self.sent[self._placement[stage]] += 1
         return []
 
     def _receive(
@@ -196,13 +223,23 @@ class ScheduledStage(PipelineStage):
     ) -> list[dist.P2POp]:
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         arrived[microbatch] = buffer, dist.irecv(buffer, group=self.group, group_src=self._placement[stage])
+        self.received[self._placement[stage]] += 1
         return []
 
-    def _take(self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int) -> Tensor:
+    def _take(self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int, stage: int) -> Tensor:
+        """The tensor of a microbatch from another stage, when it has arrived."""
         tensor, work = arrived.pop(microbatch)
         if work is not None:
+            self.waiting = self._message("recv", microbatch, stage)
             work.wait()
+            self.waiting = None
         return tensor
+
+    def _message(self, operation: str, microbatch: int, stage: int) -> Message:
+        # Hidden states go to later stages, gradients to earlier ones.
+        is_forward = (operation == "send") == (stage > self.stage_index)
+        what = "hidden state" if is_forward else "gradient"
+        return Message(operation, what, microbatch, self.stage_index, stage, self._placement[stage])
 
     def _is_elsewhere(self, stage: int) -> bool:
         return self._placement[stage] != self._placement[self.stage_index]

@@ -26,9 +26,10 @@ class Training:
         log_every: steps in one row of metrics.
         unmeasured_steps: number of first steps that the throughput leaves out.
         gc_every: steps between garbage collections; automatic collection is off.
-        step_timeout_seconds: a step that takes longer ends the run as `hang`; null: no limit.
+        step_timeout_seconds: a step that takes longer ends the run as `hang`; 0: no limit; null: the larger of 60 and
+            10 times the median step, once three steps after the first are known, and first_step_timeout_seconds before.
         first_step_timeout_seconds: the limit for the start, the first step with its compilation, validation and
-            checkpoints.
+            checkpoints; null: no limit.
     """
 
     steps: int = 1000
@@ -42,7 +43,7 @@ class Training:
     log_every: int = field(default=10, metadata={"identity": False})
     unmeasured_steps: int = field(default=3, metadata={"identity": False})
     gc_every: int = field(default=100, metadata={"identity": False})
-    step_timeout_seconds: float | None = field(default=600.0, metadata={"identity": False})
+    step_timeout_seconds: float | None = field(default=None, metadata={"identity": False})
     first_step_timeout_seconds: float | None = field(default=3600.0, metadata={"identity": False})
 
     def __post_init__(self) -> None:
@@ -55,10 +56,12 @@ class Training:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"training.{name}", value, "must not be negative", "try 0")
-        for name in ("step_timeout_seconds", "first_step_timeout_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"training.{name}", value, "must be positive", "try 600, or null")
+        if self.step_timeout_seconds is not None and not self.step_timeout_seconds >= 0:
+            rule, cure = "must not be negative", "try 600, 0 for no limit, or null"
+            raise ConfigError("training.step_timeout_seconds", self.step_timeout_seconds, rule, cure)
+        if self.first_step_timeout_seconds is not None and not self.first_step_timeout_seconds > 0:
+            rule, cure = "must be positive", "try 600, or null for no limit"
+            raise ConfigError("training.first_step_timeout_seconds", self.first_step_timeout_seconds, rule, cure)
         if self.microbatch is not None and self.microbatch < 1:
             raise ConfigError("training.microbatch", self.microbatch, "must be at least 1", "try 1, or null for all")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:

@@ -19,6 +19,7 @@ from titanlab.launch.job.stop_file import read_stop
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission
 from titanlab.records.claim import CannotWriteError
+from titanlab.records.hang_file import read_hang
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.queue import job_states
@@ -123,7 +124,7 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher) -
         if unstarted is not None:
             return _plain(_with_person(run, unstarted), 0, None)
     notes = run.failures(attempt)
-    noted = judged(notes, world_of(run, attempt)) if notes else None
+    noted = judged(notes, world_of(run, attempt), read_hang(run, attempt)[0]) if notes else None
     code = state.exit_code
     if noted is not None and _says_why(noted):
         return noted

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,7 @@ class Assembled:
         after_update: has to be called when parameters have changed, and before the first step.
         after_first_step: has to be called by all ranks after the process's first `forward_backward`; raises
             ConfigError if a technique of the recipe did not take effect.
+        messages: returns the state of the pipeline's sends and receives; None without a pipeline.
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class Assembled:
     evaluation_rows: int
     after_update: Callable[[], None] = lambda: None
     after_first_step: Callable[[], None] = lambda: None
+    messages: Callable[[], Mapping[str, Any] | None] = lambda: None
 
 
 def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
@@ -151,6 +153,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
         evaluate=evaluate,
         evaluation_rows=recipe.local_batch,
         after_update=_updater(recipe, model),
+        messages=pipeline.messages,
     )
 
 

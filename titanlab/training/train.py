@@ -24,6 +24,7 @@ from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import fall_back, find, latest
 from titanlab.checkpoint.position import Position
 from titanlab.data import source
+from titanlab.distributed.flight_recorder import topology
 from titanlab.distributed.mesh import Mesh, build_mesh
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.stop import STOPS, StopRequest, stop_request
@@ -87,7 +88,7 @@ def train(
         ConfigError: the device is missing, or a checkpoint belongs to another model.
     """
     observer = observer or Observer()
-    watchdog = watchdog or Watchdog(step_seconds=None, first_seconds=None, note=lambda outcome: None)
+    watchdog = watchdog or Watchdog(step_seconds=0.0, first_seconds=None, note=lambda outcome, record: None)
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(stop_request())
         world = stack.enter_context(
@@ -100,7 +101,9 @@ def train(
         )
         attempt = world.share(max(run.attempts(), default=1)) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
+        watchdog.learn(topology(mesh))
         assembled = assemble(recipe, world, mesh)
+        watchdog.learn(topology(mesh, assembled.messages))
         model = assembled.model
         parameters = dict(model.named_parameters())
         optimizer = recipe.optimizer.implementation().build(parameters)

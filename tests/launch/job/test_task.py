@@ -124,13 +124,25 @@ def test_a_rank_that_hangs_is_told_with_the_stacks_of_all(jobs):
     result = run.result()
     assert codes == [71, 71], said
     assert (result.kind, result.rank, result.step, result.exit_code) == (OutcomeKind.HANG, 1, 2, 71)
-    assert result.cause.startswith("step 3 did not end within 8 s: rank 1 stands in _fail (tests/planted.py:")
+    assert result.cause.startswith("step 3 did not end within 8 s: rank 1 waits for data in _fail (tests/planted.py:")
     assert "in next_batch" in result.traceback
     stacks = [(run.logs / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert all("most recent call first" in stack for stack in stacks)
     assert "in next_batch" in stacks[1]
     assert "in forward_backward" in stacks[0]
     assert [note.echo for note in run.failures(1) if note.rank == 0] in ([], [True])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits(jobs, rank):
+    run = jobs.run(2, steps=60, fault="SIGSTOP", step=6, rank=rank, step_timeout_seconds=5.0)
+    codes, said = ended(jobs.start(run, 2))
+    result = run.result()
+    assert codes == [71, 71], said
+    assert (result.kind, result.rank, result.traceback) == (OutcomeKind.HANG, rank, None)
+    reason = f"rank {rank} does not answer: its process is stopped (SIGSTOP); rank {1 - rank} waits in "
+    assert result.cause.startswith(f"step 6 did not end within 5 s: {reason}")
 
 
 @pytest.mark.parametrize("gibibytes", [0.7, 1.5], ids=["at the import of torch", "in a step"])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from titanlab.distributed.silence import ANSWER_SECONDS, note_silence
+from titanlab.distributed.silence import ANSWER_SECONDS, STOPPED, note_silence, process_state
 from titanlab.distributed.watchdog import NATIVE_SIGN
 from titanlab.launch.child import Child
 from titanlab.launch.contract import StopReason
@@ -57,7 +57,7 @@ class RankWatch:
         self._reason: StopReason | None = None
         self._poll_seconds = _poll_seconds(world)
         self._kills = memory_kills()
-        self._ended_here = False
+        self._ended_here = self._others_hang = False
         self._begin = time.time()
 
     def to_end(self) -> int:
@@ -68,7 +68,7 @@ class RankWatch:
             self._pass_on()
             if end is None:
                 end = self._time_to_end()
-            elif time.monotonic() > end:
+            elif time.monotonic() > end or (self._others_hang and process_state(self._child.pid) in STOPPED):
                 self._ended_here = True
                 self._note_silence()
                 self._child.kill()
@@ -94,6 +94,7 @@ class RankWatch:
         if not notes:
             return None
         if any(note.kind is OutcomeKind.HANG for note in notes):
+            self._others_hang = True
             self._child.show_stacks()
             return time.monotonic() + HANG_GRACE_SECONDS
         return time.monotonic() + GRACE_SECONDS

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from titanlab.distributed.ranks import Ranks
-from titanlab.distributed.silence import end_if_silent, note_silent_ranks
+from titanlab.distributed.silence import ANSWER_SECONDS, end_if_silent, hangs_of_others, note_silent_ranks
 from titanlab.distributed.stop import STOP_SIGNALS, handlers_kept
 from titanlab.launch.contract import Failure
 from titanlab.records.run_folder import RunFolder
@@ -29,6 +29,8 @@ from titanlab.records.run_folder import RunFolder
 POLL_SECONDS = 0.1
 # The other ranks have this time to end after one has failed.
 GRACE_SECONDS = 5
+# Between two looks for notes of ranks that hang.
+_HANG_LOOK_SECONDS = 0.5
 
 
 def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
@@ -127,18 +129,21 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
         # Only now: `start_processes` has installed its own handlers, which raise.
         signals.forward_to(lambda number: _send(pids.values(), number))
         # After the first failure, the agent alone would give the other ranks 30 s, and count them as failed too.
-        failed = _wait_for_failure(pids)
-        if failed:
-            others = {rank: pid for rank, pid in pids.items() if rank not in failed}
-            note_silent_ranks(RunFolder(folder), others, since=begin, seconds=GRACE_SECONDS)
-            context.close(timeout=GRACE_SECONDS)
+        run = RunFolder(folder)
+        failed, left = _wait_for_failure(pids, lambda: bool(hangs_of_others(run, None, since=begin)))
+        hangs = bool(hangs_of_others(run, None, since=begin))
+        if failed or hangs:
+            others = {rank: pid for rank, pid in pids.items() if rank not in failed | left}
+            note_silent_ranks(run, others, since=begin, seconds=ANSWER_SECONDS)
+            # Ranks that hang save nothing: they get no time to end.
+            context.close(signal.SIGKILL if hangs else None, timeout=GRACE_SECONDS)
         result = context.wait()
     failures = result.failures if result is not None else {}
     return [
         Failure(rank=rank, exit_code=failure.exitcode)
         for rank, failure in sorted(failures.items())
         if rank in failed or not failed
-    ]
+    ] + [Failure(rank=rank, exit_code=0) for rank in sorted(left) if failed or hangs]
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -162,21 +167,31 @@ def _send(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _wait_for_failure(pids: Mapping[int, int]) -> set[int]:
-    """Wait until a rank fails or all ranks have ended well. Returns the ranks that failed.
+def _wait_for_failure(pids: Mapping[int, int], hangs: Callable[[], bool]) -> tuple[set[int], set[int]]:
+    """Wait until a rank fails, ranks hang, or all ranks have ended well.
 
     The processes stay unreaped, for the agent to wait for. Without `os.waitid` (macOS) it returns at once.
+
+    Args:
+        hangs: whether ranks have noted that they hang.
+
+    Returns:
+        the ranks that failed, and those that ended with exit code 0.
     """
-    running, failed = dict(pids), set[int]()
+    running, failed, left = dict(pids), set[int](), set[int]()
+    look = time.monotonic() + _HANG_LOOK_SECONDS
     while running and not failed and hasattr(os, "waitid"):
         for rank, pid in list(running.items()):
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 del running[rank]
-                if ended.si_status != 0:
-                    failed.add(rank)
+                (left if ended.si_status == 0 else failed).add(rank)
+        if time.monotonic() > look:
+            if hangs():
+                break
+            look = time.monotonic() + _HANG_LOOK_SECONDS
         time.sleep(POLL_SECONDS)
-    return failed
+    return failed, left
 
 
 class _Signals:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.arguments import Arguments, parser_of
-from titanlab.cli.hydra_answers import answer
+from titanlab.cli.hydra_flags.answers import answer
 from titanlab.cli.verbs import VERBS
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags

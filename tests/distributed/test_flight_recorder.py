@@ -1,0 +1,136 @@
+"""What is read of torch's recorder, and what a rank knows of its groups."""
+
+import functools
+import json
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from titanlab.costs.layout import Layout
+from titanlab.distributed import flight_recorder, hang_record
+from titanlab.distributed.flight_recorder import last_collectives, topology
+from titanlab.distributed.hang_record import Topology, stack_of, stack_of_error
+from titanlab.distributed.mesh import build_mesh
+from titanlab.records.hang_file import parse_hang
+
+
+def entry(sequence, **changes):
+    """As torch 2.13 dumps it for gloo."""
+    return {
+        "collective_seq_id": sequence,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "process_group": ["1", "mesh_shard"],
+        "profiling_name": "gloo:all_reduce",
+        "input_sizes": [[8]],
+        "input_dtypes": ["Float"],
+        "state": "scheduled",
+        "retired": True,
+        "time_created_ns": 1_000_000_000 + sequence,
+        **changes,
+    }
+
+
+@pytest.fixture
+def dumps(monkeypatch):
+    def set_to(*entries):
+        found = tuple(functools.partial(lambda own: json.dumps({"entries": own}).encode(), own) for own in entries)
+        monkeypatch.setattr(flight_recorder, "_DUMPS", (*found, None))
+
+    return set_to
+
+
+def test_collectives_of_gloo_and_of_nccl(dumps):
+    nccl = entry(2, profiling_name="nccl:all_gather", state="started", retired=False, time_created_ns=1)
+    message = entry(0, is_p2p=True, p2p_seq_id=5, profiling_name="nccl:recv 0<-1", state="completed", retired=False)
+    dumps([entry(1), entry(2, retired=False)], [nccl, message])
+    found = [(each["operation"], each["sequence"], each["is_message"], each["is_done"]) for each in last_collectives()]
+    assert found == [
+        ("all_gather", 2, False, False),
+        ("recv 0<-1", 5, True, True),
+        ("all_reduce", 1, False, True),
+        ("all_reduce", 2, False, False),
+    ]
+    assert last_collectives()[-1] == {
+        "group": "1",
+        "sequence": 2,
+        "operation": "all_reduce",
+        "sizes": [[8]],
+        "dtypes": ["Float"],
+        "is_message": False,
+        "is_done": False,
+        "created": pytest.approx(1.000000002),
+    }
+
+
+def test_a_recorder_in_two_dumps_is_counted_once_and_the_last_are_kept(dumps):
+    every = [entry(number) for number in range(10)]
+    dumps(every, every)
+    assert [each["sequence"] for each in last_collectives(4)] == [6, 7, 8, 9]
+
+
+def test_a_recorder_that_does_not_answer_or_says_nonsense_is_passed_over(dumps, monkeypatch):
+    monkeypatch.setattr(flight_recorder, "_DUMP_SECONDS", 0.05)
+    dumps([])
+    assert last_collectives() == []
+    release = threading.Event()
+    monkeypatch.setattr(flight_recorder, "_DUMPS", (lambda: release.wait(30) and b"{}",))
+    begin = time.monotonic()
+    assert last_collectives() == []
+    assert time.monotonic() - begin < 5
+    release.set()
+
+
+def names_of_groups():
+    dist.init_process_group("gloo")
+    mesh = build_mesh(Layout(shard=2, tensor=2), "cpu")
+    found = topology(mesh)
+    assert found.messages() is None
+    return dict(found.coordinates), sorted(found.groups.values())
+
+
+def test_groups_and_coordinates_of_a_mesh(pool):
+    coordinates, groups = pool.run(4, names_of_groups)[2]
+    assert coordinates == {"shard": 1, "tensor": 0}
+    assert groups == [("shard", (0, 2)), ("tensor", (2, 3)), ("world", (0, 1, 2, 3))]
+
+
+def recorded(frames, **changes):
+    how = {"rank": 1, "state": "stands", "phase": "step 2", "step": 1, "seconds": 1.0, "limit": None, **changes}
+    return parse_hang({"schema": 1, **hang_record.hang_record(frames, Topology(), **how)})
+
+
+def test_a_record_names_the_innermost_line_that_is_not_torchs():
+    frames = stack_of(sys._getframe())
+    torchs = hang_record.Frame("/venv/torch/distributed/distributed_c10d.py", 9, "wait")
+    found = recorded([torchs, *frames])
+    assert (found.source.function, found.stack[0].function) == (frames[0].function, "wait")
+    assert found.activity == ""
+    assert len(recorded(frames * 9).stack) == 60
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "activity", "shown"),
+    [
+        ("data/stream.py", "read", "data", "titanlab/data/stream.py"),
+        ("checkpoint/store.py", "save", "checkpoint", "titanlab/checkpoint/store.py"),
+        ("training/train.py", "train", "", "titanlab/training/train.py"),
+        ("training/train.py", "next_batch", "data", "titanlab/training/train.py"),
+    ],
+)
+def test_what_a_rank_is_busy_with(file, function, activity, shown):
+    found = recorded([hang_record.Frame(hang_record._PACKAGE + file, 3, function)])
+    assert (found.activity, found.source.file) == (activity, shown)
+
+
+def test_the_stack_of_an_error():
+    def inner():
+        raise LookupError
+
+    with pytest.raises(LookupError) as raised:
+        inner()
+    assert next(frame.function for frame in stack_of_error(raised.value.__traceback__)) == "inner"
+    assert recorded([], state="raised").source is None

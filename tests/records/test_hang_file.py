@@ -1,0 +1,124 @@
+"""Records of a hang on disk, whole, damaged and foreign."""
+
+import json
+
+import pytest
+
+from tests import tiny
+from tests.records.test_diagnosis import FORWARD, REDUCE, stage
+from titanlab.records.hang_file import DamagedRecordError, hang_folder, parse_hang, read_hang, write_hang
+
+
+def values(**changes):
+    collective = {
+        "group": "0",
+        "sequence": 3,
+        "operation": "all_reduce",
+        "sizes": [[7], [2, 3]],
+        "dtypes": ["Float", "Long"],
+        "is_message": False,
+        "is_done": False,
+        "created": 1.5,
+    }
+    return {
+        "schema": 1,
+        "rank": 0,
+        "time": 1.0,
+        "state": "waits",
+        "phase": "step 4",
+        "step": 3,
+        "seconds": 9,
+        "limit": None,
+        "activity": "",
+        "source": FORWARD,
+        "stack": [FORWARD],
+        "coordinates": {"shard": 0},
+        "groups": {"0": {"axis": "shard", "ranks": [0, 1]}},
+        "messages": None,
+        "collectives": [collective],
+        **changes,
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tiny.begin(tiny.recipe(tmp_path, shard=2))
+
+
+def test_what_is_written_is_read(run):
+    write_hang(run, 1, 0, {name: value for name, value in values().items() if name != "schema"})
+    records, damaged = read_hang(run, 1)
+    assert (records, damaged) == ({0: parse_hang(values())}, {})
+    assert records[0].groups["0"].ranks == (0, 1)
+    assert records[0].collectives[0].sizes == ((7,), (2, 3))
+    assert str(records[0].source) == "forward_backward (titanlab/training/assemble.py:228)"
+
+
+def test_without_records_there_are_none(run):
+    assert read_hang(run, 1) == ({}, {})
+    assert read_hang(run, 7) == ({}, {})
+
+
+DAMAGE = {
+    "empty": ("", "is no JSON"),
+    "cut": (json.dumps(values())[:90], "is no JSON"),
+    "a list": ("[]", "holds list and no object"),
+    "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", "is no JSON"),
+    "zeros": (b"\0" * 10_000, "is no JSON"),
+    "nested": ("[" * 100_000, "is no JSON"),
+    "another schema": (values(schema=2), "schema 2 is not 1"),
+    "another rank": (values(rank=5), "it is of rank 5"),
+    "a missing key": ({"schema": 1, "state": "waits"}, "source is missing"),
+    "an unknown state": (values(state="flies"), "state: 'flies' is not known"),
+    "a text as a number": (values(step="3"), "step is of type str, and not int"),
+    "true as a number": (values(rank=True), "rank is of type bool, and not int"),
+    "ranks of text": (values(groups={"0": {"axis": "shard", "ranks": ["0"]}}), "ranks is of type str, and not int"),
+    "a group of text": (values(groups={"0": "shard"}), "groups.0 is of type str, and not dict"),
+    "a size of text": (values(collectives=[{**values()["collectives"][0], "sizes": [["x"]]}]), "sizes is of type str"),
+    "messages to no rank": (
+        values(messages={"runs": True, "stages": [0], "sent": {"x": 1}, "received": {}, "waiting": None}),
+        "sent: 'x' is no rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_record_is_named_in_one_line_and_hides_no_other(run, name):
+    content, reason = DAMAGE[name]
+    write_hang(run, 1, 1, values(rank=1))
+    path = hang_folder(run, 1) / "rank-0.json"
+    if isinstance(content, dict):
+        content = json.dumps(content)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    records, damaged = read_hang(run, 1)
+    assert (list(records), list(damaged)) == ([1], [0])
+    assert damaged[0].startswith(f"{path}: ")
+    assert reason in damaged[0]
+    assert "\n" not in damaged[0]
+
+
+def test_a_record_that_is_too_long_is_not_read(run, monkeypatch):
+    monkeypatch.setattr("titanlab.records.hang_file._BYTES", 100)
+    write_hang(run, 1, 0, values())
+    assert "more than 100 bytes" in read_hang(run, 1)[1][0]
+
+
+def test_other_files_are_passed_over(run):
+    write_hang(run, 1, 0, values())
+    for name in ("rank-x.json", f"rank-{'9' * 30}.json", ".rank-1.json.tmp"):
+        (hang_folder(run, 1) / name).write_text("{}")
+    assert list(read_hang(run, 1)[0]) == [0]
+
+
+def test_texts_that_would_steer_a_terminal_are_cleaned():
+    found = parse_hang(values(phase="step\x1b[2J 4", source={**FORWARD, "function": "a\nb" + "c" * 9999}))
+    assert found.phase == "step?[2J 4"
+    assert found.source.function.startswith("a?bccc")
+    assert len(found.source.function) == 500
+
+
+def test_messages_of_a_pipeline():
+    found = stage(0, sent=8, received=7, waiting=("send", "gradient"), calls=REDUCE)
+    assert (found.messages.sent, found.messages.waiting.operation) == ({1: 8}, "send")
+    with pytest.raises(DamagedRecordError, match="waiting is of type"):
+        parse_hang(values(messages={"runs": True, "stages": [], "sent": {}, "received": {}, "waiting": 3}))

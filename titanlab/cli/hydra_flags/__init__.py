@@ -1,0 +1,1 @@
+"""What Hydra's flags print (`--cfg`, `--info`, `--help`), and completion for shells."""

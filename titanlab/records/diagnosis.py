@@ -1,0 +1,335 @@
+"""Who made a run hang: pure functions over the records of its ranks.
+
+The evidence, strongest first: a rank that does not answer; a rank that ended early; ranks that call different
+collectives; a rank that is outside of every collective; a rank that others wait for and that waits for nobody. Ranks
+that wait for each other are compared with their own earlier steps. Where this does not decide, no rank is named.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from titanlab.records.collective_order import Mismatch, deviation, first_mismatch, group_key
+from titanlab.records.hang_file import Collective, HangRecord, Messages
+
+_MOST_NAMED = 8
+# What a rank does that waits for no other rank, for one rank and for several.
+_VERBS = {
+    "computes": ("computes", "compute"),
+    "stands": ("stands", "stand"),
+    "data": ("waits for data", "wait for data"),
+    "checkpoint": ("is in a checkpoint", "are in a checkpoint"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """What a rank waits for, or does instead.
+
+    Attributes:
+        text: `all_reduce (shard, sequence number 41)`; empty if it is not known.
+        on: the ranks that have not come; empty if all have, or if it is not known.
+        call: the collective; None for a send or receive of a pipeline.
+        at: the line of titanlab or of the user in which the rank is.
+        instead: key of _VERBS for a rank that does not wait for others.
+    """
+
+    text: str = ""
+    on: frozenset[int] = frozenset()
+    call: Collective | None = None
+    at: str = ""
+    instead: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The result.
+
+    Attributes:
+        verdict: one sentence.
+        ranks: the ranks that made the others wait; empty if the records do not show it.
+        pending: the collective, send or receive in which the others wait; None if none does.
+        waits: what each rank with a record waits for, or does instead.
+    """
+
+    verdict: str
+    ranks: tuple[int, ...] = ()
+    pending: str | None = None
+    waits: Mapping[int, Wait] = field(default_factory=dict)
+
+
+def diagnose(
+    records: Mapping[int, HangRecord],
+    *,
+    world: int,
+    silent: Mapping[int, str] | None = None,
+    ended: Mapping[int, str] | None = None,
+    unread: Collection[int] = (),
+) -> Diagnosis:
+    """The verdict over the ranks' records.
+
+    Args:
+        records: by rank.
+        world: number of ranks; 0: unknown.
+        silent: ranks that did not answer, with what is known of their processes.
+        ended: ranks that ended before, with how they did.
+        unread: ranks that have answered, and whose records cannot be read.
+    """
+    silent, ended = dict(silent or {}), dict(ended or {})
+    known = {*records, *silent, *ended, *unread}
+    silent |= {rank: "it has left no record" for rank in range(world) if rank not in known}
+    absent = {*silent, *ended}
+    late = _Late(records, absent)
+    waits = {rank: _wait(records, rank, late) for rank in sorted(records)}
+    for rank in (*silent, *ended):
+        waits.pop(rank, None)
+    if ended:
+        return _accused(ended, "ended early", "ended early", waits)
+    if silent:
+        return _accused(silent, "does not answer", "do not answer", waits)
+    mismatch = first_mismatch(records)
+    if mismatch is not None:
+        return _different(mismatch, records, waits)
+    apart = [rank for rank in sorted(records) if records[rank].state in ("stands", "computes")]
+    if apart:
+        return _apart(apart, waits)
+    return _waiting(records, waits, is_whole=not unread)
+
+
+def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
+    """The verdict over ranks that call different collectives in a group; None if no group has a difference."""
+    mismatch = first_mismatch(records)
+    return None if mismatch is None else _different(mismatch, records, {})
+
+
+def named(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0, 2`, `ranks 0, 1, … and 55 more`."""
+    given = sorted(ranks)
+    if len(given) == 1:
+        return f"rank {given[0]}"
+    shown = ", ".join(map(str, given[:_MOST_NAMED]))
+    return f"ranks {shown}" + (f" and {len(given) - _MOST_NAMED} more" if len(given) > _MOST_NAMED else "")
+
+
+class _Late:
+    """The ranks of a group that have not called a collective."""
+
+    def __init__(self, records: Mapping[int, HangRecord], absent: Collection[int]) -> None:
+        self.absent = absent
+        self._lasts = {rank: _lasts(record) for rank, record in records.items()}
+        # Ranks that wait in the same collective have the same answer.
+        self._known: dict[tuple[object, ...], frozenset[int]] = {}
+
+    def ranks(self, record: HangRecord, call: Collective) -> frozenset[int]:
+        """Those that are absent or behind; of a send or receive those that are absent."""
+        _, ranks = group_key(record, call.group)
+        key = (call.group, call.sequence, call.is_message, ranks[:2], len(ranks))
+        if key not in self._known:
+            late = {rank for rank in ranks if rank in self.absent}
+            if not call.is_message:
+                lasts = self._lasts
+                late |= {rank for rank in ranks if rank in lasts and lasts[rank].get(call.group, 0) < call.sequence}
+            self._known[key] = frozenset(late)
+        return self._known[key]
+
+
+def _wait(records: Mapping[int, HangRecord], rank: int, late: _Late) -> Wait:
+    record = records[rank]
+    at = str(record.source) if record.source is not None else ""
+    if record.state == "computes":
+        return Wait(at=at, instead="computes")
+    if record.state == "stands":
+        return Wait(at=at, instead=record.activity if record.activity in _VERBS else "stands")
+    if record.messages is not None and record.messages.waiting is not None:
+        return _message(records, rank, record.messages, at, late.absent)
+    # Collectives of one group end in their order: only the first pending one of each group holds the rank up.
+    firsts: dict[str, Collective] = {}
+    # A collective that has raised counts as done; it is the last one.
+    failed = record.collectives[-1:] if record.state == "raised" else ()
+    for call in (*record.collectives, *failed):
+        if not call.is_done or call in failed:
+            firsts.setdefault(call.group, call)
+    waits = [
+        Wait(text=described(record, call), on=late.ranks(record, call), call=call, at=at) for call in firsts.values()
+    ]
+    if not waits:
+        return Wait(text="", at=at)
+    return next((wait for wait in waits if wait.on), waits[0])
+
+
+def described(record: HangRecord, call: Collective) -> str:
+    """`all_reduce (shard, sequence number 41)`."""
+    group = record.groups.get(call.group)
+    axis = group.axis if group is not None else f"group {call.group}"
+    return f"{call.operation} ({axis}, sequence number {call.sequence})"
+
+
+def _lasts(record: HangRecord) -> dict[str, int]:
+    """By group, the sequence number of the last collective that a rank has called."""
+    lasts: dict[str, int] = {}
+    for call in record.collectives:
+        if not call.is_message:
+            lasts[call.group] = max(lasts.get(call.group, 0), call.sequence)
+    return lasts
+
+
+def _message(
+    records: Mapping[int, HangRecord], rank: int, messages: Messages, at: str, absent: Collection[int]
+) -> Wait:
+    waiting = messages.waiting
+    assert waiting is not None
+    toward = "to" if waiting.operation == "send" else "from"
+    text = (
+        f"{waiting.operation} of the {waiting.what} of microbatch {waiting.microbatch} {toward} stage "
+        f"{waiting.peer_stage} (pipeline, stage {waiting.stage})"
+    )
+    peer = records.get(waiting.peer)
+    theirs = peer.messages if peer is not None else None
+    is_late = theirs is not None and _missing(messages, theirs, rank, waiting.peer, waiting.operation) > 0
+    return Wait(text=text, on=frozenset({waiting.peer} if is_late or waiting.peer in absent else ()), at=at)
+
+
+def _missing(ours: Messages, theirs: Messages, rank: int, peer: int, operation: str) -> int:
+    """How many of this rank's sends to a peer, or receives from it, the peer has not started."""
+    if operation == "send":
+        return ours.sent.get(peer, 0) - theirs.received.get(rank, 0)
+    return ours.received.get(peer, 0) - theirs.sent.get(rank, 0)
+
+
+def _accused(reasons: Mapping[int, str], one: str, many: str, waits: Mapping[int, Wait]) -> Diagnosis:
+    ranks = tuple(sorted(reasons))
+    if len(ranks) == 1:
+        text = f"rank {ranks[0]} {one}: {reasons[ranks[0]]}"
+    else:
+        each = ", ".join(f"rank {rank}: {reasons[rank]}" for rank in ranks[:_MOST_NAMED])
+        text = f"{named(ranks)} {many} ({each})"
+    return _with_waits(text, ranks, waits)
+
+
+def _different(mismatch: Mismatch, records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis:
+    calls: dict[str, list[int]] = defaultdict(list)
+    for rank, call in mismatch.collectives.items():
+        calls[_with_sizes(call)].append(rank)
+    first = next(iter(mismatch.collectives))
+    axis = records[first].groups[mismatch.group[0]].axis
+    place = f"{axis}, sequence number {mismatch.sequence}"
+    pending = described(records[first], mismatch.collectives[first])
+    if not mismatch.wrong:
+        each = ", ".join(f"{named(ranks)} {text}" for text, ranks in calls.items())
+        text = f"ranks call different collectives ({place}): {each}; the records do not show which of them is wrong"
+        return Diagnosis(verdict=text, pending=pending, waits=waits)
+    right = next((rank for rank in mismatch.collectives if rank not in mismatch.wrong), first)
+    others = [rank for rank in mismatch.collectives if rank not in mismatch.wrong]
+    usual, wrong = mismatch.collectives[right], mismatch.collectives[mismatch.wrong[0]]
+    who, found = named(mismatch.wrong), mismatch.deviation
+    is_one = len(mismatch.wrong) == 1
+    if found is not None and found.is_skip:
+        skipped = _with_sizes(found.expected)
+        text = f"{who} skipped {skipped} and called {_with_sizes(wrong)}, where {named(others)} "
+        text += f"{'waits' if len(others) == 1 else 'wait'} in {_with_sizes(usual)} ({place})"
+    else:
+        text = f"{who} {'calls' if is_one else 'call'} {_with_sizes(wrong)} where {named(others)} "
+        text += f"{'calls' if len(others) == 1 else 'call'} {_with_sizes(usual)} ({place})"
+    at = records[mismatch.wrong[0]].source
+    text += f"; {named(mismatch.wrong[:1])} is at {at}" if at is not None else ""
+    return Diagnosis(verdict=text, ranks=mismatch.wrong, pending=described(records[right], usual), waits=waits)
+
+
+def _with_sizes(call: Collective) -> str:
+    sizes = ", ".join(str(list(size)) for size in call.sizes[:2])
+    return f"{call.operation} of {sizes}" if sizes else call.operation
+
+
+def _apart(apart: Sequence[int], waits: Mapping[int, Wait]) -> Diagnosis:
+    awaited = {peer for wait in waits.values() for peer in wait.on}
+    ranks = tuple(rank for rank in apart if rank in awaited) or tuple(apart)
+    return _with_waits(_listed({rank: waits[rank] for rank in ranks}), ranks, waits)
+
+
+def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is_whole: bool) -> Diagnosis:
+    """The verdict where every rank with a record waits."""
+    skipped = _skipped_message(records, waits)
+    if skipped is not None:
+        return skipped
+    # Where everyone waits for someone, the graph of waits has a cycle.
+    awaited = {peer for wait in waits.values() for peer in wait.on}
+    ends = sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text)
+    if ends:
+        at = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
+        verb = "is" if len(ends) == 1 else "are"
+        return _with_waits(f"{named(ends)} {verb}{at} and in no collective", tuple(ends), waits)
+    deviating = {
+        rank: found
+        for rank, wait in waits.items()
+        if wait.on and wait.call is not None and (found := deviation(records[rank], wait.call)) is not None
+    }
+    blocked = [rank for rank, wait in waits.items() if wait.on]
+    if deviating and len(deviating) < len(blocked):
+        ranks = tuple(sorted(deviating))
+        found = deviating[ranks[0]]
+        verb = "skipped" if found.is_skip else "has not called"
+        text = f"{named(ranks)} {verb} {_with_sizes(found.expected)} and waits in {waits[ranks[0]].text}"
+        at = waits[ranks[0]].at
+        return _with_waits(text + (f" at {at}" if at else ""), ranks, waits)
+    each = _listed(waits, with_peers=True)
+    whole = {rank: wait for rank, wait in waits.items() if rank in awaited and wait.text and not wait.on}
+    if whole:
+        texts = ", ".join(dict.fromkeys(wait.text for wait in whole.values()))
+        text = f"{named(whole)} {'waits' if len(whole) == 1 else 'wait'} in {texts}, which all of its ranks have called"
+        return replace(_with_waits(text, tuple(whole), waits), ranks=(), pending=texts)
+    if blocked:
+        text = f"ranks wait for each other: {each}; the records do not show which of them is wrong"
+        return Diagnosis(verdict=text, pending=waits[blocked[0]].text or None, waits=waits)
+    text = (
+        f"all {len(waits)} ranks wait, and no rank is behind: {each}" if is_whole and waits else f"ranks wait: {each}"
+    )
+    pending = next((wait.text for wait in waits.values() if wait.text), None)
+    return Diagnosis(verdict=f"{text}; the records do not show for whom", pending=pending, waits=waits)
+
+
+def _skipped_message(records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis | None:
+    """The verdict about a rank that has ended its schedule, and has not started a message that another waits for."""
+    for rank, wait in waits.items():
+        ours = records[rank].messages
+        if ours is None or ours.waiting is None or not wait.on:
+            continue
+        (peer,) = wait.on
+        theirs = records[peer].messages
+        if theirs is None or theirs.runs or records[peer].step != records[rank].step:
+            continue
+        opposite = "recv" if ours.waiting.operation == "send" else "send"
+        missing = _missing(ours, theirs, rank, peer, ours.waiting.operation)
+        count = f"a {opposite}" if missing == 1 else f"{missing} {opposite}s"
+        text = f"rank {peer} (stage {ours.waiting.peer_stage}) skipped {count} ({ours.waiting.what})"
+        at = waits[peer].at if peer in waits else ""
+        if peer in waits and waits[peer].text:
+            text += f" and waits in {waits[peer].text}" + (f" at {at}" if at else "")
+        return _with_waits(text, (peer,), waits)
+    return None
+
+
+def _with_waits(text: str, ranks: tuple[int, ...], waits: Mapping[int, Wait]) -> Diagnosis:
+    """The verdict, followed by where the other ranks wait; first those that wait for the accused ones."""
+    others = {rank: wait for rank, wait in waits.items() if rank not in ranks}
+    direct = {rank: wait for rank, wait in others.items() if wait.on & set(ranks)} or others
+    pending = next((wait.text for wait in direct.values() if wait.text), None)
+    return Diagnosis(
+        verdict=f"{text}; {_listed(others)}" if others else text, ranks=ranks, pending=pending, waits=waits
+    )
+
+
+def _listed(waits: Mapping[int, Wait], *, with_peers: bool = False) -> str:
+    """Where ranks wait, ranks with the same place together."""
+    places: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for rank, wait in waits.items():
+        one, many = ("waits", "wait") if wait.instead is None else _VERBS[wait.instead]
+        text = f" in {wait.text}" if wait.text else ""
+        if wait.at:
+            text += f" at {wait.at}" if wait.instead is None else f" in {wait.at}"
+        text += f" for {named(wait.on)}" if with_peers and wait.on else ""
+        places[one, many, text].append(rank)
+    listed = [f"{named(ranks)} {one if len(ranks) == 1 else many}{text}" for (one, many, text), ranks in places.items()]
+    more = f", and {len(listed) - _MOST_NAMED} more places" if len(listed) > _MOST_NAMED else ""
+    return ", ".join(listed[:_MOST_NAMED]) + more
