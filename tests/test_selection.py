@@ -98,6 +98,7 @@ def test_ranks(ranks): pass
 """
 
 
+@pytest.mark.full
 def test_two_workers_fail_and_report_as_one_process_does(planted):
     failing = "def test_fails(): assert 1 == 2\n"
     files = {**PLANTED, "test_a.py": RANKS, "test_b.py": NO_RANKS, "test_c.py": RANKS, "test_failing.py": failing}

@@ -40,6 +40,11 @@ ALIKE = re.compile(r"titanlab (train|sweep) (?!.*(--config-dir|--dry-run|data|fi
 ELSEWHERE = {
     ("docs/sweeps.md", "titanlab sweep +sweeps=mine --dry-run"): "tests/cli/test_sweep.py holds it to what is shown",
     ("docs/configuration.md", "titanlab train optimizer=cautious"): "of a package that is shown in outline only",
+    (
+        "docs/checkpoints.md",
+        "titanlab resume RUN --step 8",
+    ): "tests/checkpoint/test_listing.py has a run with checkpoints",
+    ("docs/checkpoints.md", "titanlab export RUN --into FOLDER --format dcp"): "tests/checkpoint/test_older.py does it",
     ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"): "tests/gpt/test_gpt_package.py installs the model",
 }
 

@@ -65,7 +65,13 @@ def prints(said: str, shown: str) -> bool:
     return all(re.search(line, plain) for line in lines)
 
 
-@pytest.mark.parametrize("title", sections())
+# Those that take longest run in `make test-full`.
+SLOW = ("A model", "A launcher")
+
+
+@pytest.mark.parametrize(
+    "title", [pytest.param(title, marks=[pytest.mark.full] if title in SLOW else []) for title in sections()]
+)
 def test_a_section_is_a_package_that_works(tmp_path: Path, title: str) -> None:
     section = sections()[title]
     site, folder = (tmp_path / "site").resolve(), tmp_path / "elsewhere"

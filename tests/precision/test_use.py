@@ -42,7 +42,7 @@ def trained(cache, made, run):
 @pytest.mark.parametrize(
     ("precision", "at_rest"),
     [
-        (Fp16(fp32_parts=["head"]), torch.float32),
+        pytest.param(Fp16(fp32_parts=["head"]), torch.float32, marks=pytest.mark.full),
         pytest.param(Bf16(), torch.float32, marks=pytest.mark.full),
         (Bf16Full(), torch.bfloat16),
     ],

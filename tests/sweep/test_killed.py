@@ -34,7 +34,8 @@ def submitted_once(folder, count):
     assert sorted(runs) == [run.path.name for run in folder.runs()]
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(ROUNDS, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rounds", [ROUNDS])
 def test_slurm_has_every_job_once(tmp_path, rounds):
     found = killed(tmp_path, "slurm", rounds)
     # One that was left behind would have come by now.

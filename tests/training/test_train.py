@@ -118,6 +118,7 @@ def validation_losses(run):
     return [(row["step"], row[meter.VALIDATION_LOSS]) for row in run.metrics("validation")]
 
 
+@pytest.mark.full
 def test_validation_is_the_same_for_any_number_of_ranks(pool, tmp_path, monkeypatch):
     """17 sequences, the last of them short, do not come out even for two or three ranks."""
     cache = str(tmp_path / "cache")

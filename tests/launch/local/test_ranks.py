@@ -89,6 +89,7 @@ def test_a_rank_that_raises_is_told_with_its_traceback(command):
     assert abs(result.ended - run.status().updated) < 10
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_is_told(command):
     code, out, err = command.run(*COPIES, "training.steps=60", "data.fault=kill", "data.step=3", "data.rank=1")
     result = command.only_run.result()
@@ -162,6 +163,7 @@ def torchrun():
     return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "titanlab"]
 
 
+@pytest.mark.full
 def test_ranks_that_torchrun_starts_share_one_run_and_one_attempt(command):
     """Also where rank 1 is ready long before rank 0 has begun the attempt."""
     code, out, err = command.run("parallelism=fsdp", "training.steps=4", "data.late=2.5", launcher=torchrun())
@@ -313,8 +315,16 @@ def workers(parent):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", ["local", "torchrun"])
+@pytest.mark.parametrize(
+    ("how", "rank"),
+    [
+        # tests/launch/test_hangs.py stops ranks of titanlab's own launcher too.
+        pytest.param("local", 0, marks=pytest.mark.matrix),
+        ("local", 1),
+        ("torchrun", 0),
+        pytest.param("torchrun", 1, marks=pytest.mark.matrix),
+    ],
+)
 def test_a_rank_that_is_stopped_is_the_one_that_is_named(command, rank, how):
     given = ["training.steps=2000", "data.seconds=0.05", "training.step_timeout_seconds=8", "parallelism=ddp"]
     if how == "local":
