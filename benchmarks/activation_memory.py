@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
@@ -90,7 +91,13 @@ def held_bytes(module: nn.Module, hidden: Tensor, *others: Tensor, times: int = 
     """
     # Once before: gradients exist then, and whatever torch makes once.
     module(hidden, *others).sum().backward()
-    return min(_held_bytes(module, hidden, *others) for _ in range(times))
+    # Python's collector must not free what an earlier pass has left while another one is measured.
+    gc.collect()
+    gc.disable()
+    try:
+        return min(_held_bytes(module, hidden, *others) for _ in range(times))
+    finally:
+        gc.enable()
 
 
 def _held_bytes(module: nn.Module, hidden: Tensor, *others: Tensor) -> int:
