@@ -113,7 +113,8 @@ def test_a_rank_that_hangs_is_ended_and_told_with_its_stack(command):
     assert "most recent call first" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, pytest.param(signal.SIGXCPU, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
 def test_a_schedulers_warning_is_heard_without_a_scheduler_of_ours(command, number):
     process = command.start("training.steps=600", "data.seconds=0.05")
     command.reached(2)
