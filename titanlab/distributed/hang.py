@@ -139,7 +139,10 @@ def hang(
 
 
 def main_thread_is_busy() -> bool:
-    """Whether the main thread of this process uses CPU time during half a second; False if it cannot be measured."""
+    """Whether the main thread of this process computes, or waits for a core, during half a second.
+
+    False if it cannot be measured.
+    """
     begin = _main_thread_seconds()
     time.sleep(BUSY_SECONDS)
     end = _main_thread_seconds()
@@ -147,12 +150,20 @@ def main_thread_is_busy() -> bool:
 
 
 def _main_thread_seconds() -> float | None:
-    """CPU seconds that the main thread has used; None where the system is not Linux."""
+    """Seconds in which the main thread has used a core or has waited for one; None where the system is not Linux."""
+    task = Path(f"/proc/self/task/{os.getpid()}")
     try:
-        fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
+        # On a busy host a thread that computes may get less than a tenth of a core.
+        running, waiting, *_ = map(int, (task / "schedstat").read_text().split())
+        return (running + waiting) / 1e9
+    except (OSError, ValueError):
+        pass
+    try:
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # utime and stime in proc(5); the field after the parenthesis, the state, has index 0 here.
+    # A kernel without statistics of its scheduler. utime and stime in proc(5); the field after the parenthesis has
+    # index 0 here.
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
