@@ -45,7 +45,7 @@ test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selec
 	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm" $(TWO_WORKERS) $(ARGS)
 
 test-full: $(READY) ## run the slower layer of tests
-	@$(BIN)/python -m pytest -m "full and not matrix and not slurm" $(TWO_WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "full and not matrix and not slurm" $(ARGS)
 
 test-matrix: $(READY) ## run whole products of layouts and techniques, and write their pages (PART=3/8: the third eighth)
 	@TITANLAB_WRITE_PARITY=1 $(BIN)/python -m pytest $(if $(PART),-m matrix --part $(PART),-m "matrix or on_page") $(ARGS)

@@ -176,6 +176,8 @@ def write(staged: Staged, folder: Path) -> Written:
         OSError: the disk takes no more.
     """
     shard = staged.shard
+    # Rank 0 has made the folder, but a host may not see it yet, and a caller may give each rank a folder of its own.
+    folder.mkdir(parents=True, exist_ok=True)
     with BlockWriter(folder / shard.name) as file:
         file.write(shard.header)
         for chunk, tensor in zip(shard.chunks, staged.tensors, strict=True):

@@ -98,7 +98,8 @@ def test_one_that_is_cancelled_saves_and_says_who_asked(jobs):
         ("raise", OutcomeKind.CRASH, 1, 1, "LookupError: a planted fault"),
         pytest.param("kill", OutcomeKind.CRASH, 1, -9, "killed by SIGKILL", marks=pytest.mark.full),
         pytest.param(
-            *("exit", OutcomeKind.CRASH, 1, 0, "ended with exit code 0 and left no result"), marks=pytest.mark.full
+            *("exit", OutcomeKind.CRASH, 1, 0, "rank 1 ended early: ended with exit code 0 and left no result"),
+            marks=pytest.mark.full,
         ),
     ],
 )
