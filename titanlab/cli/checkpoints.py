@@ -45,7 +45,7 @@ def _cells(row: ListedCheckpoint, now: float) -> list[str]:
     if row.state == "complete" and row.format == "dcp":
         state = "complete, without checksums"
     age = f"{duration(max(now - row.saved, 0.0))} ago"
-    return [str(row.step), _size(row.bytes), age, row.format, state, row.problem or ""]
+    return [str(row.step), _size(row.bytes), age, row.format, state, (row.problem or "").removeprefix("is damaged: ")]
 
 
 def _size(count: float) -> str:

@@ -93,7 +93,7 @@ class SavedState:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all entries."""
+        """The names of all entries."""
         return self.objects | self.tensors.keys()
 
 
