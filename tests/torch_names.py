@@ -32,8 +32,6 @@ OBJECTS = """
     torch.distributed.pipelining.PipelineStage torch.distributed.pipelining.schedules._Action
     torch.distributed.pipelining.schedules._PipelineScheduleRuntime
     torch.distributed.checkpoint.FileSystemReader torch.distributed.checkpoint.metadata.Metadata
-    torch.distributed.elastic.multiprocessing.PContext torch.distributed.elastic.multiprocessing.api.RunProcsResult
-    torch.distributed.elastic.multiprocessing.errors.ProcessFailure
 """.split()
 _PLAIN = {name for kind in (str, bytes, list, dict, set, tuple, int, float, slice, Path) for name in dir(kind)}
 

@@ -21,6 +21,7 @@ from titanlab.costs import flops
 from titanlab.costs.account import ModelAccount, Operation, style_of
 from titanlab.model.contract import ModelConfig
 from titanlab.model.language_model import LanguageModel
+from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.tensor import STYLES
 from titanlab.training.stage import thin
 from titanlab.weights.initialise import initialise
@@ -37,7 +38,7 @@ def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[st
         batch, seq_len: shape of its input tokens.
     """
     account, builder = config.account(), config.implementation()
-    with torch.device("meta"):
+    with shapes_only():
         model = builder.build(seq_len=seq_len)
     sizes = {"batch": batch, "seq_len": seq_len}
     block, edges = config.block_operations(**sizes), config.edge_operations(**sizes)
@@ -156,7 +157,7 @@ def _stages(build: Any, account: ModelAccount, values: Any, *, batch: int, seq_l
     """The model must compute the same when it is cut before any piece; a model with a tied head is not cut."""
 
     def make_model(kept: tuple[str, ...]) -> LanguageModel:
-        with torch.device("meta"):
+        with shapes_only():
             model: LanguageModel = build()
         if kept != account.pieces:
             thin(model, account.pieces, kept)

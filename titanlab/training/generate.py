@@ -16,6 +16,7 @@ from titanlab.distributed.world import open_world
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.model.language_model import LanguageModel
+from titanlab.model.shapes import shapes_only
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
@@ -101,7 +102,7 @@ def _load(recipe: Recipe, checkpoint: Path, device: torch.device) -> LanguageMod
 
 
 def _empty(config: ModelConfig, seq_len: int, dtype: torch.dtype, device: torch.device) -> LanguageModel:
-    with torch.device("meta"), default_dtype(dtype):
+    with shapes_only(), default_dtype(dtype):
         model = config.implementation().build(seq_len=seq_len)
     model.to_empty(device=device)
     model.init_buffers(device)

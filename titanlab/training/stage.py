@@ -15,6 +15,7 @@ from torch import nn
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
 from titanlab.model.language_model import LanguageModel
+from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.context import spread_attention
 from titanlab.parallelism.gradients import sum_gradients
 from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
@@ -54,7 +55,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     layout, config = recipe.layout, recipe.parallelism
     account = recipe.model.account()
     precision, dtypes = recipe.precision.implementation(), dtypes_of(recipe)
-    with torch.device("meta"), default_dtype(dtypes.master):
+    with shapes_only(), default_dtype(dtypes.master):
         model = recipe.model.implementation().build(seq_len=recipe.training.seq_len)
     if pieces is not None:
         thin(model, account.pieces, pieces)

@@ -216,6 +216,8 @@ def ranks_run(monkeypatch, tmp_path):
 
     def start(world, script):
         monkeypatch.setattr(local, "worker_command", lambda folder: ["/bin/sh", "-c", script])
+        # A shell cannot fork ranks. This is how ranks start where the system has no adoption.
+        monkeypatch.setattr(local, "adopting", lambda: contextlib.nullcontext(False))
         (tmp_path / "logs").mkdir(exist_ok=True)
         return local.start(tmp_path, attempt=1, world=world, logs=tmp_path / "logs")
 
@@ -311,7 +313,9 @@ def workers(parent):
             if b"titanlab.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 (rank,) = [entry.removeprefix(b"RANK=") for entry in entries if entry.startswith(b"RANK=")]
-                found[int(rank)] = pid
+                name = Path(f"/proc/{pid}/comm").read_text().split()
+                # A forked rank has the first environment of the process that forked it, and a name of its own.
+                found[int(name[1]) if name[0] == "rank" else int(rank)] = pid
     return found
 
 

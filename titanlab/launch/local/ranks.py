@@ -1,21 +1,16 @@
-"""Ranks as processes of this host.
-
-Several ranks are started and watched by the process layer of torch's elastic agent. A single rank is a
-plain child process: then the parent need not import torch, which takes half of a short run's start time.
-"""
+"""Ranks as processes of this host: started, watched, and ended together. This process does not import torch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,13 +19,12 @@ from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import ANSWER_SECONDS, end_if_silent, hangs_of_others, note_silent_ranks
 from titanlab.distributed.stop import STOP_SIGNALS, handlers_kept
 from titanlab.launch.contract import Failure
+from titanlab.launch.local.rank_processes import RankProcesses
 from titanlab.records.run_folder import RunFolder
+from titanlab.worker.fork import LOGS, PIDS_FILE, adopting
 
-POLL_SECONDS = 0.1
 # The other ranks have this time to end after one has failed.
 GRACE_SECONDS = 5
-# Between two looks for notes of ranks that hang.
-_HANG_LOOK_SECONDS = 0.5
 
 
 def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
@@ -95,55 +89,66 @@ def _write_line(child: subprocess.Popen[bytes], line: str) -> None:
 
 
 def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> list[Failure]:
-    # Imported here: it imports torch, which a single rank does not need in this process.
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, start_processes
-
-    # titanlab reports the failure in its own lines; the agent would repeat it for every rank.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    ranks = range(len(places))
-    executable, *arguments = worker_command(folder)
     begin = time.time()
-
-    class OwnStreams(LogsSpecs):
-        """No redirection: the agent would open new logs for each attempt, and separate ones for output and errors."""
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            nothing = dict.fromkeys(ranks, "")
-            errors = {rank: str(logs / f"rank-{rank}.error.json") for rank in ranks}
-            return LogsDest(nothing, dict(nothing), dict(nothing), dict(nothing), errors)
-
-        @property
-        def root_log_dir(self) -> str:
-            return str(logs)
-
-    own_log = {rank: {"TITANLAB_LOG": str(logs / f"rank-{rank}.log")} if rank else {} for rank in ranks}
     with _forwarded_signals() as signals:
-        context = start_processes(
-            name="rank",
-            entrypoint=executable,
-            args={rank: tuple(arguments) for rank in ranks},
-            envs={rank: worker_environment(places[rank], attempt) | own_log[rank] for rank in ranks},
-            logs_specs=OwnStreams(),
-        )
-        pids = context.pids()
-        # Only now: `start_processes` has installed its own handlers, which raise.
-        signals.forward_to(lambda number: _send(pids.values(), number))
-        # After the first failure, the agent alone would give the other ranks 30 s, and count them as failed too.
+        with adopting() as can_fork:
+            started = _forked(folder, places, attempt, logs) if can_fork else _one_by_one(folder, places, attempt, logs)
+        if isinstance(started, Failure):
+            return [started]
+        signals.forward_to(started.send)
         run = RunFolder(folder)
-        failed, left = _wait_for_failure(pids, lambda: bool(hangs_of_others(run, None, since=begin)))
+        failed, left = started.wait_for_failure(lambda: bool(hangs_of_others(run, None, since=begin)))
         hangs = bool(hangs_of_others(run, None, since=begin))
         if failed or hangs:
-            others = {rank: pid for rank, pid in pids.items() if rank not in failed | left}
+            others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
             note_silent_ranks(run, others, since=begin, seconds=ANSWER_SECONDS)
             # Ranks that hang save nothing: they get no time to end.
-            context.close(signal.SIGKILL if hangs else None, timeout=GRACE_SECONDS)
-        result = context.wait()
-    failures = result.failures if result is not None else {}
-    return [
-        Failure(rank=rank, exit_code=failure.exitcode)
-        for rank, failure in sorted(failures.items())
-        if rank in failed or not failed
-    ] + [Failure(rank=rank, exit_code=0) for rank in sorted(left) if failed or hangs]
+            started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
+        codes = started.codes
+    # Ranks that ended because of the first failure do not count.
+    counted = failed or {rank for rank, code in codes.items() if code}
+    if failed or hangs:
+        counted |= left
+    return [Failure(rank=rank, exit_code=code) for rank, code in codes.items() if rank in counted]
+
+
+def _forked(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses | Failure:
+    """Start one process that forks the ranks and exits; this process becomes their parent (`titanlab.worker.fork`)."""
+    reading, writing = os.pipe()
+    forking = subprocess.Popen(
+        worker_command(folder),
+        env={
+            **os.environ,
+            **worker_environment(places[0], attempt),
+            PIDS_FILE: str(writing),
+            LOGS: str(logs),
+        },
+        pass_fds=(writing,),
+        start_new_session=True,
+    )
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
+    code = forking.wait()
+    if code or not text:
+        return Failure(rank=0, exit_code=code)
+    return RankProcesses({int(rank): pid for rank, pid in json.loads(text).items()})
+
+
+def _one_by_one(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses:
+    processes = {
+        place.rank: subprocess.Popen(
+            worker_command(folder),
+            env={
+                **os.environ,
+                **worker_environment(place, attempt),
+                **({"TITANLAB_LOG": str(logs / f"rank-{place.rank}.log")} if place.rank else {}),
+            },
+            start_new_session=True,
+        )
+        for place in places
+    }
+    return RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -159,39 +164,6 @@ def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, st
     """
     own = {"TITANLAB_PARENT": str(os.getpid())}
     return ranks.environment() | own | ({} if attempt is None else {"TITANLAB_ATTEMPT": str(attempt)})
-
-
-def _send(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _wait_for_failure(pids: Mapping[int, int], hangs: Callable[[], bool]) -> tuple[set[int], set[int]]:
-    """Wait until a rank fails, ranks hang, or all ranks have ended well.
-
-    The processes stay unreaped, for the agent to wait for. Without `os.waitid` (macOS) it returns at once.
-
-    Args:
-        hangs: whether ranks have noted that they hang.
-
-    Returns:
-        the ranks that failed, and those that ended with exit code 0.
-    """
-    running, failed, left = dict(pids), set[int](), set[int]()
-    look = time.monotonic() + _HANG_LOOK_SECONDS
-    while running and not failed and hasattr(os, "waitid"):
-        for rank, pid in list(running.items()):
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
-                del running[rank]
-                (left if ended.si_status == 0 else failed).add(rank)
-        if time.monotonic() > look:
-            if hangs():
-                break
-            look = time.monotonic() + _HANG_LOOK_SECONDS
-        time.sleep(POLL_SECONDS)
-    return failed, left
 
 
 class _Signals:

@@ -13,14 +13,14 @@ import pytest
 
 from tests import tiny
 from tests.planted_schema import Planted
-from titanlab import worker
 from titanlab.distributed.host import cores
 from titanlab.distributed.ranks import ALONE, Ranks
 from titanlab.launch.local_schema import Local
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.outcome import OutcomeKind
+from titanlab.worker import rank as worker
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TWO = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="127.0.0.1", port=1234, started_by="local")
 ALLOCATOR = "expandable_segments:True"
 
@@ -35,8 +35,8 @@ UP_TO_TORCH = """
                 os._exit(0)
 
     sys.meta_path.insert(0, Watch())
-    from titanlab import worker
-    worker.main(sys.argv[1:])
+    from titanlab.worker import rank
+    rank.main(sys.argv[1:])
 """
 
 
@@ -107,7 +107,7 @@ def test_a_persons_own_settings_win(tmp_path, monkeypatch, ranks, threads, there
 def failing(tmp_path, monkeypatch):
     """Runs the worker in this process on data that cannot be prepared, so that torch is not needed."""
     monkeypatch.setenv("TITANLAB_PARENT", str(os.getppid()))
-    for name in ("_end_with_parent", "_keep_freed_memory"):
+    for name in ("end_with_parent", "_keep_freed_memory"):
         monkeypatch.setattr(worker, name, lambda: None)
     monkeypatch.setattr(worker, "from_mapping", lambda mapping: made)
     # Nobody watches: the timer is pytest's own here.
@@ -177,7 +177,7 @@ def test_a_signal_waits_for_the_note(failing, monkeypatch):
 
 
 def test_a_log_of_its_own_is_added_to(tmp_path):
-    script = "import os; from titanlab import worker; worker._write_to_own_log(); print('out', flush=True); os.system('echo err >&2')"
+    script = "import os; from titanlab.worker import rank; rank._write_to_own_log(); print('out', flush=True); os.system('echo err >&2')"
     log = tmp_path / "rank-1.log"
     for _ in range(2):
         done = python(script, TITANLAB_LOG=str(log))
@@ -187,7 +187,9 @@ def test_a_log_of_its_own_is_added_to(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process that its parent is gone")
 def test_a_rank_whose_launcher_is_gone_already_does_not_begin():
-    done = python("from titanlab import worker; worker._end_with_parent()", TITANLAB_PARENT="1")
+    done = python("from titanlab.worker.fork import end_with_parent; end_with_parent()", TITANLAB_PARENT="1")
     assert done.returncode == 1
-    done = python("from titanlab import worker; worker._end_with_parent()", TITANLAB_PARENT=str(os.getpid()))
+    done = python(
+        "from titanlab.worker.fork import end_with_parent; end_with_parent()", TITANLAB_PARENT=str(os.getpid())
+    )
     assert done.returncode == 0

@@ -1,8 +1,4 @@
-"""The process of one rank: `python -m titanlab.worker FOLDER [-]`.
-
-It reads the config.yaml of the run's latest attempt (with `-`: the same config as one line of JSON from its input),
-sets the environment variables that torch reads at import, then imports torch and trains. It does not use Hydra.
-"""
+"""One rank: it reads the config, sets the environment variables that torch reads at import, then imports torch."""
 
 from __future__ import annotations
 
@@ -35,12 +31,16 @@ from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.disk import disk_fault
+from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the run in a folder as the rank that the environment names. Returns the process's exit code."""
     folder, *rest = sys.argv[1:] if arguments is None else arguments
-    _end_with_parent()
+    if PIDS_FILE in os.environ:
+        # Returns in each of the forked ranks.
+        fork_ranks(prepare=lambda: _import_torch(open_run(Path(folder))))
+    end_with_parent()
     _write_to_own_log()
     ranks = joined(os.environ) or ALONE
     run = open_run(Path(folder))
@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watchdog: Watchdog | None = None
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
+        hear_stop_signals()
         try:
             config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
             recipe = from_mapping(config)
@@ -68,6 +69,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BaseException as error:
             return _failed(error, run, ranks, attempt, watchdog)
     return int(outcome.kind.exit_code)
+
+
+def _import_torch(run: RunFolder) -> None:
+    """Import what all ranks of this host need, before they are forked.
+
+    Accelerators must not be initialised before a fork, and libraries may do so when they are imported: then each rank
+    imports torch itself.
+    """
+    # A failure here is a failure of every rank too, which records it.
+    with contextlib.suppress(Exception):
+        recipe = from_mapping(run.config(_begun_attempt() or max(run.attempts())))
+        if recipe.cluster.accelerator == "cpu":
+            os.environ.update(environment(recipe, joined(os.environ) or ALONE))
+            importlib.import_module("titanlab.training.train")
+            # DDP, FSDP2 and DTensor import it when they are first used.
+            importlib.import_module("torch._dynamo")
+            if recipe.layout.pipeline > 1:
+                importlib.import_module("titanlab.parallelism.pipeline")
 
 
 def _begun_attempt() -> int | None:
@@ -97,7 +116,7 @@ def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None)
     )
 
 
-def _show_stacks() -> None:
+def show_stacks() -> None:
     """Write Python stacks to standard error when native code crashes, and when SIGUSR1 asks for them."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr has no file descriptor, as in pytest.
         faulthandler.enable()
@@ -183,28 +202,3 @@ def _write_to_own_log() -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to end this rank when its launcher dies, so that no rank is left behind."""
-    parent = os.environ.get("TITANLAB_PARENT")
-    if parent is None or sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if os.getppid() != int(parent):
-        # The launcher died before the call of prctl.
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    _show_stacks()
-    code = main()
-    for stream in (sys.stdout, sys.stderr):
-        # The log may be on a full disk.
-        with contextlib.suppress(OSError):
-            stream.flush()
-    # Everything is on disk. An ordinary exit would destroy torch's threads, which sometimes aborts ("terminate called
-    # without an active exception", torch 2.13 on gloo): a finished run would look like a failed process. This can go
-    # when torch joins its threads at exit.
-    os._exit(code)

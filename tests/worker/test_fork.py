@@ -1,0 +1,172 @@
+"""The ranks of a host, forked from one process: each with its own environment, log, session and name; ended together.
+
+The launcher is the real one. A script stands in the place of the worker, so that torch is not imported.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.launch.command import alive
+from tests.until import until
+from titanlab.launch.contract import Failure
+from titanlab.launch.local import ranks as local
+from titanlab.worker.fork import adopting
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot adopt another's children")
+
+
+def worker(folder, script, prepare="pass"):
+    """A command that runs `prepare` before the fork, and a script with `rank` and `folder` in each rank."""
+    lines = [
+        "import json, os, signal, sys, time",
+        "from pathlib import Path",
+        "from titanlab.worker.fork import end_with_parent, fork_ranks, hear_stop_signals",
+        f"folder = Path({str(folder)!r})",
+        "def prepare():",
+        textwrap.indent(textwrap.dedent(prepare), "    "),
+        "fork_ranks(prepare)",
+        "end_with_parent()",
+        "rank = int(os.environ['RANK'])",
+        textwrap.dedent(script),
+    ]
+    return [sys.executable, "-c", "\n".join(lines)]
+
+
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """Starts ranks that run a script, and returns those that failed."""
+
+    def start(world, script, prepare="pass"):
+        monkeypatch.setattr(local, "worker_command", lambda folder: worker(tmp_path, script, prepare))
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        return local.start(tmp_path, attempt=7, world=world, logs=tmp_path / "logs")
+
+    return start
+
+
+def test_each_rank_has_what_a_process_of_its_own_would_have(forked, tmp_path):
+    script = """
+        seen = {name: os.environ.get(name) for name in ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TITANLAB_LOG")}
+        seen["session"] = os.getsid(0) == os.getpid()
+        seen["parent"] = os.getppid()
+        seen["name"] = Path("/proc/self/comm").read_text().strip()
+        seen["pipes"] = [number for number in range(3, 100) if os.path.exists(f"/proc/self/fd/{number}")
+                         and "pipe" in os.readlink(f"/proc/self/fd/{number}")]
+        seen["attempt"] = os.environ["TITANLAB_ATTEMPT"]
+        (folder / f"rank-{rank}").write_text(json.dumps(seen))
+    """
+    assert forked(3, script) == []
+    for rank in range(3):
+        seen = json.loads((tmp_path / f"rank-{rank}").read_text())
+        assert seen == {
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "TITANLAB_LOG": str(tmp_path / "logs" / f"rank-{rank}.log") if rank else None,
+            "session": True,
+            "parent": os.getpid(),
+            "name": f"rank {rank}",
+            "attempt": "7",
+            # The file for process numbers is the forking process's.
+            "pipes": [],
+        }
+
+
+def test_what_is_imported_before_the_fork_is_imported_once(forked, tmp_path):
+    prepare = """
+        global pid
+        pid = os.getpid()
+        (folder / f"prepared-{pid}").touch()
+    """
+    assert forked(2, "sys.exit(pid == os.getpid())", prepare) == []
+    assert len(list(tmp_path.glob("prepared-*"))) == 1
+
+
+@pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", -9)])
+def test_the_end_of_a_forked_rank_is_its_own(forked, end, code):
+    assert forked(3, f"{end} if rank == 1 else time.sleep(20)") == [Failure(rank=1, exit_code=code)]
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_process_that_ends_before_it_has_forked_is_a_failure(forked, end):
+    (failure,) = forked(2, "pass", end)
+    assert failure in (Failure(rank=0, exit_code=3), Failure(rank=0, exit_code=-9))
+
+
+def test_a_stop_signal_waits_until_the_rank_handles_it(forked, tmp_path):
+    """A rank that has just been forked must not die of a signal that it would answer a moment later."""
+    script = """
+        (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        while not signal.sigpending():
+            time.sleep(0.01)
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+        hear_stop_signals()
+        os._exit(4)
+    """
+
+    def send():
+        until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert forked(2, script) == []
+    sender.join()
+
+
+def test_the_launcher_adopts_nothing_afterwards(forked):
+    """A process that adopts for good would have to wait for children of other programs."""
+    assert forked(2, "pass") == []
+    # The intermediate process exits; its child is adopted by the first process of the system, or by another reaper.
+    script = "import os, time; print(os.fork() or time.sleep(2) or '', flush=True)"
+    read, write = os.pipe()
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, "-c", script], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)]
+    )
+    os.close(write)
+    with os.fdopen(read) as lines:
+        grandchild = int(lines.readline())
+    os.waitpid(pid, 0)
+    assert str(os.getpid()) != Path(f"/proc/{grandchild}/stat").read_text().rsplit(")", 1)[1].split()[1]
+    with adopting() as can:
+        assert can
+
+
+# The launcher as a process of its own, which is killed.
+LAUNCHER = """
+    import json, sys
+    from pathlib import Path
+    from titanlab.launch.local import ranks as local
+    local.worker_command = lambda folder: json.loads(sys.argv[2])
+    local.start(Path(sys.argv[1]), attempt=1, world=2, logs=Path(sys.argv[1]))
+"""
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    script = '(folder / f"rank-{rank}").write_text(str(os.getpid())); time.sleep(60)'
+    killed(tmp_path, worker(tmp_path, script), lambda: len(list(tmp_path.glob("rank-*"))) == 2)
+    pids = [int(path.read_text()) for path in tmp_path.glob("rank-*")]
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_ranks_of_a_launcher_that_is_killed_before_the_fork_do_not_begin(tmp_path):
+    prepare = '(folder / "forking").write_text(str(os.getpid())); time.sleep(1)'
+    killed(tmp_path, worker(tmp_path, '(folder / f"rank-{rank}").touch()', prepare), (tmp_path / "forking").exists)
+    until(lambda: not alive(int((tmp_path / "forking").read_text())))
+    assert not list(tmp_path.glob("rank-*"))
+
+
+def killed(folder, command, when):
+    """Start a launcher, and kill it."""
+    launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LAUNCHER), str(folder), json.dumps(command)])
+    until(when)
+    launcher.kill()
+    launcher.wait()

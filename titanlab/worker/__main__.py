@@ -1,0 +1,22 @@
+"""The process of one rank: `python -m titanlab.worker FOLDER [-]`.
+
+It reads the config.yaml of the run's latest attempt (with `-`: the same config as one line of JSON from its input).
+"""
+
+import contextlib
+import os
+import sys
+
+from titanlab.worker.rank import main, show_stacks
+
+if __name__ == "__main__":
+    show_stacks()
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        # The log may be on a full disk.
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # Everything is on disk. An ordinary exit would destroy torch's threads, which sometimes aborts ("terminate called
+    # without an active exception", torch 2.13 on gloo): a finished run would look like a failed process. This can go
+    # when torch joins its threads at exit.
+    os._exit(code)

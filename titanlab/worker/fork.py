@@ -1,0 +1,114 @@
+"""The ranks of one host, forked from one process that has imported torch.
+
+To import torch and the trainer takes each process 2 s of processor time and 200 MB. Forked ranks share both. The
+process that forks them exits at once; the launcher adopts the ranks, so it can wait for them as if it had started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed.stop import STOP_SIGNALS
+
+# The number of the open file to which the forking process writes the ranks' process numbers, as JSON.
+PIDS_FILE = "TITANLAB_PIDS_FILE"
+# The folder for the output of all ranks but rank 0, which has the launcher's.
+LOGS = "TITANLAB_LOGS"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_ADOPTION_POLL_SECONDS = 0.002
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[bool]:
+    """Let this process become the parent of processes whose parent exits inside the block.
+
+    Yields:
+        whether it does: only Linux can (prctl(2): PR_SET_CHILD_SUBREAPER).
+    """
+    can = _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield can
+    finally:
+        if can:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def fork_ranks(prepare: Callable[[], None]) -> None:
+    """Fork every rank of this host; returns in each rank, with its environment set. This process itself exits.
+
+    Args:
+        prepare: called before the fork, with the environment of rank 0.
+    """
+    pids_file, logs = int(os.environ.pop(PIDS_FILE)), Path(os.environ.pop(LOGS))
+    end_with_parent()
+    first = joined(os.environ) or ALONE
+    prepare()
+    # Objects that the ranks share are never collected: a collection would write to their pages, and copy them.
+    gc.collect()
+    gc.freeze()
+    # A rank must not die of a stop signal before it can note it: `hear_stop_signals`.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    forking = os.getpid()
+    pids: dict[int, int] = {}
+    for rank in range(first.world):
+        with warnings.catch_warnings():
+            # Threads of numpy's BLAS: it ends them before a fork. Python warns of any thread.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            os.close(pids_file)
+            _become(replace(first, rank=rank, local_rank=rank).environment(), rank, logs, forking)
+            return
+        pids[rank] = pid
+    with os.fdopen(pids_file, "w") as file:
+        json.dump(pids, file)
+    os._exit(0)
+
+
+def hear_stop_signals() -> None:
+    """Deliver stop signals that were held back since the fork. Called when they are handled."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this process when its launcher dies, so that no rank is left behind."""
+    parent = os.environ.get("TITANLAB_PARENT")
+    if parent is None or sys.platform != "linux":
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):
+        # The launcher died before the call of prctl.
+        sys.exit(1)
+
+
+def _become(environment: dict[str, str], rank: int, logs: Path, forking: int) -> None:
+    """Be a rank of its own: environment, log, session and name; wait until the launcher is the parent."""
+    os.environ.update(environment)
+    if rank:
+        os.environ["TITANLAB_LOG"] = str(logs / f"rank-{rank}.log")
+    os.setsid()
+    # ps and top show it: the command line is the same for all ranks.
+    _prctl(_PR_SET_NAME, f"rank {rank}".encode())
+    while os.getppid() == forking:
+        time.sleep(_ADOPTION_POLL_SECONDS)
+
+
+def _prctl(option: int, value: int | bytes) -> bool:
+    """Set an attribute of this process; False where the system has no such attribute."""
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None).prctl(option, value) == 0)
