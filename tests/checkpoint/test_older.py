@@ -12,7 +12,9 @@ from titanlab.checkpoint.folders import has_pickle, latest, step_folder
 from titanlab.cli import main
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity.parity import trace
-from titanlab.weights.checkpoint_source import CheckpointSource
+from titanlab.recipe.recipe import to_mapping
+from titanlab.weights.checkpoint_source import run_source
+from titanlab.weights.folder import open_weights
 
 
 def trained(made, run):
@@ -64,7 +66,7 @@ def test_an_exported_folder_is_one_of_dcp_that_load_from_reads(pool, tmp_path, s
     assert main(["export", str(run.path), "--into", str(into), "--format", "dcp", "--step", "2"]) == 0
     assert f"checkpoint_id='{into}'" in capsys.readouterr().out
     assert sorted(path.suffix for path in into.iterdir()) == ["", ".distcp", ".json"]
-    source = CheckpointSource(step_folder(run.checkpoints, 2), made.model, "run")
+    source = run_source(step_folder(run.checkpoints, 2), made.model, "run")
     entries = dcp.FileSystemReader(into).read_metadata().state_dict_metadata
     for name, shape in made.model.account().parameters.items():
         assert torch.equal(dcp_tensor(into, f"model.{name}", shape), source.read(name, [0] * len(shape), shape))
@@ -72,6 +74,30 @@ def test_an_exported_folder_is_one_of_dcp_that_load_from_reads(pool, tmp_path, s
     other = tiny.recipe(tmp_path, name="other", steps=4, load_from=str(into), shard=2)
     after, _ = pool.run(2, trained, other, tiny.begin(other))[0]
     assert after == losses[2:]
+
+
+@alone
+def test_an_export_for_torchtitan_comes_back(tmp_path, straight, capsys):
+    """`--names torchtitan` leaves out `model.` before the names of parameters."""
+    _, made, run = straight
+    out, back = tmp_path / "out", tmp_path / "back"
+    assert main(["export", str(run.path), "--into", str(out), "--format", "dcp", "--names", "torchtitan"]) == 0
+    names = dcp.FileSystemReader(out).read_metadata().state_dict_metadata
+    assert "tok_embeddings.weight" in names
+    assert "optimizer.state.tok_embeddings.weight.exp_avg" in names
+    assert not [name for name in names if name.startswith("model.")]
+    sizes = [
+        f"model.{key}={value}"
+        for key, value in to_mapping(made)["model"].items()
+        if key in ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
+    ]
+    assert main(["import", str(out), "--model", "debug", *sizes, "--into", str(back), "--name", "mine"]) == 0
+    capsys.readouterr()
+    saved = run_source(latest(run.checkpoints), made.model, "run")
+    source = open_weights(back, "init_from")
+    for name, shape in made.model.account().parameters.items():
+        box = [0] * len(shape), shape
+        assert torch.equal(source.read(name, *box), saved.read(name, *box))
 
 
 def dcp_tensor(folder, name, shape):

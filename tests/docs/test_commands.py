@@ -45,6 +45,7 @@ ELSEWHERE = {
         "titanlab resume RUN --step 8",
     ): "tests/checkpoint/test_listing.py has a run with checkpoints",
     ("docs/checkpoints.md", "titanlab export RUN --into FOLDER --format dcp"): "tests/checkpoint/test_older.py does it",
+    ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/weights/test_dcp.py does it",
     ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"): "tests/gpt/test_gpt_package.py installs the model",
 }
 

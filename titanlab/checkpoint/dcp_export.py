@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,20 @@ from titanlab.checkpoint.position import POSITION, position_bytes
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
 from titanlab.system.atomic_file import write_bytes
 
+# Before the names of parameters in titanlab's checkpoints.
+_OWN_PREFIX = "model."
+
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
-    """Plans by shapes alone, and reads each tensor when it is written."""
+    """Plans by shapes alone, and reads each tensor when it is written.
 
-    def __init__(self, reader: Reader, metadata: Metadata) -> None:
+    Args:
+        names: name of each tensor in the checkpoint, by its name in the folder that is written.
+    """
+
+    def __init__(self, reader: Reader, metadata: Metadata, names: Mapping[str, str]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._reader, self._metadata = reader, metadata
+        self._reader, self._metadata, self._names = reader, metadata, names
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """A tensor or object of the state, by its name."""
@@ -31,11 +39,11 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         if not isinstance(value, torch.Tensor):
             return value
         whole = torch.empty(value.shape, dtype=value.dtype)
-        read_into({index.fqn: whole}, self._reader, self._metadata)
+        read_into({self._names[index.fqn]: whole}, self._reader, self._metadata)
         return whole
 
 
-def write_dcp(checkpoint: Path, into: Path, key: str) -> None:
+def write_dcp(checkpoint: Path, into: Path, key: str, *, prefix: str = _OWN_PREFIX) -> None:
     """Write `.metadata`, `*.distcp` and `position.json` into a new folder.
 
     The names of the entries are `model.…` and `optimizer.state.….…`. The folder can be given to
@@ -43,6 +51,8 @@ def write_dcp(checkpoint: Path, into: Path, key: str) -> None:
 
     Args:
         key: names the checkpoint in errors.
+        prefix: before the names of parameters; empty: as torchtitan names them. Such a folder has no position.json,
+            and `titanlab import` reads it.
 
     Raises:
         ConfigError: the checkpoint is damaged.
@@ -52,15 +62,26 @@ def write_dcp(checkpoint: Path, into: Path, key: str) -> None:
     metadata = reader.read_metadata()
     objects = contents.entries.objects if isinstance(contents.entries, Index) else {}
     state: dict[str, Any] = dict(objects)
+    written: dict[str, str] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            written[_renamed(name, prefix)] = name
+            state[_renamed(name, prefix)] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     with warnings.catch_warnings():
         # One process without a process group is what is wanted here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.save(
-            state, storage_writer=dcp.FileSystemWriter(into), planner=_ReadingPlanner(reader, metadata), no_dist=True
+            state,
+            storage_writer=dcp.FileSystemWriter(into),
+            planner=_ReadingPlanner(reader, metadata, written),
+            no_dist=True,
         )
+    if prefix != _OWN_PREFIX:
+        return
     files = {path.name: path.stat().st_size for path in sorted(into.iterdir())}
     saved = replace(contents.saved, files=files, generators={})
     write_bytes(into / POSITION, position_bytes(saved), durable=True)
+
+
+def _renamed(name: str, prefix: str) -> str:
+    return prefix + name.removeprefix(_OWN_PREFIX) if name.startswith(_OWN_PREFIX) else name

@@ -18,6 +18,8 @@ from titanlab.weights.origin import from_folder, from_run
 from titanlab.weights.source import DTYPES
 
 _FORMATS = ("hf", "titanlab", "dcp")
+# Before the names of parameters.
+_PREFIXES = {"titanlab": "model.", "torchtitan": ""}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,6 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
     parser.add_argument("--into", type=Path, required=True, help="the folder to make")
     parser.add_argument("--format", default="hf", help="hf, titanlab or dcp (default hf)")
+    parser.add_argument(
+        "--names", default="titanlab", help="of parameters in dcp: titanlab or torchtitan (model. or none)"
+    )
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES.values())} (default: as saved)")
     parser.add_argument("--step", type=int, help="of the checkpoint (default: the latest)")
     parser.add_argument("--shard-size", default="5GB", help="most bytes of a file (default 5GB)")
@@ -33,12 +38,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace weights that are there")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
-    for key, known in (("format", _FORMATS), ("dtype", DTYPES.values())):
+    for key, known in (("format", _FORMATS), ("dtype", DTYPES.values()), ("names", _PREFIXES)):
         value = getattr(given, key)
         if value is not None and value not in known:
             raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
     if given.format == "dcp":
         return _export_dcp(given)
+    if given.names != "titanlab":
+        raise ConfigError(
+            "--names", given.names, f"is of --format dcp, and the format is {given.format}", "leave it out"
+        )
     shard_bytes = bytes_of(given.shard_size, "--shard-size")
     name = option_name(given.name, str(given.into))
     check_target(given.into, is_weights, force=given.force)
@@ -69,6 +78,8 @@ def _export_dcp(given: argparse.Namespace) -> int:
     if given.into.exists() and (not given.into.is_dir() or any(given.into.iterdir())):
         raise ConfigError("--into", given.into, "is not an empty folder", "give a new folder")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
-    importlib.import_module("titanlab.checkpoint.dcp_export").write_dcp(checkpoint, given.into, "run")
+    importlib.import_module("titanlab.checkpoint.dcp_export").write_dcp(
+        checkpoint, given.into, "run", prefix=_PREFIXES[given.names]
+    )
     print(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(given.into)!r})")
     return 0

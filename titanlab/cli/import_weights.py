@@ -1,26 +1,39 @@
-"""`titanlab import PATH_OR_ID`: convert a Hugging Face model's weights, for `titanlab train init_from=…`."""
+"""`titanlab import PATH_OR_ID`: convert a model's weights, for `titanlab train init_from=…`.
+
+They can be in the form of Hugging Face, or in a folder of torch.distributed.checkpoint, say one that torchtitan saved.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlab.checkpoint.folders import has_pickle
+from titanlab.checkpoint.older.metadata import METADATA
 from titanlab.cli.arguments import Arguments, bytes_of
+from titanlab.cli.compose import compose
 from titanlab.errors import ConfigError
+from titanlab.model.contract import ModelConfig
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.huggingface.download import fetch_model
 from titanlab.weights.interchange import is_weights, write_ours
-from titanlab.weights.origin import from_folder
+from titanlab.weights.origin import Origin, from_dcp, from_folder
 
 _KEY = "source"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Convert the weights, and print how to train from them."""
-    parser = Arguments("import", "Take over the weights of a Hugging Face model, from a folder or from the hub.")
-    parser.add_argument("source", help="a folder with config.json and safetensors, or a model of the hub: owner/name")
+    parser = Arguments("import", "Convert weights of Hugging Face or of torch.distributed.checkpoint, for init_from.")
+    about = "a folder with config.json and safetensors, a model of the hub (owner/name), or a folder with .metadata"
+    parser.add_argument("source", help=about)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="model.KEY=VALUE", help="sizes of the model of a folder with .metadata"
+    )
+    parser.add_argument("--model", help="of a folder with .metadata, which has no config: the model's option")
     parser.add_argument("--into", type=Path, help="the folder to make (default weights/NAME)")
     parser.add_argument("--name", help="of the model's option, model=NAME (default: from the source's name)")
     parser.add_argument("--revision", help="branch, tag or commit of a model of the hub")
@@ -34,11 +47,32 @@ def main(arguments: Sequence[str]) -> int:
     name = option_name(given.name, given.source)
     into = given.into or Path("weights", name)
     check_target(into, is_weights, force=given.force)
-    folder = _folder(given.source, given.revision, given.token)
-    check_apart(folder, into)
-    origin = from_folder(folder, _KEY)
+    origin = _origin(given, into)
     print(write_ours(origin, into, name=name, dtype=None, shard_bytes=shard_bytes, report=print))
     return 0
+
+
+def _origin(given: argparse.Namespace, into: Path) -> Origin:
+    folder = _folder(given.source, given.revision, given.token)
+    check_apart(folder, into)
+    if has_pickle(folder):
+        return from_dcp(folder, _model(given.model, given.overrides, folder), _KEY)
+    for key, value in (("--model", given.model), ("model.KEY=VALUE", " ".join(given.overrides))):
+        if value:
+            raise ConfigError(key, value, f"is of a folder with {METADATA}; {folder} names its model", "leave it out")
+    return from_folder(folder, _KEY)
+
+
+def _model(option: str | None, overrides: Sequence[str], folder: Path) -> ModelConfig:
+    """The model of a folder that names none."""
+    if option is None:
+        rule = f"is not given, and {folder} does not name its model"
+        raise ConfigError("--model", None, rule, "give the model's option, say --model llama3_1_8b")
+    for override in overrides:
+        if not override.startswith("model."):
+            raise ConfigError("model.KEY=VALUE", override, "is no size of the model", "try model.layers=4")
+    (recipe,) = compose([f"model={option}", *overrides])
+    return recipe.model
 
 
 def _folder(source: str, revision: str | None, token: str | None) -> Path:

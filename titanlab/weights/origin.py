@@ -93,13 +93,27 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
         tokenizer = tokenizers.load(run.tokenizer, "run")
         generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         about |= generation
-    checkpoint_source = importlib.import_module("titanlab.weights.checkpoint_source").CheckpointSource
     return Origin(
-        source=checkpoint_source(checkpoint, model, "run"),
+        source=importlib.import_module("titanlab.weights.checkpoint_source").run_source(checkpoint, model, "run"),
         about=about,
         tokenizer=run.tokenizer,
         generation={name: token for name, token in generation.items() if token is not None},
         title=f"{run.path.name}, {checkpoint.name}",
+    )
+
+
+def from_dcp(folder: Path, model: ModelConfig, key: str) -> Origin:
+    """The model in a folder of torch.distributed.checkpoint, which has neither a config nor a tokenizer.
+
+    Raises:
+        ConfigError: the folder is damaged or would run code, or has another model.
+    """
+    return Origin(
+        source=importlib.import_module("titanlab.weights.checkpoint_source").dcp_source(folder, model, key),
+        about={"max_position_embeddings": _context(model, _USUAL_CONTEXT)},
+        tokenizer=folder,
+        generation={},
+        title=folder.resolve().name,
     )
 
 

@@ -1,0 +1,100 @@
+"""`titanlab import` of a folder of torch.distributed.checkpoint, as torchtitan and other tools save one."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from titanlab.__main__ import main
+from titanlab.model.llama_schema import Llama
+from titanlab.weights.folder import open_weights
+
+SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
+MODEL = ["--model", "debug", *(f"model.{key}={value}" for key, value in SIZES.items())]
+
+
+def saved(folder, prefix, **other):
+    """Saves random weights as another tool would, and returns them."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = Llama(**SIZES).account().parameters
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    named = {f"{prefix}{name}": weight for name, weight in weights.items()}
+    dcp.save({**named, **other}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return weights
+
+
+@pytest.fixture(autouse=True)
+def _alone(recwarn):
+    """DCP warns that there is no process group."""
+    yield
+    recwarn.clear()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_weights_of_another_tool_are_imported(tmp_path, capsys, prefix):
+    # What else a checkpoint of torchtitan has.
+    other = {"optimizer": {"state": {"norm.weight": {"step": torch.ones(())}}}, "train_state": {"step": 7}}
+    weights = saved(tmp_path / "theirs", prefix, **other)
+    into = tmp_path / "ours"
+    assert main(["import", str(tmp_path / "theirs"), *MODEL, "--into", str(into), "--name", "mine"]) == 0
+    assert f"init_from={into}" in capsys.readouterr().out
+    source = open_weights(into, "init_from")
+    assert source.model == Llama(**SIZES)
+    for name, weight in weights.items():
+        assert torch.equal(source.read(name, [0] * weight.ndim, weight.shape), weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ([], "--model=null: is not given"),
+        (["--model", "no_such"], "model=no_such"),
+        ([*MODEL, "model.dim=64"], "is [96, 32] there and [96, 64] in the model"),
+        ([*MODEL, "model.layers=3"], "has no plain tensor layers.2"),
+        ([*MODEL, "model.layers=2,3"], "is several values"),
+        ([*MODEL, "data.x=3"], "is no size of the model"),
+    ],
+)
+def test_another_model_is_refused_in_one_line(tmp_path, capsys, model, said):
+    saved(tmp_path / "theirs", "")
+    assert main(["import", str(tmp_path / "theirs"), *model, "--into", str(tmp_path / "ours"), "--name", "mine"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_folder_without_the_model_says_what_it_has(tmp_path, capsys):
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save({"bert.weight": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    assert main(["import", str(tmp_path / "theirs"), *MODEL, "--into", str(tmp_path / "ours"), "--name", "mine"]) == 2
+    assert "it has bert.weight" in capsys.readouterr().err
+
+
+class Runs:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_folder_that_would_run_code_is_refused(tmp_path, capsys):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "run")))
+    assert main(["import", str(theirs), *MODEL, "--into", str(tmp_path / "ours"), "--name", "mine"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("more", [["--model", "debug"], ["model.dim=3"]])
+def test_a_folder_that_names_its_model_takes_no_other(tmp_path, capsys, more):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    assert main(["import", str(theirs), *more, "--into", str(tmp_path / "ours"), "--name", "mine"]) == 2
+    assert "leave it out" in capsys.readouterr().err
