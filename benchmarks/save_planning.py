@@ -1,0 +1,186 @@
+"""Time and memory of rank 0 when it plans a save of Llama 3.1 405B with AdamW, for some numbers of ranks.
+
+The plans of eight ranks, those of one host, are made as a run makes them, on torch's fake process group. A layout of
+FSDP2 over hosts and tensor parallelism of 8 in each gives the others: the same entries at other offsets. Rank 0 then
+does what it does in a save: it unpickles all plans, makes the global plan, keeps the places in every file, pickles the
+answers, and writes the index. Each number of ranks has a process of its own. Prints one JSON object.
+
+    python benchmarks/save_planning.py                     256 and 512 ranks
+    python benchmarks/save_planning.py --ranks 64,128 --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanlab.checkpoint.blocks import blocks_of
+from titanlab.checkpoint.index import IndexedFile
+from titanlab.checkpoint.shards import shard_of
+from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson, Written
+from titanlab.costs.layout import Layout
+from titanlab.distributed.mesh import build_mesh
+from titanlab.model.llama_schema import Llama
+from titanlab.model.shapes import shapes_only
+from titanlab.parallelism.tensor import TensorParallel, parallelise
+
+TENSOR = 8
+SEQ_LEN = 8192
+# conf/model/llama3_1_405b.yaml
+LLAMA_405B = Llama(
+    dim=16_384, layers=126, heads=128, kv_heads=8, ffn_dim=53_248, vocab_size=128_256, rope_theta=500_000.0
+)
+RESULT = Path(__file__).parent / "results" / "save_planning.json"
+
+
+def main() -> None:
+    """Measure each number of ranks in a process of its own, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="256,512", help="numbers of ranks, multiples of 8")
+    parser.add_argument("--write", action="store_true", help=f"also write {RESULT.name}")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measured(given.one)))
+        return
+    rows = {
+        ranks: json.loads(subprocess.check_output([sys.executable, __file__, "--one", ranks]))
+        for ranks in given.ranks.split(",")
+    }
+    text = json.dumps(
+        {
+            "date": datetime.date.today().isoformat(),
+            "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+            "torch": torch.__version__,
+            "ranks": rows,
+        },
+        indent=2,
+    )
+    print(text)
+    if given.write:
+        RESULT.write_text(text + "\n")
+
+
+def measured(ranks: int) -> dict[str, Any]:
+    """Seconds of each step and the memory that they add, in MB."""
+    hosts = ranks // TENSOR
+    # As during training.
+    gc.disable()
+    begin = time.perf_counter()
+    # A process for each: torch keeps what it has computed for a mesh, and a mesh of another rank equals it.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processes:
+        first = processes.starmap(_plan_of, [(rank, ranks) for rank in range(TENSOR)], chunksize=1)
+    local_seconds = (time.perf_counter() - begin) / TENSOR
+    # Plans arrive as bytes from each rank; rank 0 holds them all, as gather_object does.
+    arrived = [pickle.dumps(_moved(first[rank % TENSOR], rank // TENSOR, hosts)) for rank in range(ranks)]
+    planner, writer = SavePlannerOfJson(), CheckpointWriter(Path("unused"), 0)
+    before, seconds = _peak_mb(), {}
+
+    def timed(name: str, begin: float) -> float:
+        seconds[name] = round(time.perf_counter() - begin, 2)
+        return time.perf_counter()
+
+    at = begin = time.perf_counter()
+    plans = [pickle.loads(text) for text in arrived]
+    at = timed("unpickle", at)
+    plans, _ = planner.create_global_plan(plans)
+    at = timed("global plan", at)
+    plans = writer.prepare_global_plan(plans)
+    at = timed("places of all files", at)
+    answers = [pickle.dumps(plan) for plan in plans]
+    at = timed("pickle", at)
+    sizes = [shard_of(plan, rank).size for rank, plan in enumerate(plans)]
+    at = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        writer.folder = Path(folder)
+        files = [
+            IndexedFile(
+                name=f"rank-{rank:05d}.safetensors", size=size, checksums=range(1 << 60, (1 << 60) + blocks_of(size))
+            )
+            for rank, size in enumerate(sizes)
+        ]
+        writer.publish([Written(file=file, objects={}) for file in files])
+        timed("index", at)
+        index_mb = (Path(folder) / "index.json").stat().st_size / 1e6
+    return {
+        "entries": sum(len(plan.items) for plan in plans),
+        "checkpoint_gb": round(sum(sizes) / 1e9),
+        "local_plan_seconds": round(local_seconds, 2),
+        "seconds": {**seconds, "all": round(sum(seconds.values()), 2)},
+        "added_mb": round(_peak_mb() - before),
+        "arrived_mb": round(sum(map(len, arrived)) / 1e6),
+        "answers_mb": round(sum(map(len, answers)) / 1e6),
+        "index_mb": round(index_mb),
+    }
+
+
+def _plan_of(rank: int, ranks: int) -> SavePlan:
+    """The local plan of a rank of the first host, of tensors without data."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    mesh = build_mesh(Layout(shard=ranks // TENSOR, tensor=TENSOR, replicate=1, context=1, pipeline=1), "cpu")
+    config = LLAMA_405B
+    with shapes_only():
+        model = config.implementation().build(seq_len=SEQ_LEN)
+    cut = TensorParallel(mesh=mesh.axis("tensor"), seq_len=SEQ_LEN, sequence_parallel=True, loss_parallel=True)
+    parallelise(model, config.account().tensor_plan, cut)
+    for layer in (*model.layers.values(), model):
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh.data_parallel)
+    parameters = dict(model.named_parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+    moments = {
+        f"state.{name}.{kind}": torch.empty_like(parameter)
+        for name, parameter in parameters.items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    planner = SavePlannerOfJson()
+    planner.set_up_planner({"model": parameters, "optimizer": moments}, None, rank == 0)
+    plan = planner.create_local_plan()
+    dist.destroy_process_group()
+    return plan
+
+
+def _moved(plan: SavePlan, host: int, hosts: int) -> SavePlan:
+    """The plan of the same rank of another host: FSDP2 cuts what is left of dim 0 into equal parts."""
+    return SavePlan([_moved_item(item, host, hosts) for item in plan.items], planner_data=plan.planner_data)
+
+
+def _moved_item(item: WriteItem, host: int, hosts: int) -> WriteItem:
+    data = item.tensor_data
+    assert data is not None
+    rows = data.chunk.sizes[0]
+    # Of a tensor that tensor parallelism cuts along dim 0, the rows of this rank's part.
+    whole = data.size[0] // TENSOR if rows * hosts < data.size[0] else data.size[0]
+    start = min(host * rows, whole)
+    offset = torch.Size([data.chunk.offsets[0] + start, *data.chunk.offsets[1:]])
+    size = torch.Size([min(rows, whole - start), *data.chunk.sizes[1:]])
+    moved = type(data)(chunk=ChunkStorageMetadata(offset, size), properties=data.properties, size=data.size)
+    index = type(item.index)(item.index.fqn, offset, item.index.index)
+    return type(item)(index=index, type=item.type, tensor_data=moved)
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()
