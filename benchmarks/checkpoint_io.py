@@ -115,7 +115,7 @@ def _timed(action: Callable[[], None]) -> float:
 
 def _save(state: dict[str, Any], folder: Path, world: World) -> None:
     planned = plan(state, folder, world)
-    write_and_publish(planned.stage(copies=False), planned.writer, world)
+    write_and_publish(planned.stage, planned.writer, world)
 
 
 def _write(state: dict[str, Any], folder: Path, rank: int) -> None:

@@ -22,7 +22,7 @@ def trained(made, run):
         return trace(made, run, joined(os.environ) or ALONE).losses
 
 
-def save(folder, position, *, model, optimizer, world, keep, recipe=None, warn=None):
+def save(folder, position, *, model, optimizer, world, keep, recipe=None, **more):
     """In place of `store.save`."""
     final = step_folder(folder, position.step)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -17,8 +17,8 @@ from titanlab.options import conf_packages, discover, option, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.bf16_schema import Bf16
 
-PRESETS = {"training", "parallelism", "checkpoint", "cluster", "compile"}
-ALTERNATIVES = {"model", "precision", "optimizer", "data", "tracker", "launch", "schedule", "ac"}
+PRESETS = {"training", "parallelism", "cluster", "compile"}
+ALTERNATIVES = {"model", "precision", "optimizer", "data", "tracker", "launch", "schedule", "ac", "checkpoint"}
 
 
 @pytest.fixture

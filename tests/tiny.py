@@ -10,7 +10,7 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 
 from titanlab.ac.block_schema import NoCheckpointing
-from titanlab.checkpoint.schema import Checkpoint
+from titanlab.checkpoint.schema import Async, Off, Sync
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.data.synthetic_schema import Synthetic
@@ -35,6 +35,8 @@ VOCABULARY = 256
 EMPTY_METADATA = pickle.dumps(Metadata({}, storage_data={}))
 """The `.metadata` of a checkpoint without tensors."""
 
+_SAVES = {"sync": Sync, "async": Async, "off": Off}
+
 
 def recipe(runs, **given) -> Recipe:
     """Debug-sized and resolved: `recipe(tmp_path, shard=2, steps=3, data=…)`; keys of the groups need no group's name."""
@@ -45,7 +47,7 @@ def recipe(runs, **given) -> Recipe:
         runs=str(runs),
         training=Training(**training),
         parallelism=Parallelism(**_taken(given, Parallelism)),
-        checkpoint=Checkpoint(**_taken(given, Checkpoint)),
+        checkpoint=_SAVES[given.pop("saves", "sync")](**_taken(given, Sync)),
         model=given.pop("model", None) or Llama(**{**model, **_taken(given, Llama)}),
         optimizer=given.pop("optimizer", None) or AdamW(**optimizer),
         compile=Compile(**_taken(given, Compile)),
@@ -66,7 +68,11 @@ def recipe(runs, **given) -> Recipe:
 
 
 def _taken(given, schema):
-    return {each.name: given.pop(each.name) for each in fields(schema) if each.name in given and each.name != "data"}
+    return {
+        each.name: given.pop(each.name)
+        for each in fields(schema)
+        if each.name in given and each.name not in ("data", "kind")
+    }
 
 
 def corpus(folder: Path) -> Path:
@@ -100,7 +106,7 @@ def changed(made: Recipe, **given) -> Recipe:
         world=None,
         training=replace(made.training, **_taken(given, Training)),
         parallelism=replace(made.parallelism, **_taken(given, Parallelism)),
-        checkpoint=replace(made.checkpoint, **_taken(given, Checkpoint)),
+        checkpoint=replace(made.checkpoint, **_taken(given, Sync)),
         **given,
     )
     return resolve(made, world=None, accelerator="cpu", device="cpu")

@@ -18,7 +18,7 @@ from titanlab.checkpoint.folders import (
     remove,
     step_folder,
 )
-from titanlab.checkpoint.schema import Checkpoint
+from titanlab.checkpoint.schema import Sync
 from titanlab.errors import ConfigError
 
 
@@ -108,7 +108,7 @@ def test_a_path_without_a_whole_checkpoint_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["every", "keep"])
 def test_negative_numbers_are_refused(name):
     with pytest.raises(ConfigError, match=f"^checkpoint.{name}=-1: must not be negative"):
-        Checkpoint(**{name: -1})
+        Sync(**{name: -1})
 
 
 def test_names_that_no_run_gives_are_passed_over(tmp_path):

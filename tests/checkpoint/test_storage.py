@@ -17,6 +17,7 @@ from titanlab.checkpoint import blocks
 from titanlab.checkpoint.blocks import BLOCK
 from titanlab.checkpoint.index import ITEM_BYTES, read_index
 from titanlab.checkpoint.reader import JsonPlanner
+from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.saving import plan, write_and_publish
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.checkpoint.shards import bytes_of
@@ -29,7 +30,8 @@ ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 def write(state, folder, *, copies=False, world=ALONE):
     folder.mkdir(exist_ok=True)
     planned = plan(state, folder, world)
-    write_and_publish(planned.stage(copies=copies), planned.writer, world)
+    staged = planned.stage(HostBuffer() if copies else None)
+    write_and_publish(lambda: staged, planned.writer, world)
 
 
 def read(state, folder):
@@ -101,10 +103,12 @@ def test_staged_copies_do_not_change_with_the_model(tmp_path):
     state = {"x": torch.arange(10.0), "y": torch.arange(6).view(2, 3).t()}
     expected = {name: tensor.clone() for name, tensor in state.items()}
     planned = plan(state, tmp_path, ALONE)
-    staged = planned.stage(copies=True)
+    buffer = HostBuffer()
+    buffer.reserve(3)
+    staged = planned.stage(buffer)
     for tensor in state.values():
         tensor.zero_()
-    write_and_publish(staged, planned.writer, ALONE)
+    write_and_publish(lambda: staged, planned.writer, ALONE)
     read(state, tmp_path)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
@@ -214,7 +218,7 @@ def fails_on_a_rank(folder, failing):
     if rank == failing:
         (folder / f"rank-{rank:05d}.safetensors").mkdir()
     try:
-        write_and_publish(planned.stage(copies=False), planned.writer, world)
+        write_and_publish(planned.stage, planned.writer, world)
     except OSError as error:
         return type(error).__name__
     return "saved"

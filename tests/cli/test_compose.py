@@ -14,7 +14,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 
 from titanlab import __version__
-from titanlab.checkpoint.schema import Checkpoint
+from titanlab.checkpoint.schema import Sync
 from titanlab.cli import main
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
@@ -54,7 +54,7 @@ def as_process(*command, **environ):
 
 def test_the_defaults_are_a_recipe():
     recipe = the_recipe()
-    kinds = (Llama, Parallelism, Fp32, AdamW, Stdlib, Checkpoint, Jsonl, Local)
+    kinds = (Llama, Parallelism, Fp32, AdamW, Stdlib, Sync, Jsonl, Local)
     groups = ("model", "parallelism", "precision", "optimizer", "data", "checkpoint", "tracker", "launch")
     assert tuple(type(getattr(recipe, group)) for group in groups) == kinds
     assert (recipe.name, recipe.sweep, recipe.runs, recipe.seed, recipe.world) == ("run", "single", "runs", 0, None)

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 from pathlib import Path
 
 import hydra
@@ -19,6 +20,7 @@ from omegaconf import OmegaConf
 
 from tests import tiny
 from tests.cover import marks
+from titanlab.costs.flops import per_token
 from titanlab.costs.layout import SHORT
 from titanlab.data import source
 from titanlab.distributed.ranks import ALONE, joined
@@ -166,6 +168,29 @@ def test_a_recipe_for_gpus_saves_at_the_interval_of_least_cost(composed, name):
         assert every * STEP_SECONDS[name] == pytest.approx(interval, rel=0.25)
     else:
         assert every == steps // 2
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_saves_of_a_recipe_for_gpus_cost_less_than_a_hundredth_of_its_time(composed, name):
+    recipe = on_gpus(composed(name))
+    account, world = recipe.model.account(), recipe.layout.world
+    assert recipe.checkpoint.kind == "async"
+    states = 12 * sum(map(math.prod, account.parameters.values()))
+    # The least that a step can take: 60 % of the peak of an H100 in bf16, which is 989 TFLOP/s.
+    flops = per_token(account, seq_len=recipe.training.seq_len) * recipe.tokens_per_step
+    between = recipe.checkpoint.every * flops / (world * 989e12 * 0.6)
+    # Steps wait for the copy from the GPU to pageable memory, at 2 GB/s.
+    share = states / world / 2e9 / between
+    assert share < 0.01
+    comment = re.search(r": ([0-9.]+) % of at least ([0-9,]+) s between saves\.", text_of(name))
+    assert float(comment[1]) == pytest.approx(100 * share, rel=0.35)
+    assert float(comment[2].replace(",", "")) == pytest.approx(between, rel=0.05)
+    # One save is on the disks before the next one begins, at 1 GB/s from each host of 8 GPUs.
+    assert states / (world / 8 * 1e9) < between / 2
+
+
+def text_of(name):
+    return (conf_folder() / "recipe" / f"{name}.yaml").read_text()
 
 
 def test_sweeps_that_measure_gpus_save_nothing():

@@ -49,6 +49,11 @@ class BlockWriter:
         """Append bytes."""
         rest = memoryview(content)
         while len(rest):
+            if not self._filled and len(rest) >= _BUFFER:
+                # Without a copy. A copy of bytes is also the one thing here for which Python's lock is held.
+                self._put(rest[:_BUFFER])
+                rest = rest[_BUFFER:]
+                continue
             taken = min(len(rest), _BUFFER - self._filled)
             self._buffer[self._filled : self._filled + taken] = rest[:taken]
             self._filled += taken
@@ -68,13 +73,16 @@ class BlockWriter:
         os.close(self._descriptor)
 
     def _flush(self) -> None:
-        content = self._buffer[: self._filled]
-        for start in range(0, self._filled, BLOCK):
+        self._put(self._buffer[: self._filled])
+        self._filled = 0
+
+    def _put(self, content: memoryview) -> None:
+        """Write whole blocks, or the end of the file."""
+        self.size += len(content)
+        for start in range(0, len(content), BLOCK):
             self.checksums.append(checksum(content[start : start + BLOCK]))
         while len(content):
             content = content[os.write(self._descriptor, content) :]
-        self.size += self._filled
-        self._filled = 0
 
 
 class BlockReader:

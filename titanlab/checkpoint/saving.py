@@ -5,7 +5,7 @@ Only the first two use the model, so that training may go on while the last one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan
 
 from titanlab.checkpoint.agreement import attempted, raise_first
+from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson, Staged, stage, write
 from titanlab.distributed.world import World
 
@@ -31,9 +32,9 @@ class Planned:
     plan: SavePlan
     writer: CheckpointWriter
 
-    def stage(self, *, copies: bool) -> Staged:
+    def stage(self, into: HostBuffer | None = None) -> Staged:
         """Take this rank's part from the model; see `writer.stage`."""
-        return stage(self.plan, self.planner, self.writer.rank, copies=copies)
+        return stage(self.plan, self.planner, self.writer.rank, into)
 
 
 def plan(state: Mapping[str, Any], folder: Path, world: World) -> Planned:
@@ -67,9 +68,13 @@ def plan(state: Mapping[str, Any], folder: Path, world: World) -> Planned:
     return Planned(planner=planner, plan=planner.finish_plan(own), writer=writer)
 
 
-def write_and_publish(staged: Staged, writer: CheckpointWriter, world: World) -> None:
-    """Write every rank's file, then position.json and the index. It does not use the model."""
-    written, own = attempted(lambda: write(staged, writer.folder))
+def write_and_publish(staged: Callable[[], Staged], writer: CheckpointWriter, world: World) -> None:
+    """Write every rank's file, then position.json and the index. It does not use the model.
+
+    Args:
+        staged: returns this rank's part, or raises the error with which it could not be staged.
+    """
+    written, own = attempted(lambda: write(staged(), writer.folder))
     # Rank 0 alone: the checksums of a large checkpoint take tens of megabytes.
     everyone = world.collect((written, own))
 

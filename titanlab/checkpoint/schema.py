@@ -1,33 +1,80 @@
-"""Config of checkpoints."""
+"""Configs of the group `checkpoint`: whether the training waits while a checkpoint is written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from titanlab.checkpoint.contract import Intervals, Saver, Target
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
+# How a run saves changes none of its numbers.
+_NO_IDENTITY = {"identity": False}
 
-@option("checkpoint")
+
+@option("checkpoint", "off")
 @dataclass(kw_only=True)
-class Checkpoint:
-    """When a run saves checkpoints, and the checkpoint from which a new run starts.
+class Off(Intervals):
+    """Nothing is saved. `load_from` still says what the run starts from."""
 
-    Attributes:
-        every: steps between checkpoints; 0: only at the end.
-        keep: number of the newest checkpoints to keep; 0: all.
-        at_end: whether to save at the end of a run, also after a stop.
-        load_from: a run or a checkpoint; a new run takes model, optimizer and position in the data from it. null: start
-            from initial values.
-    """
-
-    every: int = field(default=0, metadata={"identity": False})
-    keep: int = field(default=2, metadata={"identity": False})
-    at_end: bool = field(default=True, metadata={"identity": False})
-    load_from: str | None = None
+    kind: str = field(default="off", metadata=_NO_IDENTITY)
 
     def __post_init__(self) -> None:
-        for name in ("every", "keep"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"checkpoint.{name}", value, "must not be negative", "try 0")
+        super().__post_init__()
+        for name in ("every", "minutes", "keep_every"):
+            if value := getattr(self, name):
+                raise ConfigError(
+                    f"checkpoint.{name}", value, "checkpoint=off saves nothing", "try checkpoint=sync, or leave it out"
+                )
+
+    def implementation(self, target: Target) -> Saver:
+        from titanlab.checkpoint.savers.blocking import NoSaver
+
+        return NoSaver()
+
+
+@option("checkpoint", "sync")
+@dataclass(kw_only=True)
+class Sync(Intervals):
+    """The training waits until a checkpoint is on the disk. It needs no memory beside the model's."""
+
+    kind: str = field(default="sync", metadata=_NO_IDENTITY)
+
+    def implementation(self, target: Target) -> Saver:
+        from titanlab.checkpoint.savers.blocking import SyncSaver
+
+        return SyncSaver(target)
+
+
+@option("checkpoint", "async")
+@dataclass(kw_only=True)
+class Async(Intervals):
+    """The training waits for a copy in host memory, and goes on while a thread writes it.
+
+    The copy has the bytes of the rank's part of the checkpoint. Its memory is kept for the next one.
+    """
+
+    kind: str = field(default="async", metadata=_NO_IDENTITY)
+
+    def implementation(self, target: Target) -> Saver:
+        from titanlab.checkpoint.savers.background import AsyncSaver
+
+        return AsyncSaver(target)
+
+
+@option("checkpoint", "async_pinned")
+@dataclass(kw_only=True)
+class AsyncPinned(Intervals):
+    """As async on GPUs: the copy goes to pinned memory, on a stream of its own, while the next step computes."""
+
+    kind: str = field(default="async_pinned", metadata=_NO_IDENTITY)
+
+    def check(self, setting: Setting) -> None:
+        if setting.accelerator == "cpu":
+            raise ConfigError("checkpoint", "async_pinned", "pinned memory is for GPUs", "try checkpoint=async")
+
+    def implementation(self, target: Target) -> Saver:
+        from titanlab.checkpoint.savers.pinned import PinnedSaver
+
+        return PinnedSaver(target)

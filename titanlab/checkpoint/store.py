@@ -14,8 +14,10 @@ two. They are read, and no longer written.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from titanlab.checkpoint.agreement import together
 from titanlab.checkpoint.contents import Contents, read_contents
 from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.folders import PART, checkpoints, remove, remove_unfinished, step_folder
+from titanlab.checkpoint.folders import PART, checkpoints, remove, remove_unfinished, step_folder, step_of
 from titanlab.checkpoint.generators import (
     generator_states,
     restore_generators,
@@ -38,12 +40,26 @@ from titanlab.checkpoint.older.metadata import SavedState
 from titanlab.checkpoint.position import Position, SavedPosition
 from titanlab.checkpoint.reader import load_state, reader_of
 from titanlab.checkpoint.saving import Planned, plan, write_and_publish
-from titanlab.checkpoint.writer import sync_folder
+from titanlab.checkpoint.writer import Staged, sync_folder
 from titanlab.distributed.world import World
 from titanlab.system.disk import disk_fault
 
 # Settings of the optimizer, such as the rate: the recipe decides them, so they are not saved.
 _SETTINGS = "param_groups."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A save that all ranks have begun.
+
+    Attributes:
+        planned: what each rank writes.
+        part, final: the folder, without and with its name.
+    """
+
+    planned: Planned
+    part: Path
+    final: Path
 
 
 def save(
@@ -54,14 +70,18 @@ def save(
     optimizer: torch.optim.Optimizer,
     world: World,
     keep: int,
+    keep_every: int = 0,
     recipe: str | None = None,
     warn: Callable[[str], None] = lambda text: None,
+    saved: Callable[[int], None] = lambda step: None,
 ) -> Path:
     """Write `folder/step-N` together with all ranks, and remove all but the newest `keep` checkpoints (0: keep all).
 
     Args:
+        keep_every: checkpoints of steps that are multiples of it are not removed; 0: none.
         recipe: SHA-256 of the run's identity.
         warn: called on rank 0 if an old checkpoint cannot be removed.
+        saved: called on rank 0 when the checkpoint is complete.
 
     Returns:
         the folder of the complete checkpoint.
@@ -69,24 +89,61 @@ def save(
     Raises:
         OSError: the disk takes no more; nothing of the checkpoint is left.
     """
+    begun = begin(folder, position, model=model, optimizer=optimizer, world=world, recipe=recipe)
+    complete(begun, begun.planned.stage, world, keep=keep, keep_every=keep_every, warn=warn, saved=saved)
+    return begun.final
+
+
+def begin(
+    folder: Path,
+    position: Position,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    recipe: str | None = None,
+) -> Begun:
+    """Make the folder of a checkpoint, and agree with all ranks on what each of them writes.
+
+    Raises:
+        OSError: the disk takes no more; nothing of the checkpoint is left.
+    """
     final = step_folder(folder, position.step)
     part = final.with_name(final.name + PART)
     together(world, lambda: _make(folder, part) if world.logs else None)
-    try:
+    with _removed_after_errors(part, world):
         planned = plan_save(part, position, model=model, optimizer=optimizer, world=world, recipe=recipe)
-        staged = planned.stage(copies=False)
-        write_and_publish(staged, planned.writer, world)
-    except Exception as error:
-        # All ranks raise, so no rank is still writing.
-        if world.logs:
-            # On a full disk the partial files would leave no space for the record of the run's outcome.
-            remove(part)
-        if isinstance(error, OSError) and disk_fault(error) is not None:
-            # The error of a write has no file name.
-            error.filename = str(folder)
-        raise
-    together(world, lambda: _publish(folder, part, final, keep, warn) if world.logs else None)
-    return final
+    return Begun(planned=planned, part=part, final=final)
+
+
+def complete(
+    begun: Begun,
+    staged: Callable[[], Staged],
+    world: World,
+    *,
+    keep: int,
+    keep_every: int,
+    warn: Callable[[str], None],
+    saved: Callable[[int], None],
+) -> None:
+    """Write a checkpoint, and give it its name. It does not use the model, so another thread may call it.
+
+    Args:
+        staged: returns this rank's part, or raises the error with which it could not be staged.
+        keep, keep_every, warn, saved: as for `save`.
+
+    Raises:
+        OSError: the disk takes no more; nothing of the checkpoint is left.
+    """
+
+    def publish() -> None:
+        _publish(begun)
+        saved(step_of(begun.final))
+        _remove_old(begun.final.parent, keep, keep_every, warn)
+
+    with _removed_after_errors(begun.part, world):
+        write_and_publish(staged, begun.planned.writer, world)
+        together(world, lambda: publish() if world.logs else None)
 
 
 def plan_save(
@@ -209,15 +266,35 @@ def _make(folder: Path, part: Path) -> None:
     part.mkdir(parents=True)
 
 
-def _publish(folder: Path, part: Path, final: Path, keep: int, warn: Callable[[str], None]) -> None:
-    """Give a checkpoint whose files are all on the disk its name, and remove old ones."""
+@contextlib.contextmanager
+def _removed_after_errors(part: Path, world: World) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # All ranks raise, so no rank is still writing.
+        if world.logs:
+            # On a full disk the partial files would leave no space for the record of the run's outcome.
+            remove(part)
+        if isinstance(error, OSError) and disk_fault(error) is not None:
+            # The error of a write has no file name.
+            error.filename = str(part.parent)
+        raise
+
+
+def _publish(begun: Begun) -> None:
+    """Give a checkpoint whose files are all on the disk its name."""
     # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
-    failure = remove(final)
+    failure = remove(begun.final)
     if failure is not None:
         raise failure
-    part.rename(final)
-    sync_folder(folder)
+    begun.part.rename(begun.final)
+    sync_folder(begun.final.parent)
+
+
+def _remove_old(folder: Path, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
     for old in checkpoints(folder)[:-keep] if keep else []:
+        if keep_every and step_of(old) % keep_every == 0:
+            continue
         failure = remove(old)
         if failure is not None:
             warn(f"the old checkpoint {old} cannot be removed: {failure.strerror or failure}")

@@ -22,6 +22,7 @@ from torch.futures import Future
 from titanlab.checkpoint.blocks import BlockWriter
 from titanlab.checkpoint.index import INDEX, IndexedFile, index_bytes
 from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
+from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, dtype_named, shard_of
 from titanlab.system.atomic_file import write_bytes
 
@@ -34,11 +35,13 @@ class Staged:
         shard: the layout of its file.
         tensors: of the shard's chunks, in their order.
         objects: entries that are not tensors, as JSON.
+        content: all bytes of its file, if the tensors were copied.
     """
 
     shard: Shard
     tensors: Sequence[Tensor]
     objects: Mapping[str, str]
+    content: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ class CheckpointWriter(dcp.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
-        written = write(stage(plan, planner, self.rank, copies=False), self.folder)
+        written = write(stage(plan, planner, self.rank), self.folder)
         future: Future[list[WriteResult]] = Future()
         # The results are ours alone: `finish` receives them. The index names the rank's file, not an entry.
         index = MetadataIndex(written.file.name)
@@ -143,13 +146,13 @@ class CheckpointWriter(dcp.StorageWriter):
         return False
 
 
-def stage(plan: SavePlan, planner: SavePlanner, rank: int, *, copies: bool) -> Staged:
+def stage(plan: SavePlan, planner: SavePlanner, rank: int, into: HostBuffer | None = None) -> Staged:
     """Take what this rank writes from the model.
 
     Args:
         plan: this rank's part of the save plan.
-        copies: copy the tensors to one buffer in host memory, so that training may change them while they are written.
-            Otherwise they must not change before `write` returns, and only tensors of a device are copied, one by one.
+        into: copy the tensors to this buffer, so that training may change them while they are written. None: they must
+            not change before `write` returns, and only tensors of a device are copied, one by one.
     """
     shard = shard_of(plan, rank)
     items = {item.index: item for item in plan.items}
@@ -160,13 +163,15 @@ def stage(plan: SavePlan, planner: SavePlanner, rank: int, *, copies: bool) -> S
             assert isinstance(content, io.BytesIO)
             objects[item.index.fqn] = content.getvalue().decode()
     tensors = [_resolved(planner, items[chunk.index], chunk) for chunk in shard.chunks]
-    if copies:
-        buffer = torch.empty(shard.size - len(shard.header), dtype=torch.uint8)
-        at = len(shard.header)
-        for number, (chunk, tensor) in enumerate(zip(shard.chunks, tensors, strict=True)):
-            place = buffer[chunk.start - at : chunk.start - at + chunk.size]
-            tensors[number] = place.view(dtype_named(chunk.dtype)).view(chunk.sizes).copy_(tensor)
-    return Staged(shard=shard, tensors=tensors, objects=objects)
+    if into is None:
+        return Staged(shard=shard, tensors=tensors, objects=objects)
+    # The header too, so that the file is one range of memory.
+    buffer = into.reserve(shard.size)
+    buffer[: len(shard.header)] = torch.frombuffer(bytearray(shard.header), dtype=torch.uint8)
+    for number, (chunk, tensor) in enumerate(zip(shard.chunks, tensors, strict=True)):
+        place = buffer[chunk.start : chunk.start + chunk.size].view(dtype_named(chunk.dtype)).view(chunk.sizes)
+        tensors[number] = place.copy_(tensor, non_blocking=into.page_locked)
+    return Staged(shard=shard, tensors=tensors, objects=objects, content=buffer)
 
 
 def write(staged: Staged, folder: Path) -> Written:
@@ -179,11 +184,14 @@ def write(staged: Staged, folder: Path) -> Written:
     # Rank 0 has made the folder, but a host may not see it yet, and a caller may give each rank a folder of its own.
     folder.mkdir(parents=True, exist_ok=True)
     with BlockWriter(folder / shard.name) as file:
-        file.write(shard.header)
-        for chunk, tensor in zip(shard.chunks, staged.tensors, strict=True):
-            content = bytes_of(tensor.detach().to("cpu").contiguous())
-            assert len(content) == chunk.size
-            file.write(content)
+        if staged.content is not None:
+            file.write(bytes_of(staged.content))
+        else:
+            file.write(shard.header)
+            for chunk, tensor in zip(shard.chunks, staged.tensors, strict=True):
+                content = bytes_of(tensor.detach().to("cpu").contiguous())
+                assert len(content) == chunk.size
+                file.write(content)
         file.finish()
     return Written(
         file=IndexedFile(name=shard.name, size=file.size, checksums=file.checksums), objects=dict(staged.objects)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from titanlab.distributed.hang_record import Topology
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.traffic import axis_groups
+from titanlab.distributed.world import BESIDE
 
 # How many of the last collectives a record of a hang holds. They must span more than one step of the training.
 KEPT = 1000
@@ -52,12 +53,17 @@ def topology(mesh: Mesh, messages: Callable[[], Mapping[str, Any] | None] = lamb
 def last_collectives(kept: int = KEPT) -> list[dict[str, Any]]:
     """The last collectives that this process has called, oldest first; empty if the recorder is off.
 
+    Those of `World.beside` are left out.
+
     Each has `group` (torch's name of the process group), `sequence` (its number in that group), `operation`, `sizes`
     (of its inputs), `dtypes`, `is_message` (a send or receive), `is_done`, and `created` in seconds since the epoch.
     """
     entries: dict[tuple[Any, ...], dict[str, Any]] = {}
     for dump in _DUMPS:
         for entry in _entries(dump) if dump is not None else []:
+            # Another thread calls these, and the training does not wait for them.
+            if BESIDE in entry.get("process_group", [])[1:]:
+                continue
             found = _collective(entry)
             # Both dumps may hold the same recorder's collectives.
             entries[found["group"], found["is_message"], found["sequence"], found["created"]] = found

@@ -8,7 +8,7 @@ import importlib
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -29,12 +29,14 @@ class World:
         rank, world: its number among all processes, and the number of processes.
         local_rank: its number on its host.
         device: where it computes.
+        group: of its collectives; None: the group of all training.
     """
 
     rank: int
     world: int
     local_rank: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def logs(self) -> bool:
@@ -44,7 +46,7 @@ class World:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The values summed over all ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
 
     def gather(self, value: T) -> list[T]:
@@ -52,7 +54,7 @@ class World:
         if self.world == 1:
             return [value]
         values: list[T] = [value] * self.world
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def collect(self, value: T) -> list[T]:
@@ -60,7 +62,7 @@ class World:
         if self.world == 1:
             return [value]
         values: list[T] | None = [value] * self.world if self.logs else None
-        dist.gather_object(value, values, dst=0)
+        dist.gather_object(value, values, dst=0, group=self.group)
         return values or []
 
     def scatter(self, values: list[T]) -> T:
@@ -68,7 +70,7 @@ class World:
         if self.world == 1:
             return values[0]
         own: list[T | None] = [None]
-        dist.scatter_object_list(own, values if self.logs else None, src=0)
+        dist.scatter_object_list(own, values if self.logs else None, src=0, group=self.group)
         return own[0]  # type: ignore[return-value]
 
     def share(self, value: T) -> T:
@@ -76,11 +78,25 @@ class World:
         if self.world == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
+    def beside(self) -> World:
+        """The same ranks with a group of their own, on the host, for another thread; all ranks call it together.
 
+        Collectives of two threads must not mix in one group. The watchdog limits how long the training waits for the
+        thread, so the group has no limit of its own.
+        """
+        if self.world == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=_NO_LIMIT, group_desc=BESIDE)
+        return replace(self, group=group)
+
+
+BESIDE = "beside"
+"""Description of the group of `World.beside`: its collectives are no part of a step."""
 _JOIN_TIMEOUT = datetime.timedelta(minutes=10)
+_NO_LIMIT = datetime.timedelta(days=30)
 
 
 @contextlib.contextmanager

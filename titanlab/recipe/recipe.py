@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titanlab.checkpoint.schema import Checkpoint
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.costs.layout import Layout, resolve_layout
@@ -25,6 +24,7 @@ from titanlab.recipe.training_schema import Training
 
 if TYPE_CHECKING:
     from titanlab.ac.contract import ACConfig
+    from titanlab.checkpoint.contract import CheckpointConfig
     from titanlab.data.contract import DataConfig
     from titanlab.model.contract import ModelConfig
     from titanlab.optimizer.contract import OptimizerConfig
@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from titanlab.tracker.contract import TrackerConfig
 else:
     # OmegaConf accepts dataclasses and Any as types of fields, but no Protocol.
-    ACConfig = DataConfig = ModelConfig = OptimizerConfig = PrecisionConfig = PipelineSchedule = TrackerConfig = Any
+    ACConfig = CheckpointConfig = DataConfig = ModelConfig = OptimizerConfig = Any
+    PrecisionConfig = PipelineSchedule = TrackerConfig = Any
+
+# Kinds of groups that had none when older runs wrote their configs.
+_FIRST_KINDS: Mapping[str, str] = {"checkpoint": "sync"}
 
 
 @ranged("")
@@ -70,7 +74,7 @@ class Recipe:
     compile: Compile = MISSING
     optimizer: OptimizerConfig = MISSING
     data: DataConfig = MISSING
-    checkpoint: Checkpoint = MISSING
+    checkpoint: CheckpointConfig = MISSING
     cluster: Cluster = field(default=MISSING)
     tracker: TrackerConfig = field(default=MISSING, metadata={"identity": False})
     launch: Any = field(default=MISSING, metadata={"identity": False})
@@ -129,7 +133,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         if key in groups:
             if not isinstance(value, Mapping):
                 raise ConfigError(key, value, "must be a mapping", "compare it with `titanlab train --cfg job`")
-            kind = value.get("kind") if None not in groups[key] else None
+            kind = value.get("kind", _FIRST_KINDS.get(key)) if None not in groups[key] else None
             nodes[key] = OmegaConf.structured(schema_of(key, kind))
     try:
         base = OmegaConf.structured(Recipe)

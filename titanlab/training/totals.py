@@ -22,6 +22,7 @@ class Totals(NamedTuple):
     tokens: number of valid labels of the step
     stop: the largest signal that a rank has received, or 0
     scaled: loss scale and skipped steps; None if the precision does not scale the loss
+    saves: whether rank 0 asks for a checkpoint
     """
 
     loss: float
@@ -29,6 +30,7 @@ class Totals(NamedTuple):
     tokens: int
     stop: int
     scaled: ScaledStep | None = None
+    saves: bool = False
 
     @property
     def finite(self) -> bool:
@@ -58,6 +60,7 @@ class Reduction:
         stop: int,
         nominal_tokens: int,
         loss_scale: LossScale | None = None,
+        saves: bool | None = None,
     ) -> None:
         """Sum over ranks.
 
@@ -67,10 +70,14 @@ class Reduction:
             loss_sum: this rank's loss, summed over its valid labels.
             nominal_tokens: labels of a step in which all are valid.
             loss_scale: gets the norm; None: the loss was not scaled.
+            saves: whether this rank asks for a checkpoint; None on all ranks: no rank asks.
         """
         device = loss_sum.device
         # One element per signal, so that a sum over ranks shows which signals were received.
         flags = [float(stop == number) for number in STOPS]
+        self._asks = saves is not None
+        if saves is not None:
+            flags.append(float(saves))
         host_values = torch.tensor([float(tokens), *flags], dtype=torch.float64)
         if device.type == "cuda":
             host_values = host_values.pin_memory().to(device, non_blocking=True)
@@ -105,9 +112,10 @@ class Reduction:
         if not self._exact:
             self._arrived.synchronize()
         loss, norm, tokens, *rest = self._values.tolist()
-        flags, scaled = rest[: len(STOPS)], rest[len(STOPS) :]
+        flags, rest = rest[: len(STOPS)], rest[len(STOPS) :]
+        saves = self._asks and rest.pop(0) > 0
         stop = max((number for number, count in zip(STOPS, flags, strict=True) if count), default=0)
-        if not scaled:
-            return Totals(loss, norm, int(tokens), stop)
-        scale, skipped, tolerated = scaled
-        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), bool(tolerated)))
+        if not rest:
+            return Totals(loss, norm, int(tokens), stop, saves=saves)
+        scale, skipped, tolerated = rest
+        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), bool(tolerated)), saves)

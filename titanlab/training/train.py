@@ -20,6 +20,7 @@ from torch import nn
 
 from titanlab.checkpoint import store
 from titanlab.checkpoint.agreement import together
+from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import fall_back, find, latest
 from titanlab.checkpoint.position import Position
@@ -37,6 +38,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.training.assemble import Assembled, assemble
 from titanlab.training.recorder import open_recorder
+from titanlab.training.saves import Saves
 from titanlab.training.totals import Reduction, Totals
 from titanlab.weights.starting_weights import fill_start
 
@@ -126,30 +128,27 @@ def train(
             recorder.warn(warning)
         position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
 
-        identity = _identity(run)
-
-        def save(at: Position) -> None:
-            with recorder.saving(), watchdog.pausing("the checkpoint", at.step):
-                # Ranks with the same sequences have the same state of the data stream.
-                states = dict(world.gather((mesh.data_rank, stream.state())))
-                whole = replace(
-                    at,
-                    data=source.merge_states([states[rank] for rank in sorted(states)]),
-                    loss_scale=assembled.loss_scale.state(),
-                )
-                store.save(
-                    run.checkpoints,
-                    whole,
-                    model=model,
-                    optimizer=optimizer,
-                    world=world,
-                    keep=recipe.checkpoint.keep,
-                    recipe=identity,
-                    warn=recorder.warn,
-                )
-                if world.logs:
-                    run.note_saved(attempt, at.step)
-
+        target = Target(
+            folder=run.checkpoints,
+            model=model,
+            optimizer=optimizer,
+            world=world,
+            keep=recipe.checkpoint.keep,
+            keep_every=recipe.checkpoint.keep_every,
+            recipe=_identity(run),
+            warn=recorder.warn,
+            saved=lambda step: run.note_saved(attempt, step),
+        )
+        saves = Saves(
+            recipe,
+            target,
+            stream=stream,
+            mesh=mesh,
+            assembled=assembled,
+            recorder=recorder,
+            watchdog=watchdog,
+            step=position.step,
+        )
         outcome = Outcome(kind=OutcomeKind.DONE, steps=recipe.training.steps, attempt=attempt)
         waiting: list[tuple[int, float, Reduction]] = []
 
@@ -161,9 +160,9 @@ def train(
                 position = replace(position, step=known_step, tokens=position.tokens + totals.tokens)
                 observer.after_step(known_step, totals)
                 recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens)
+                saves.learn(totals)
                 outcome = _judge(outcome, known_step, totals, stop)
 
-        saved_step = position.step
         stack.enter_context(_no_automatic_collection())
         model.train()
         recorder.start()
@@ -182,6 +181,7 @@ def train(
                     stop=stop.signal,
                     nominal_tokens=recipe.tokens_per_step,
                     loss_scale=assembled.loss_scale,
+                    saves=saves.is_due,
                 )
             if step == first_step:
                 assembled.after_first_step()
@@ -190,6 +190,7 @@ def train(
                 gradients.scale(factor)
             observer.with_gradients(step, model)
             rate = _set_rate(optimizer, recipe, step)
+            saves.before_update()
             assembled.loss_scale.step(optimizer)
             assembled.after_update()
             optimizer.zero_grad()
@@ -200,25 +201,24 @@ def train(
             # checkpoint or a validation, all of them are read.
             waiting.append((step, rate, reduction))
             last = step == recipe.training.steps
-            saves = recipe.checkpoint.every > 0 and step % recipe.checkpoint.every == 0
             validates = recipe.training.validate_every > 0 and (last or step % recipe.training.validate_every == 0)
-            settle(lag=0 if world.device.type == "cpu" or last or saves or validates else 1)
+            settle(lag=0 if world.device.type == "cpu" or last or validates else 1)
+            if saves.at(step):
+                settle(lag=0)
             if outcome.kind is not OutcomeKind.DONE:
                 break
             if validates:
                 with recorder.validating(step) as report, watchdog.pausing("validation", step):
                     report(_validate(recipe, assembled, world, mesh))
-            if saves:
-                save(position)
-                saved_step = step
+            if saves.at(step):
+                saves.save(position)
 
         # On a GPU the totals that end the run arrive during the next step, which belongs to the run too.
         settle(lag=0)
         watchdog.ending(position.step)
         observer.at_end(model)
         outcome = replace(outcome, step=position.step)
-        if recipe.checkpoint.at_end and position.step > saved_step and outcome.kind is not OutcomeKind.NAN:
-            save(position)
+        saves.finish(position, outcome.kind)
         outcome = recorder.finish(replace(outcome, ended=time.time()))
         # Wait until the result is on disk: a launcher ends the other ranks when one rank has exited.
         world.share(None)

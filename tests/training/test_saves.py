@@ -1,0 +1,199 @@
+"""When a run saves, and what becomes of a save that fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from tests.planted_schema import Planted
+from tests.pool import RankFailure
+from titanlab.checkpoint import store
+from titanlab.checkpoint.folders import checkpoints, step_of
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.parity.parity import trace
+from titanlab.records.outcome import OutcomeKind
+from titanlab.training import saves as module
+
+STEPS = 6
+
+
+def losses(made, run):
+    return trace(made, run, joined(os.environ) or ALONE).losses
+
+
+def steps(run):
+    return [step_of(path) for path in checkpoints(run.checkpoints)]
+
+
+def content(folder):
+    """The bytes of a checkpoint, but for the tracker's id, which each run draws."""
+    position = json.loads((folder / "position.json").read_text())
+    tensors = {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+    return {**position, "tracker": None}, json.loads((folder / "index.json").read_text())["tensors"], tensors
+
+
+@pytest.mark.parametrize("layout", [{}, {"shard": 2}], ids=["single", "fsdp"])
+def test_modes_save_the_same_bytes_at_the_same_steps(pool, tmp_path, layout):
+    told = {}
+    for mode in ("sync", "async"):
+        made = tiny.recipe(tmp_path / mode, steps=STEPS, saves=mode, every=2, keep=0, **layout)
+        run = tiny.begin(made)
+        told[mode] = (pool.run(made.world, losses, made, run), run)
+        assert steps(run) == [2, 4, 6]
+        assert run.saved_step() == 6
+    assert told["sync"][0] == told["async"][0]
+    for step in (2, 4, 6):
+        folders = [told[mode][1].checkpoints / f"step-{step:08d}" for mode in told]
+        assert content(folders[0]) == content(folders[1])
+
+
+def test_nothing_is_saved_where_saves_are_off(tmp_path):
+    made = tiny.recipe(tmp_path, steps=2, saves="off")
+    run = tiny.begin(made)
+    tiny.as_rank(made, run)
+    assert run.result().kind is OutcomeKind.DONE
+    assert steps(run) == []
+
+
+def full_disk(made, run, failing_steps):
+    """As a rank: train on a disk that takes no checkpoint of some steps."""
+    real = store.write_and_publish
+
+    def refused(staged, writer, world):
+        if int(writer.folder.name.partition("-")[2].partition(".")[0]) in failing_steps:
+            writer.folder.mkdir(exist_ok=True)
+            staged = refuse
+        real(staged, writer, world)
+
+    def refuse():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "write_and_publish", refused)
+        return losses(made, run)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_training_goes_on_after_a_save_that_fails(pool, tmp_path, mode):
+    """Like a disk that is full for a while."""
+    made = tiny.recipe(tmp_path, steps=STEPS, saves=mode, every=2, keep=0, shard=2)
+    run = tiny.begin(made)
+    pool.run(2, full_disk, made, run, {4})
+    assert run.result().kind is OutcomeKind.DONE
+    assert (steps(run), len(list(run.checkpoints.iterdir()))) == ([2, 6], 2)
+    log = (run.logs / "rank-0.log").read_text()
+    assert log.count("the checkpoint of step 4 is not saved: the disk is full") == 1
+    assert "then go on with titanlab resume or retry; training goes on" in log.replace("\n", " ").replace("  ", " ")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_last_save_must_succeed(pool, tmp_path, mode):
+    made = tiny.recipe(tmp_path, steps=STEPS, saves=mode, every=4, shard=2)
+    run = tiny.begin(made)
+    with pytest.raises(RankFailure, match="No space left"):
+        pool.run(2, full_disk, made, run, {6})
+    assert (steps(run), len(list(run.checkpoints.iterdir()))) == ([4], 1)
+
+
+def test_a_save_at_an_interval_that_failed_at_the_last_step_is_tried_again(tmp_path):
+    """The interval ends with the run: its save is reported, and the last one takes its place."""
+    made = tiny.recipe(tmp_path, steps=4, saves="async", every=2)
+    run = tiny.begin(made)
+    with pytest.raises(OSError, match="No space left"):
+        full_disk(made, run, {4})
+    assert steps(run) == [2]
+
+
+def at_each_minute(made, run):
+    """As a rank: train with a clock of which each step takes 20 s on rank 0; that of rank 1 stands still."""
+    ticks = iter(range(10_000))
+    rank = int(os.environ["RANK"])
+    real = module.Saves
+
+    class Clocked(real):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named, clock=lambda: 20.0 * next(ticks) * (rank == 0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titanlab.training.train.Saves", Clocked)
+        losses(made, run)
+
+
+def test_an_interval_in_minutes_goes_by_the_clock_of_rank_0(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=10, saves="async", minutes=1.0, keep=0, shard=2)
+    run = tiny.begin(made)
+    pool.run(2, at_each_minute, made, run)
+    # The clock is read once a step and once a save.
+    assert steps(run) == [3, 6, 9, 10]
+
+
+class SlowWrites:
+    """A disk on which each save takes a while."""
+
+    def __init__(self, patch, seconds):
+        real = store.write_and_publish
+
+        def slow(*given):
+            time.sleep(seconds)
+            real(*given)
+
+        patch.setattr(store, "write_and_publish", slow)
+
+
+def test_a_second_save_waits_for_the_first_and_a_stop_too(tmp_path, monkeypatch):
+    SlowWrites(monkeypatch, 0.3)
+    fault = Planted(fault="SIGINT", step=3)
+    made = tiny.recipe(tmp_path, steps=STEPS, saves="async", every=1, keep=0, data=fault)
+    run = tiny.begin(made)
+    tiny.as_rank(made, run)
+    assert run.result().kind is OutcomeKind.CANCELLED
+    assert steps(run) == [1, 2, 3]
+    # The wait is no part of a step.
+    assert run.result().metrics["time_metrics/paused(s)"] > 0.55
+
+
+def test_an_error_does_not_wait_for_the_save_under_way(tmp_path, monkeypatch):
+    SlowWrites(monkeypatch, 1.0)
+    fault = Planted(fault="raise", step=3)
+    made = tiny.recipe(tmp_path, steps=STEPS, saves="async", every=2, data=fault)
+    run = tiny.begin(made)
+    with pytest.raises(Exception, match="planted"):
+        tiny.as_rank(made, run)
+    assert steps(run) == []
+    while any(thread.name == "checkpoint" for thread in threading.enumerate()):
+        time.sleep(0.05)
+
+
+def killed_while_writing(made, run):
+    """As a rank: the write of step 4 does not end before the process is killed in step 6."""
+    real = os.fsync
+
+    def slow(file):
+        if threading.current_thread().name == "checkpoint" and (run.checkpoints / "step-00000004.part").exists():
+            time.sleep(60)
+        real(file)
+
+    os.fsync = slow
+    return losses(made, run)
+
+
+def test_a_run_that_is_killed_during_a_write_goes_on_bit_for_bit(pool, tmp_path):
+    made = tiny.recipe(tmp_path, name="straight", steps=8, data=Planted(), saves="async", every=2)
+    straight = pool.run(1, losses, made, tiny.begin(made))[0]
+    made = replace(made, name="killed", data=Planted(fault="kill", step=6))
+    run = tiny.begin(made)
+    with pytest.raises(RankFailure, match="exit code -9"):
+        pool.run(1, killed_while_writing, made, run)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000002", "step-00000004.part"]
+    assert list((run.checkpoints / "step-00000004.part").glob("rank-*"))
+    made = replace(made, data=Planted())
+    assert pool.run(1, losses, made, tiny.begin(made, run))[0] == straight[2:]
+    assert steps(run) == [6, 8]
+    assert len(list(run.checkpoints.iterdir())) == 2

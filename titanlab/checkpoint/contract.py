@@ -1,0 +1,146 @@
+"""The contract of the group `checkpoint`: a torch-free config, and the saver that it names."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from titanlab.costs.setting import Setting
+from titanlab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from titanlab.checkpoint.position import Position
+    from titanlab.distributed.world import World
+
+
+class CheckpointConfig(Protocol):
+    """Config of how a run saves; `Intervals` has the fields that all share."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    kind: str
+    every: int
+    minutes: float
+    keep: int
+    keep_every: int
+    at_end: bool
+    load_from: str | None
+
+    def check(self, setting: Setting) -> None:
+        """Check that the rest of the recipe fits.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
+        return  # the default; mypy takes an empty body for an abstract method
+
+    @abstractmethod
+    def implementation(self, target: Target) -> Saver:
+        """The saver of one rank of an attempt; all ranks make theirs together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a saver saves, and where.
+
+    Attributes:
+        folder: the run's folder of checkpoints.
+        keep: number of the newest checkpoints to keep; 0: all.
+        keep_every: checkpoints of steps that are multiples of it are kept for good; 0: none.
+        recipe: SHA-256 of the run's identity; None: it has none.
+        warn: is called on rank 0 with a line about an old checkpoint that cannot be removed.
+        saved: is called on rank 0 with the step of each complete checkpoint, maybe by another thread.
+    """
+
+    folder: Path
+    model: nn.Module
+    optimizer: Optimizer
+    world: World
+    keep: int
+    keep_every: int = 0
+    recipe: str | None = None
+    warn: Callable[[str], None] = lambda text: None
+    saved: Callable[[int], None] = lambda step: None
+
+
+class Saver(Protocol):
+    """Saves the checkpoints of one rank, one at a time.
+
+    All ranks call the methods together. An OSError that a method raises is raised on all ranks; training can go on, and
+    nothing is left of the checkpoint.
+
+    Attributes:
+        saved_step: of the newest complete checkpoint that this saver knows of; 0: none.
+    """
+
+    saved_step: int
+
+    @abstractmethod
+    def save(self, position: Position) -> None:
+        """Save; when it returns, training may go on. `wait` must have been called since the last save.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for the save that is under way, if there is one.
+
+        Raises:
+            OSError: that save has failed.
+        """
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait, and has news: a save that is complete or has failed."""
+
+    @abstractmethod
+    def save_last(self, position: Position) -> None:
+        """Save, and return when the checkpoint is on the disk. `wait` must have been called since the last save.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+
+    @abstractmethod
+    def before_update(self) -> None:
+        """Is called before the model changes, so that copies of it which a device makes are complete."""
+
+
+@dataclass(kw_only=True)
+class Intervals(CheckpointConfig):
+    """The fields that all kinds share. A dataclass that inherits from it defines `kind` and `implementation`.
+
+    Attributes:
+        every: steps between checkpoints; 0: no such interval.
+        minutes: minutes between checkpoints, by the clock of rank 0; 0: no such interval.
+        keep: number of the newest checkpoints to keep; 0: all.
+        keep_every: checkpoints of steps that are multiples of this number are never removed; 0: none is kept for good.
+        at_end: whether to save at the end of a run, also after a stop.
+        load_from: a run or a checkpoint; a new run takes model, optimizer and position in the data from it. null: start
+            from initial values.
+    """
+
+    every: int = field(default=0, metadata={"identity": False})
+    minutes: float = field(default=0.0, metadata={"identity": False})
+    keep: int = field(default=2, metadata={"identity": False})
+    keep_every: int = field(default=0, metadata={"identity": False})
+    at_end: bool = field(default=True, metadata={"identity": False})
+    load_from: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "minutes", "keep", "keep_every"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"checkpoint.{name}", value, "must not be negative", "try 0")
+        if self.keep_every and self.every and self.keep_every % self.every:
+            rule = f"no multiple of checkpoint.every={self.every}, so few of these steps would be saved"
+            nearest = max(1, round(self.keep_every / self.every)) * self.every
+            raise ConfigError("checkpoint.keep_every", self.keep_every, rule, f"try {nearest}")

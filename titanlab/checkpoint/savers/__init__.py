@@ -1,0 +1,1 @@
+"""How a run saves: implementations of the options of the group `checkpoint`."""

@@ -1,0 +1,63 @@
+"""checkpoint=off and checkpoint=sync."""
+
+from __future__ import annotations
+
+from titanlab.checkpoint import store
+from titanlab.checkpoint.contract import Saver, Target
+from titanlab.checkpoint.position import Position
+
+
+class NoSaver(Saver):
+    """Saves nothing."""
+
+    saved_step = 0
+    is_done = False
+
+    def save(self, position: Position) -> None:
+        """Nothing."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def save_last(self, position: Position) -> None:
+        """Nothing."""
+
+    def before_update(self) -> None:
+        """Nothing is copied."""
+
+
+class SyncSaver(Saver):
+    """`save` returns when the checkpoint is on the disk."""
+
+    is_done = False
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.saved_step = 0
+
+    def save(self, position: Position) -> None:
+        """Write and publish."""
+        target = self._target
+        store.save(
+            target.folder,
+            position,
+            model=target.model,
+            optimizer=target.optimizer,
+            world=target.world,
+            keep=target.keep,
+            keep_every=target.keep_every,
+            recipe=target.recipe,
+            warn=target.warn,
+            saved=target.saved,
+        )
+        self.saved_step = position.step
+
+    def wait(self) -> None:
+        """`save` has waited."""
+
+    def save_last(self, position: Position) -> None:
+        """The same as `save`."""
+        self.save(position)
+
+    def before_update(self) -> None:
+        """Nothing is copied."""

@@ -1,0 +1,42 @@
+"""Host memory for copies of a rank's part of a checkpoint, kept from one save to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+from torch import Tensor
+
+
+class HostBuffer:
+    """Memory that is taken once and used again, because the kernel clears new pages while the training waits.
+
+    Attributes:
+        page_locked: whether devices copy into it by themselves.
+    """
+
+    def __init__(self, *, page_locked: bool = False) -> None:
+        self.page_locked = page_locked
+        self._memory: Tensor | None = None
+
+    def reserve(self, size: int) -> Tensor:
+        """So many bytes; what was taken before is overwritten.
+
+        Raises:
+            OSError: the host has no more memory.
+        """
+        if self._memory is None or len(self._memory) < size:
+            # The smaller one is freed first.
+            self._memory = None
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.page_locked else _mapped(size)
+        return self._memory[:size]
+
+
+def _mapped(size: int) -> Tensor:
+    memory = mmap.mmap(-1, max(size, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without huge pages refuses, and pages of the usual size do too.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

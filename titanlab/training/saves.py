@@ -1,0 +1,125 @@
+"""When a run saves, and what becomes of a save that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from titanlab.checkpoint.contract import Target
+from titanlab.checkpoint.position import Position
+from titanlab.data import source
+from titanlab.data.streams.stream import Stream
+from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.watchdog import Watchdog
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.outcome import OutcomeKind, first_line
+from titanlab.system.disk import disk_fault
+from titanlab.training.assemble import Assembled
+from titanlab.training.recorder import Recorder
+from titanlab.training.totals import Totals
+
+
+class Saves:
+    """The checkpoints of one attempt.
+
+    A save at an interval that the disk refuses is reported, and the training goes on: the checkpoint before it stays.
+    The last save raises its error, because the run could not go on from the steps since.
+
+    Args:
+        target: what is saved.
+        step: from which the attempt begins.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        *,
+        stream: Stream,
+        mesh: Mesh,
+        assembled: Assembled,
+        recorder: Recorder,
+        watchdog: Watchdog,
+        step: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = recipe.checkpoint
+        self._world, self._stream, self._mesh, self._assembled = target.world, stream, mesh, assembled
+        self._recorder, self._watchdog, self._clock = recorder, watchdog, clock
+        self._saver = self._config.implementation(target)
+        self._tried_step = self._first_step = step
+        self._tried_at = clock()
+        self._is_asked = False
+
+    @property
+    def is_due(self) -> bool | None:
+        """Whether the interval in minutes is over on this rank; None: there is no such interval."""
+        minutes = self._config.minutes
+        if not minutes:
+            return None
+        return self._world.logs and self._clock() - self._tried_at >= 60 * minutes
+
+    def learn(self, totals: Totals) -> None:
+        """Take from a step's totals whether rank 0's interval in minutes is over."""
+        self._is_asked |= totals.saves
+
+    def at(self, step: int) -> bool:
+        """Whether to save after this step; it also reports a save that has failed since the last call."""
+        if self._saver.is_done:
+            self._settle()
+        every = self._config.every
+        return self._is_asked or (every > 0 and step % every == 0)
+
+    def save(self, position: Position) -> None:
+        """Save at an interval."""
+        with self._pause(position):
+            self._settle()
+            self._tried_step, self._tried_at, self._is_asked = position.step, self._clock(), False
+            with self._reported():
+                self._saver.save(self._whole(position))
+
+    def before_update(self) -> None:
+        """Is called before the optimizer's step."""
+        self._saver.before_update()
+
+    def finish(self, position: Position, kind: OutcomeKind) -> None:
+        """Wait for the save under way, and save the last step unless that is done.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+        with self._pause(position):
+            self._settle()
+            # A state with NaN must not be saved.
+            is_new = position.step > max(self._first_step, self._saver.saved_step)
+            if self._config.at_end and is_new and kind is not OutcomeKind.NAN:
+                self._saver.save_last(self._whole(position))
+
+    def _whole(self, position: Position) -> Position:
+        # Ranks with the same sequences have the same state of the data stream.
+        states = dict(self._world.gather((self._mesh.data_rank, self._stream.state())))
+        return replace(
+            position,
+            data=source.merge_states([states[rank] for rank in sorted(states)]),
+            loss_scale=self._assembled.loss_scale.state(),
+        )
+
+    def _settle(self) -> None:
+        with self._reported():
+            self._saver.wait()
+
+    @contextlib.contextmanager
+    def _pause(self, position: Position) -> Iterator[None]:
+        with self._recorder.saving(), self._watchdog.pausing("the checkpoint", position.step):
+            yield
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        # Collectives raise other errors: those end the run.
+        except OSError as error:
+            reason = disk_fault(error) or first_line(error)
+            self._recorder.warn(f"the checkpoint of step {self._tried_step} is not saved: {reason}; training goes on")
