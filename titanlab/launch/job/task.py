@@ -58,8 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = launcher_named(submission.launcher).place_in(os.environ)
             index = int(rest[0]) if rest else place.index or 0
             run = open_run(Path(folder) / submission.runs[index])
-            code, launch = Path(folder) / submission.code, submission.launch
-            job = Job(run=run, place=place, token=token, index=index, launch=launch, code=code, signals=signals)
+            job = Job(
+                run=run,
+                place=place,
+                token=token,
+                index=index,
+                launch=submission.launch,
+                changes=submission.changes.get(run.path.name, {}),
+                code=Path(folder) / submission.code,
+                signals=signals,
+            )
             if job.leads and place.index is not None and not place.restart and len(submission.runs) > 1:
                 name = submission.job_name(Path(folder).name, index)
                 # In a thread of its own: a busy controller answers late.
@@ -112,9 +120,7 @@ def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
 def _attempted(job: Job) -> Outcome:
     """Make one attempt at a claimed run, until it has a result."""
     run, place = job.run, job.place
-    config = run.config()
-    if job.launch:
-        config["launch"] = dict(job.launch)
+    config = job.config()
     try:
         if job.code is not None:
             check_code(job.code)
