@@ -16,7 +16,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.execute import continue_run, prepare
 from titanlab.launch.launchers import directly, joined
 from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.resubmit import resubmit, submitted_with
 from titanlab.terminal.console import Console
@@ -75,7 +75,7 @@ def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Reci
     if (launch := submitted_with(run)) is not None:
         config["launch"] = dict(launch)
     recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml", branch=branch)
-    recipe, line = adapted(recipe, config, overrides)
+    recipe, line = adapted(recipe, from_mapping(config), overrides)
     if line:
         console.note(line)
     # The run's folder may have moved.

@@ -11,6 +11,7 @@ from titanlab.launch.shape import shape_of
 from titanlab.launch.submission import Submission
 from titanlab.recipe.composition.frozen import check_changeable
 from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
+from titanlab.recipe.recipe import from_mapping
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import snapshot
@@ -150,7 +151,7 @@ def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], 
     if not _changes_layout(overrides):
         return Item(run=run.path.name, shape=shape_of(recipe), launch=recipe.launch)
     try:
-        recipe, line = adapted(recipe, config, overrides)
+        recipe, line = adapted(recipe, from_mapping(config), overrides)
         item = item_of(run, checked(recipe))
     except ConfigError as error:
         raise ConfigError(error.key, error.value, f"{error.rule} (in {run.path.name})", error.cure) from error

@@ -8,7 +8,7 @@ from tests import tiny
 from titanlab.cli.resume import CHANGEABLE
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.next_attempt import adapted, changes, next_recipe
-from titanlab.recipe.recipe import resolve, to_mapping
+from titanlab.recipe.recipe import from_mapping, resolve, to_mapping
 
 
 def config_of(tmp_path, **given):
@@ -17,7 +17,7 @@ def config_of(tmp_path, **given):
 
 def changed(config, *overrides):
     recipe = next_recipe(config, overrides, CHANGEABLE, file="config.yaml", branch="titanlab train --from RUN")
-    recipe, line = adapted(recipe, config, overrides)
+    recipe, line = adapted(recipe, from_mapping(config), overrides)
     return resolve(recipe, world=None, accelerator="cpu", device="cpu"), line
 
 

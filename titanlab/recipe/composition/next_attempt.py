@@ -17,7 +17,7 @@ from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.frozen import check_changeable, overridden
 from titanlab.recipe.layout_rules import check_pipeline
-from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.recipe.recipe import Recipe
 
 # Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
 PRESETS = ("parallelism", "schedule", "ac", "cluster", "launch")
@@ -52,21 +52,21 @@ def next_recipe(
     return overridden(changed, values, file=file)
 
 
-def adapted(recipe: Recipe, config: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Recipe, str]:
+def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tuple[Recipe, str]:
     """The recipe with a microbatch that fits its layout, and a line about it; the line is empty if nothing changed.
 
     A process keeps its microbatch if that divides its part of the global batch; else it gets the largest smaller one
     that does. So a process needs no more memory for activations on fewer processes: it accumulates more gradients.
 
     Args:
-        config: of the run, as plain values.
+        before: the resolved recipe of the run.
         overrides: what the user has given; their microbatch is left alone.
 
     Raises:
         ConfigError: the data-parallel processes do not divide the global batch.
     """
     layout = resolve_layout(recipe.parallelism.degrees(), recipe.world)
-    before, batch = from_mapping(config), recipe.training.global_batch
+    batch = recipe.training.global_batch
     if batch % layout.data:
         rule = f"a run keeps it, and it must be a multiple of the {layout.data} data-parallel processes"
         cure = f"replicate × shard may be {', '.join(map(str, divisors(batch)))}"
