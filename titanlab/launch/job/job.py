@@ -48,6 +48,10 @@ class Job:
         """An identifier that only the processes of this start share."""
         return f"{self.token}/{self.index} {self.place.start}"
 
+    def round(self, number: int) -> str:
+        """An identifier of one attempt of this start: 0 is the first, n follows the n-th restart in place."""
+        return f"{self.start} #{number}" if number else self.start
+
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which writes the records."""
