@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlab.checkpoint.folders import put_back
+from titanlab.checkpoint.parent import parent_of
 from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
@@ -71,7 +72,12 @@ def execute(ready: Ready, console: Console) -> Outcome:
     """
     recipe = ready.recipe
     run = create_run(
-        recipe.runs, sweep=recipe.sweep, name=recipe.name, identity=ready.identity, config=to_mapping(recipe)
+        recipe.runs,
+        sweep=recipe.sweep,
+        name=recipe.name,
+        identity=ready.identity,
+        config=to_mapping(recipe),
+        parent=parent_of(recipe.checkpoint.load_from),
     )
     return continue_run(run, recipe, ready.host, ready.ranks, console)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.checkpoint.parent import parent_of
 from titanlab.errors import ConfigError
 from titanlab.launch.shape import shape_of
 from titanlab.launch.submission import Submission
@@ -137,7 +138,8 @@ def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
     if identity is None:
         raise ConfigError("run", run.path, "has no identity.json", "restore that file, or submit the sweep again")
     supersede(folder, run)
-    create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config)
+    parent = parent_of((config.get("checkpoint") or {}).get("load_from"))
+    create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
 
 
 def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], None]) -> Item:

@@ -1,5 +1,7 @@
 """The recipe of a run's next attempt: the run's own, with another layout, schedule, AC policy or launcher.
 
+`new_recipe` is that of a new run, which may change the rest too.
+
 The global batch stays, and so does the order of tokens, which depends on no layout: the microbatch adapts.
 """
 
@@ -15,6 +17,7 @@ from omegaconf import OmegaConf
 from titanlab.costs.divisors import divisors
 from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.errors import ConfigError
+from titanlab.options import discover
 from titanlab.recipe.composition.frozen import check_changeable, overridden
 from titanlab.recipe.layout_rules import check_pipeline
 from titanlab.recipe.recipe import Recipe
@@ -41,7 +44,28 @@ def next_recipe(
         ConfigError: an override sets a key that may not change, or cannot be read; a preset does not exist.
     """
     check_changeable(overrides, changeable, presets=PRESETS, branch=branch)
-    chosen = [override for override in overrides if override.partition("=")[0] in PRESETS]
+    return _overridden(config, overrides, PRESETS, file=file)
+
+
+def new_recipe(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
+    """The unresolved recipe of a new run that changes another one's: any key, and any preset.
+
+    Args:
+        config: of the other run, as plain values.
+        overrides: `key=value` for single keys, and `group=preset` for groups.
+        file: the config's file, for errors that no override has caused.
+
+    Raises:
+        ConfigError: an override cannot be read; a key or a preset does not exist.
+    """
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError("overrides", override, "is no override", "write key=value")
+    return _overridden(config, overrides, tuple(map(str, discover())), file=file)
+
+
+def _overridden(config: Mapping[str, Any], overrides: Sequence[str], groups: Sequence[str], *, file: Path) -> Recipe:
+    chosen = [override for override in overrides if override.partition("=")[0] in groups]
     values = [override for override in overrides if override not in chosen]
     changed = {**config, **_presets(chosen)}
     keys = [override.partition("=")[0] for override in overrides]
