@@ -21,6 +21,7 @@ from titanlab.options import discover
 from titanlab.recipe.composition.frozen import check_changeable, overridden
 from titanlab.recipe.layout_rules import check_pipeline
 from titanlab.recipe.recipe import Recipe
+from titanlab.terminal.numerals import counted
 
 # Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
 PRESETS = ("parallelism", "schedule", "ac", "cluster", "launch")
@@ -110,8 +111,9 @@ def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tu
         return recipe, ""
     passes = batch // layout.data // chosen
     line = (
-        f"global_batch={batch} stays: each of {layout.data} data-parallel processes has {batch // layout.data} "
-        f"sequences of a step, in {passes} microbatches of {chosen} (training.microbatch={chosen})"
+        f"training.global_batch={batch} stays: each data-parallel process, of {layout.data}, has "
+        f"{counted(batch // layout.data, 'sequence')} of a step, in {counted(passes, 'microbatch', 'microbatches')} "
+        f"of {chosen} (training.microbatch={chosen})"
     )
     return replace(recipe, training=replace(recipe.training, microbatch=chosen)), line
 
