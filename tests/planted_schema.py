@@ -24,6 +24,8 @@ class Planted(DataConfig):
     where: str = field(default="", metadata={"identity": False})
     # Of `exit`.
     code: int = field(default=7, metadata={"identity": False})
+    # Only in this attempt; 0: in each.
+    attempt: int = field(default=0, metadata={"identity": False})
     # That every batch takes.
     seconds: float = field(default=0.0, metadata={"identity": False})
     # By which the launcher of rank 0 is later than those of other ranks.

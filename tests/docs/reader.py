@@ -115,6 +115,14 @@ class Reader:
             lambda text, runs: (find_run(text.partition("/checkpoints/")[0], runs), None),
         )
         patch("titanlab.cli.resume.continue_run", lambda *given, **more: Outcome(kind=OutcomeKind.DONE))
+        patch("titanlab.cli.resume.resubmit", lambda *given, **more: None)
+        patch(
+            "titanlab.cli.train_from.find_run_or_checkpoint",
+            lambda text, runs, key: (find_run(text.partition("/checkpoints/")[0], runs), Path("step-00000008")),
+        )
+        patch("titanlab.cli.train_from.prepare", lambda recipes, report: [None])
+        patch("titanlab.cli.train_from.execute", lambda ready, console: Outcome(kind=OutcomeKind.DONE))
+        patch("titanlab.cli.train_from._submitted", lambda recipe, console: 0)
         # Whether Slurm is here is no matter of what is written.
         patch("titanlab.cli.sweep.check_study", lambda study: check_study(study, submits=False, answered=False))
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))

@@ -148,8 +148,8 @@ def test_a_dry_run_submits_nothing(slurm, sweep):
         ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
         ({"outcomes": ["oom"], "overrides": ["seed=2"]}, "seed=2: is not to be changed in a run that has begun"),
         (
-            {"outcomes": ["oom"], "overrides": ["parallelism=ddp"]},
-            "parallelism=ddp: is not to be changed in a run that has begun; changeable: launch, cluster.per_node",
+            {"outcomes": ["oom"], "overrides": ["precision=bf16"]},
+            "precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node",
         ),
         ({"outcomes": ["oom"], "overrides": ["launch=local"]}, "launch=local: is another preset, and a run that has"),
         ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),

@@ -1,7 +1,11 @@
-"""`titanlab resume RUN`: continue a run that was stopped, in its folder, under the same or another layout."""
+"""`titanlab resume RUN`: continue a run that was stopped, in its folder, under the same or another layout.
+
+A run that a launcher submitted goes on through that launcher; any other goes on here.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,16 +14,17 @@ from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.launch.execute import continue_run, prepare
-from titanlab.launch.launchers import directly
-from titanlab.recipe.composition.frozen import check_changeable, overridden
-from titanlab.recipe.recipe import Recipe
+from titanlab.launch.launchers import directly, joined
+from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
+from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.run_folder import RunFolder
+from titanlab.sweep.resubmit import resubmit, submitted_with
 from titanlab.terminal.console import Console
+from titanlab.terminal.paths import shown_path
 
 # The keys that may change between attempts. They do not change what the run computes.
 CHANGEABLE = (
-    "world",
-    "parallelism.",
+    *LAYOUT,
     "cluster.",
     "launch.",
     "tracker.",
@@ -29,7 +34,6 @@ CHANGEABLE = (
     "checkpoint.keep",
     "checkpoint.keep_every",
     "checkpoint.at_end",
-    "training.microbatch",
     "training.log_every",
     "training.validate_every",
     "training.validation_sequences",
@@ -55,20 +59,27 @@ def main(arguments: Sequence[str]) -> int:
         if checkpoint is not None:
             raise ConfigError("--step", given.step, f"{checkpoint} is of a step already", "leave one of the two out")
         checkpoint = of_step(run.checkpoints, given.step, "--step", given.step)
-    recipe = _changed(run, given.overrides)
-    # The run's folder may have moved. `resume` runs on this host; `titanlab retry` submits to a queue.
-    recipe = replace(recipe, runs=str(run.path.parent.parent), launch=directly(recipe.launch))
     newest = checkpoint or latest(run.checkpoints)
     with Console() as console:
+        recipe = _changed(run, given.overrides, console)
+        if not recipe.launch.starts_directly and joined(os.environ) is None:
+            if resubmit(run, recipe, console.note, checkpoint=checkpoint) is not None:
+                console.note(f"next: titanlab status {run.sweep} --watch; to run it here instead: launch=local")
+            return 0
+        recipe = replace(recipe, launch=directly(recipe.launch))
         (ready,) = prepare([recipe], console.note, started=newest is not None)
         ended = continue_run(run, ready.recipe, ready.host, ready.ranks, console, checkpoint=checkpoint)
     return ended.kind.exit_code
 
 
-def _changed(run: RunFolder, overrides: Sequence[str]) -> Recipe:
-    config = run.config()
-    check_changeable(overrides, CHANGEABLE)
-    if any(override.startswith("parallelism.") for override in overrides):
-        # The new degrees give the world, unless the user gives it too.
-        config = {**config, "world": None}
-    return overridden(config, overrides, file=run.path / "config.yaml")
+def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Recipe:
+    """The recipe of the next attempt."""
+    config, branch = run.config(), f"titanlab train --from {shown_path(run.path)}"
+    if (launch := submitted_with(run)) is not None:
+        config["launch"] = dict(launch)
+    recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml", branch=branch)
+    recipe, line = adapted(recipe, from_mapping(config), overrides)
+    if line:
+        console.note(line)
+    # The run's folder may have moved.
+    return replace(recipe, runs=str(run.path.parent.parent))

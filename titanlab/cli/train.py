@@ -13,6 +13,11 @@ from titanlab.terminal.console import Console
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code of the first run that failed, or 0."""
+    if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
+        # Imported here, because a recipe of its own needs none of it.
+        from titanlab.cli import train_from
+
+        return train_from.main(arguments)
     flags = read_flags(arguments)
     if not flags.starts:
         from titanlab.cli.hydra_flags.answers import answer

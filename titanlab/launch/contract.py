@@ -144,6 +144,9 @@ class LaunchConfig(Protocol):
         signal_seconds: how long before its time limit a job gets a signal to save and end.
         requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
         max_requeues: how often it may do that.
+        restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
+        min_world: after a rank has failed twice in a row, the others go on without it, as at least so many processes;
+            null: they do not.
     """
 
     kind: str
@@ -154,6 +157,8 @@ class LaunchConfig(Protocol):
     signal_seconds: int = 0
     requeue: bool = False
     max_requeues: int = 0
+    restarts: int = 0
+    min_world: int | None = None
 
     @property
     def runs_here(self) -> bool:
@@ -176,6 +181,21 @@ class LaunchConfig(Protocol):
     def implementation(self) -> Launcher:
         """The launcher."""
         raise NotImplementedError
+
+
+def check_restarts(config: LaunchConfig) -> None:
+    """Check a launcher's limits of restarts.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+    if config.restarts < 0:
+        raise ConfigError("launch.restarts", config.restarts, "must not be negative", "try 3, or 0 for none")
+    if config.min_world is not None and config.min_world < 1:
+        raise ConfigError("launch.min_world", config.min_world, "must be at least 1", "try 1, or null")
+    if config.min_world is not None and not config.restarts:
+        rule = "says how small a restarted run may become, and launch.restarts=0"
+        raise ConfigError("launch.min_world", config.min_world, rule, "give launch.restarts=3 too, or leave it null")
 
 
 class Launcher(Protocol):

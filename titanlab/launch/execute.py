@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlab.checkpoint.folders import put_back
+from titanlab.checkpoint.parent import parent_of
 from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
@@ -21,6 +22,7 @@ from titanlab.launch.contract import Failure, LaunchConfig
 from titanlab.launch.launchers import joined
 from titanlab.launch.local import ranks as rank_processes
 from titanlab.launch.memory_kills import memory_kills
+from titanlab.launch.restarts import Restart, Restarts, hide_device, note
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
 from titanlab.recipe.recipe_rules import check
@@ -70,7 +72,12 @@ def execute(ready: Ready, console: Console) -> Outcome:
     """
     recipe = ready.recipe
     run = create_run(
-        recipe.runs, sweep=recipe.sweep, name=recipe.name, identity=ready.identity, config=to_mapping(recipe)
+        recipe.runs,
+        sweep=recipe.sweep,
+        name=recipe.name,
+        identity=ready.identity,
+        config=to_mapping(recipe),
+        parent=parent_of(recipe.checkpoint.load_from),
     )
     return continue_run(run, recipe, ready.host, ready.ranks, console)
 
@@ -99,23 +106,50 @@ def continue_run(
         elif missed := missed_checkpoint(run):
             console.note(missed)
         launch: LaunchConfig = recipe.launch
-        started_by = ranks.started_by if ranks else launch.kind
-        attempt = begin(run, recipe, host, started_by=started_by, report=console.warn, checkpoint=checkpoint)
-        keep_tokenizer(run, recipe)
-        kills = memory_kills()
-        if ranks is not None:
-            begun = time.time()
-            failures = rank_processes.start_one(run.path, ranks)
-            await_answers(run, ranks.world, since=begun)
-        else:
-            failures = recipe.launch.implementation().start(
-                run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs
-            )
-        if put_aside and not has_loaded(run, attempt):
-            # The chosen checkpoint cannot be loaded: the later ones count again.
-            put_back(put_aside)
-        terminal = {0} if ranks is None else set(range(ranks.world))
-        return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.rose())
+        # torchrun has restarts of its own.
+        restarts = Restarts(run, launch) if ranks is None else None
+        restart: Restart | None = None
+        while True:
+            outcome = _attempted(run, recipe, host, ranks, console, checkpoint=checkpoint, restart=restart)
+            if put_aside and not has_loaded(run, outcome.attempt):
+                # The chosen checkpoint cannot be loaded: the later ones count again.
+                put_back(put_aside)
+            restart, why_not = restarts.after(outcome, recipe) if restarts is not None else (None, "")
+            if restart is None:
+                if why_not:
+                    console.warn(why_not)
+                return outcome
+            console.warn(restart.why)
+            hide_device(restart, recipe)
+            recipe, checkpoint, put_aside = restart.recipe, None, []
+
+
+def _attempted(
+    run: RunFolder,
+    recipe: Recipe,
+    host: Host,
+    ranks: Ranks | None,
+    console: Console,
+    *,
+    checkpoint: Path | None,
+    restart: Restart | None,
+) -> Outcome:
+    """Make one attempt at a claimed run."""
+    launch: LaunchConfig = recipe.launch
+    started_by = ranks.started_by if ranks else launch.kind
+    attempt = begin(run, recipe, host, started_by=started_by, report=console.warn, checkpoint=checkpoint)
+    if restart is not None:
+        note(run, attempt, restart, attempt - 1)
+    keep_tokenizer(run, recipe)
+    kills = memory_kills()
+    if ranks is not None:
+        begun = time.time()
+        failures = rank_processes.start_one(run.path, ranks)
+        await_answers(run, ranks.world, since=begun)
+    else:
+        failures = launch.implementation().start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
+    terminal = {0} if ranks is None else set(range(ranks.world))
+    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.rose())
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig, Launcher
+from titanlab.launch.contract import LaunchConfig, Launcher, check_restarts
 from titanlab.options import option
 
 
@@ -18,13 +18,19 @@ class Local(LaunchConfig):
         threads: threads of one process (OMP_NUM_THREADS); null: an equal share of the host's cores.
         at_once: processes of all runs of a sweep together that run at once; null: as many as the host has cores. A
             larger run runs alone.
+        restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
+        min_world: after a rank has failed twice in a row, the others go on without it, as at least so many processes;
+            null: they do not.
     """
 
     kind: str = "local"
     threads: int | None = field(default=None, metadata={"most": 10_000})
     at_once: int | None = None
+    restarts: int = 0
+    min_world: int | None = None
 
     def __post_init__(self) -> None:
+        check_restarts(self)
         for name in ("threads", "at_once"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig, Launcher
+from titanlab.launch.contract import LaunchConfig, Launcher, check_restarts
 from titanlab.options import option
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -36,6 +36,9 @@ class Slurm(LaunchConfig):
         signal_seconds: how long before its time limit a job gets a signal to save and end.
         requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
         max_requeues: how often it may do that.
+        restarts: how often the ranks of a job start again in place, from the newest checkpoint, after one has died.
+        min_world: after a rank has failed twice in a row, the others go on without it, as at least so many processes;
+            null: they do not.
         threads: of one process (OMP_NUM_THREADS); null: cpus_per_task, or an equal share of the node's cores.
         python: interpreter on the nodes; null: the interpreter that submits.
         preamble: shell lines before the processes start, such as `module load cuda`.
@@ -61,6 +64,8 @@ class Slurm(LaunchConfig):
     signal_seconds: int = 120
     requeue: bool = True
     max_requeues: int = 20
+    restarts: int = 0
+    min_world: int | None = None
     threads: int | None = field(default=None, metadata={"most": 10_000})
     python: str | None = None
     preamble: list[str] = field(default_factory=list)
@@ -70,6 +75,7 @@ class Slurm(LaunchConfig):
     extra: dict[str, str | int | float | bool | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_restarts(self)
         for name, example in {
             "cpus_per_task": 8,
             "minutes": 60,

@@ -46,6 +46,7 @@ class Submission:
         shape: the resources of each job.
         launch: the launcher's config, as plain values.
         runs: folders of the runs, by index.
+        changes: by run, the groups and values of its recipe that its next attempts replace: another layout.
     """
 
     token: str = field(default_factory=lambda: secrets.token_hex(5))
@@ -58,6 +59,7 @@ class Submission:
     shape: Shape
     launch: Mapping[str, Any]
     runs: tuple[str, ...]
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def job_name(self, sweep: str, index: int | None = None) -> str:
         """The name of the jobs in the queue.

@@ -153,12 +153,19 @@ def check_runs(runs: Path | str) -> None:
 
 
 def create_run(
-    runs: Path | str, *, sweep: str = "single", name: str, identity: Identity, config: Mapping[str, Any]
+    runs: Path | str,
+    *,
+    sweep: str = "single",
+    name: str,
+    identity: Identity,
+    config: Mapping[str, Any],
+    parent: Mapping[str, Any] | None = None,
 ) -> RunFolder:
     """The folder of a run, made if it is missing; a rename publishes it, so that all processes get the same folder.
 
     Args:
         config: the resolved recipe as plain values; written to config.yaml.
+        parent: `parent_run` and `parent_step` of a run that starts from another one's checkpoint.
 
     Raises:
         ConfigError: a label cannot be a folder's name, the folder cannot be written, or it belongs to another run.
@@ -172,7 +179,7 @@ def create_run(
             for folder in _SUBFOLDERS:
                 (part / folder).mkdir(parents=True)
             content = {"sha256": identity.sha256, "content": identity.content, "created": time.time()}
-            write_json(part / "identity.json", {"schema": SCHEMA, **content})
+            write_json(part / "identity.json", {"schema": SCHEMA, **content, **(parent or {})})
             write_text(part / "config.yaml", config_text(config))
             RunFolder(part).write_status(Status(state="prepared"))
             # Fails if another process was faster: a rename replaces no folder with files in it.

@@ -89,6 +89,12 @@ class RunRecords:
         """When the folder was made, in seconds since the epoch; None if it was not recorded."""
         return (self._identity() or {}).get("created")
 
+    def parent(self) -> tuple[str, int] | None:
+        """The run, as `sweep/folder`, and the step of the checkpoint from which this run started; None: from none."""
+        value = self._identity() or {}
+        name, step = value.get("parent_run"), value.get("parent_step")
+        return (name, step) if isinstance(name, str) and isinstance(step, int) else None
+
     def _identity(self) -> dict[str, Any] | None:
         path = self.path / "identity.json"
         value = read_object(path)

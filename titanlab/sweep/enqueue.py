@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from titanlab.errors import ConfigError
@@ -29,11 +29,13 @@ class Item:
         run: the name of its folder.
         shape: the resources of its job.
         launch: the launcher's config.
+        changes: the groups and values of its recipe that the job replaces.
     """
 
     run: str
     shape: Shape
     launch: LaunchConfig
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_jobs(jobs: Sequence[tuple[LaunchConfig, Shape]], *, submits: bool = True) -> None:
@@ -91,6 +93,7 @@ def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], 
             shape=first.shape,
             launch=_plain(first.launch),
             runs=tuple(run.path.name for run in runs),
+            changes={item.run: item.changes for item in group if item.changes},
         )
         write_submission(folder.path, submission)
         submission = _submitted(folder, submission, first.launch)

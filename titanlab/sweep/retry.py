@@ -6,22 +6,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.checkpoint.parent import parent_of
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig
-from titanlab.launch.shape import Shape, shape_of
+from titanlab.launch.shape import shape_of
 from titanlab.launch.submission import Submission
-from titanlab.recipe.composition.frozen import check_changeable, frozen_recipe
+from titanlab.recipe.composition.frozen import check_changeable
+from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
+from titanlab.recipe.recipe import from_mapping
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep import snapshot
 from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, wake
 from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile
+from titanlab.sweep.resubmit import checked, item_of
 from titanlab.sweep.standing import standing, supersede
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 
 # Overrides may change how a job is submitted, not what a run computes.
-CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes")
+CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes", *LAYOUT)
 FAILED = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.DONE)
 
 
@@ -33,15 +36,13 @@ class Chosen:
         run: its folder.
         outcome: the kind of its outcome; None if it never had a job.
         anew: it starts from the beginning; its old folder is renamed.
-        shape: the resources of its job.
-        launch: the launcher's config.
+        job: its next job.
     """
 
     run: RunFolder
     outcome: str | None
     anew: bool
-    shape: Shape
-    launch: LaunchConfig
+    job: Item
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +75,23 @@ def retry(
         outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
         stale: choose runs that other code than the present has run, also finished ones; they start from the beginning.
         names: of runs; none: all of the sweep.
-        overrides: of `launch` and of the cluster's sizes, for the new jobs.
+        overrides: of `launch`, of the cluster's sizes and of the layout, for the new jobs.
         dry_run: submit nothing.
 
     Raises:
         ConfigError: no choice of runs is given, a named run does not exist, or the launcher refuses.
     """
-    _check(outcomes, overrides, chooses=bool(outcomes or stale or names))
+    _check(outcomes, overrides, chooses=bool(outcomes or stale or names), stale=stale)
     with folder.claim():
         settle(folder, report)
         chosen = _chosen(folder, report, outcomes, names, overrides, stale=stale)
         if dry_run or not chosen:
             return Retried(chosen=tuple(chosen), jobs=())
-        check_jobs([(choice.launch, choice.shape) for choice in chosen])
+        check_jobs([(choice.job.launch, choice.job.shape) for choice in chosen])
         for choice in chosen:
             if choice.anew:
                 _begin_anew(folder, choice.run)
-        items = [Item(run=choice.run.path.name, shape=choice.shape, launch=choice.launch) for choice in chosen]
-        submitted = enqueue(folder, items, report)
+        submitted = enqueue(folder, [choice.job for choice in chosen], report)
     wake(folder)
     return Retried(chosen=tuple(chosen), jobs=tuple(submitted))
 
@@ -121,8 +121,7 @@ def _chosen(
         else:
             is_chosen = word == "ended" and outcome in outcomes
         if is_chosen:
-            shape, launch = _next_job(run, overrides)
-            chosen.append(Chosen(run=run, outcome=outcome, anew=stale, shape=shape, launch=launch))
+            chosen.append(Chosen(run=run, outcome=outcome, anew=stale, job=_next_job(run, overrides, report)))
         elif names:
             report(f"{run.path.name} is left alone: {outcome or word}")
     return chosen
@@ -139,16 +138,36 @@ def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
     if identity is None:
         raise ConfigError("run", run.path, "has no identity.json", "restore that file, or submit the sweep again")
     supersede(folder, run)
-    create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config)
+    parent = parent_of((config.get("checkpoint") or {}).get("load_from"))
+    create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
 
 
-def _next_job(run: RunFolder, overrides: Sequence[str]) -> tuple[Shape, LaunchConfig]:
-    """The shape and the launcher of a run's next job."""
-    recipe = frozen_recipe(run, overrides)
-    return shape_of(recipe), recipe.launch
+def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], None]) -> Item:
+    """The next job of a run; another layout is checked like a new run's.
+
+    Raises:
+        ConfigError: an override does not fit the run, or the layout breaks a rule.
+    """
+    config = run.config()
+    recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml")
+    if not _changes_layout(overrides):
+        return Item(run=run.path.name, shape=shape_of(recipe), launch=recipe.launch)
+    try:
+        recipe, line = adapted(recipe, from_mapping(config), overrides)
+        item = item_of(run, checked(recipe))
+    except ConfigError as error:
+        raise ConfigError(error.key, error.value, f"{error.rule} (in {run.path.name})", error.cure) from error
+    if line:
+        report(f"{run.path.name}: {line}")
+    return item
 
 
-def _check(outcomes: Collection[str], overrides: Sequence[str], *, chooses: bool) -> None:
+def _changes_layout(overrides: Sequence[str]) -> bool:
+    groups = {override.partition("=")[0].partition(".")[0] for override in overrides}
+    return bool(groups - {"launch", "cluster"})
+
+
+def _check(outcomes: Collection[str], overrides: Sequence[str], *, chooses: bool, stale: bool) -> None:
     if not chooses:
         cure = "try --outcome hang,node_fail, --all-failed or --stale, or name runs"
         raise ConfigError("arguments", "", "say nothing of which runs", cure)
@@ -156,7 +175,10 @@ def _check(outcomes: Collection[str], overrides: Sequence[str], *, chooses: bool
         if outcome not in FAILED:
             rule = "is done" if outcome == OutcomeKind.DONE.value else "is no outcome"
             raise ConfigError("--outcome", outcome, rule, f"known: {', '.join(FAILED)}")
-    check_changeable(overrides, CHANGEABLE)
+    check_changeable(overrides, CHANGEABLE, presets=("parallelism", "schedule", "ac"))
+    if stale and _changes_layout(overrides):
+        rule = "starts runs from the beginning, as the sweep describes them"
+        raise ConfigError("--stale", " ".join(overrides), rule, "leave one of the two out")
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "launch.kind":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlab.checkpoint.parent import parent_of
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import States
 from titanlab.launch.shape import Shape, shape_of
@@ -166,7 +167,12 @@ def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> Item:
         supersede(folder, run)
     name = run.name if run.hash8 else recipe.name
     create_run(
-        folder.path.parent, sweep=folder.name, name=name, identity=decision.planned.identity, config=to_mapping(recipe)
+        folder.path.parent,
+        sweep=folder.name,
+        name=name,
+        identity=decision.planned.identity,
+        config=to_mapping(recipe),
+        parent=parent_of(recipe.checkpoint.load_from),
     )
     return Item(run=decision.run_name, shape=decision.shape, launch=recipe.launch)
 

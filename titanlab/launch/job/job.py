@@ -29,6 +29,7 @@ class Job:
         place: of the process.
         token, index: of the submission, and of the run in it.
         launch: config of the launcher with which the job was submitted; the run may have been created with another one.
+        changes: groups and values of the run's recipe that this job replaces: another layout.
         code: folder of the code that was submitted; None: no particular code is required.
         signals: number and time of each signal received, oldest first.
     """
@@ -38,6 +39,7 @@ class Job:
     token: str
     index: int
     launch: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
     code: Path | None = None
     signals: list[tuple[int, float]] = field(default_factory=list)
 
@@ -45,6 +47,10 @@ class Job:
     def start(self) -> str:
         """An identifier that only the processes of this start share."""
         return f"{self.token}/{self.index} {self.place.start}"
+
+    def round(self, number: int) -> str:
+        """An identifier of one attempt of this start: 0 is the first, n follows the n-th restart in place."""
+        return f"{self.start} #{number}" if number else self.start
 
     @property
     def leads(self) -> bool:
@@ -76,6 +82,11 @@ class Job:
             return False
         say(f"{self.run.path.name} is done: {done.steps} steps")
         return True
+
+    def config(self) -> dict[str, Any]:
+        """The run's recipe for an attempt of this job, as plain values."""
+        launch = {"launch": dict(self.launch)} if self.launch else {}
+        return {**self.run.config(), **self.changes, **launch}
 
     def facts(self) -> dict[str, Any]:
         """The content of an attempt's job.json."""

@@ -29,6 +29,7 @@ class Rendezvous:
         attempt: the number of the attempt that rank 0 has begun; 0: it has begun none, see `reason`.
         address, port: where rank 0 listens; port 0: the attempt has ended already.
         reason: why there is nothing to do.
+        members: ranks of the job that take part, in the order of their ranks in the attempt; empty: all of them.
     """
 
     start: str
@@ -36,6 +37,7 @@ class Rendezvous:
     address: str = ""
     port: int = 0
     reason: str = ""
+    members: tuple[int, ...] = ()
 
 
 def publish(run: RunFolder, meeting: Rendezvous) -> None:
@@ -53,7 +55,7 @@ def find(run: RunFolder, start: str) -> Rendezvous | None:
         except (OSError, ValueError):
             continue
         value.pop("schema", None)
-        meeting = Rendezvous(**value)
+        meeting = Rendezvous(**{**value, "members": tuple(value.get("members", ()))})
         if meeting.start == start:
             return meeting
     return None

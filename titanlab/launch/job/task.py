@@ -8,6 +8,7 @@ the index of the job in its array is used.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -15,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from titanlab.checkpoint.folders import latest
@@ -26,6 +26,7 @@ from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_chec
 from titanlab.launch.child import Child
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.job import rendezvous
+from titanlab.launch.job.group import Group, await_end, ranks_in
 from titanlab.launch.job.job import Job, received_signals, say, submitted
 from titanlab.launch.job.place import address_of, free_port
 from titanlab.launch.job.precheck import check_code, claim_run
@@ -58,8 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = launcher_named(submission.launcher).place_in(os.environ)
             index = int(rest[0]) if rest else place.index or 0
             run = open_run(Path(folder) / submission.runs[index])
-            code, launch = Path(folder) / submission.code, submission.launch
-            job = Job(run=run, place=place, token=token, index=index, launch=launch, code=code, signals=signals)
+            job = Job(
+                run=run,
+                place=place,
+                token=token,
+                index=index,
+                launch=submission.launch,
+                changes=submission.changes.get(run.path.name, {}),
+                code=Path(folder) / submission.code,
+                signals=signals,
+            )
             if job.leads and place.index is not None and not place.restart and len(submission.runs) > 1:
                 name = submission.job_name(Path(folder).name, index)
                 # In a thread of its own: a busy controller answers late.
@@ -97,8 +106,7 @@ def _lead(job: Job) -> int:
         if job.is_done():
             return _nothing_to_do(job, "is done")
         before = latest(job.run.checkpoints)
-        outcome = _attempted(job)
-        say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
+        outcome = _attempts(job)
         requeue_after(job, outcome, has_saved=latest(job.run.checkpoints) != before)
     return _exit_code(outcome)
 
@@ -109,12 +117,20 @@ def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
     return code
 
 
-def _attempted(job: Job) -> Outcome:
-    """Make one attempt at a claimed run, until it has a result."""
+def _attempts(job: Job) -> Outcome:
+    """Make attempts at a claimed run, until one of them is the last of this start. Returns its outcome."""
+    group = Group(job, say)
+    while True:
+        outcome, recipe = _attempted(job, group)
+        say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
+        if not group.goes_on_after(outcome, recipe):
+            return outcome
+
+
+def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
+    """Make one attempt at a claimed run, until it has a result; no recipe: it could not begin."""
     run, place = job.run, job.place
-    config = run.config()
-    if job.launch:
-        config["launch"] = dict(job.launch)
+    config = group.config()
     try:
         if job.code is not None:
             check_code(job.code)
@@ -130,36 +146,55 @@ def _attempted(job: Job) -> Outcome:
         write_json(run.attempt_folder(attempt) / "job.json", job.facts())
         outcome = from_exception(error, rank=0, attempt=attempt)
         run.write_result(outcome)
-        rendezvous.publish(run, Rendezvous(start=job.start, attempt=attempt))
-        return outcome
+        rendezvous.publish(run, Rendezvous(start=job.round(group.round), attempt=attempt))
+        return outcome, None
     write_json(run.attempt_folder(attempt) / "job.json", job.facts())
-    meeting = Rendezvous(start=job.start, attempt=attempt, address=address, port=free_port(os.environ))
+    group.note(attempt)
+    members = group.members
+    meeting = Rendezvous(
+        start=job.round(group.round), attempt=attempt, address=address, port=free_port(os.environ), members=members
+    )
     rendezvous.publish(run, meeting)
     where = ", ".join(place.nodes)
-    say(f"{run.path.name}, attempt {attempt}: {place.ranks.world} processes on {where}, job {place.job_id}")
+    world = len(members) or place.ranks.world
+    say(f"{run.path.name}, attempt {attempt}: {world} processes on {where}, job {place.job_id}")
     code = _watched(job, recipe, meeting)
     if run.result(attempt) is None:
-        settle(run, attempt, place.ranks.world)
-    return run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
+        settle(run, attempt, world)
+    return run.result(attempt) or conclude(run, attempt, {0: code} if code else {}), recipe
 
 
 def _follow(job: Job) -> int:
-    """Run any other rank: join the attempt that rank 0 has begun."""
+    """Run any other rank: join the attempts that rank 0 begins."""
     if job.is_done():
         return 0
-    meeting = rendezvous.wait(job.run, job.start)
-    if meeting.reason:
-        say(f"{job.run.path.name} {meeting.reason}: nothing is done twice")
-        return 0
-    code = _watched(job, from_mapping(job.run.config(meeting.attempt)), meeting) if meeting.port else 1
-    # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
-    outcome = await_result(job.run, meeting.attempt, job.place.ranks.world)
-    return code if outcome is None else _exit_code(outcome)
+    code = 0
+    for number in itertools.count():
+        meeting = rendezvous.wait(job.run, job.round(number))
+        if meeting.reason:
+            say(f"{job.run.path.name} {meeting.reason}{'' if number else ': nothing is done twice'}")
+            return code
+        if not meeting.port:
+            outcome = await_result(job.run, meeting.attempt, job.place.ranks.world)
+            return 1 if outcome is None else _exit_code(outcome)
+        recipe = from_mapping(job.run.config(meeting.attempt))
+        if meeting.members and job.place.ranks.rank not in meeting.members:
+            code = 0
+            say(f"{job.run.path.name}: this rank is left out of attempt {meeting.attempt}")
+            outcome = await_end(job.run, meeting.attempt)
+        else:
+            code = _watched(job, recipe, meeting)
+            # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
+            outcome = await_result(job.run, meeting.attempt, job.place.ranks.world)
+        code = code if outcome is None else _exit_code(outcome)
+        if outcome is None or not recipe.launch.restarts:
+            return code
+    raise AssertionError("rank 0 ends the attempts")
 
 
 def _watched(job: Job, recipe: Recipe, meeting: Rendezvous) -> int:
     """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
-    run, ranks = job.run, replace(job.place.ranks, address=meeting.address, port=meeting.port)
+    run, ranks = job.run, ranks_in(job.place.ranks, meeting)
     attempt = run.attempt_folder(meeting.attempt)
     launch: LaunchConfig = recipe.launch
     try:

@@ -20,12 +20,16 @@ from titanlab.records.run_folder import RunFolder
 _EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
 
 
-def check_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> None:
+def check_changeable(
+    overrides: Sequence[str], changeable: Sequence[str], *, presets: Sequence[str] = (), branch: str = ""
+) -> None:
     """Check that overrides set only keys that may change.
 
     Args:
         overrides: `key=value` arguments.
         changeable: keys, and prefixes of keys, which end in a dot.
+        presets: groups of which another preset may be chosen, if any of their keys may change.
+        branch: the command that begins a new run with the other keys; empty: there is none.
 
     Raises:
         ConfigError: an argument is no override, or sets another key.
@@ -34,12 +38,17 @@ def check_changeable(overrides: Sequence[str], changeable: Sequence[str]) -> Non
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError("overrides", override, "is no override", "write key=value")
-        if key in discover() and any(name.startswith(f"{key}.") for name in changeable):
+        is_group = key in discover() and any(name.startswith(f"{key}.") for name in changeable)
+        if is_group and key in presets:
+            continue
+        if is_group:
             rule = "is another preset, and a run that has begun has values"
             raise ConfigError(key, value, rule, f"give keys of {key}{_EXAMPLES.get(key, '')}")
         if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in changeable):
             allowed = ", ".join(name.removesuffix(".") for name in changeable)
-            raise ConfigError(key, value, "is not to be changed in a run that has begun", f"changeable: {allowed}")
+            rule = "is not to be changed in a run that has begun"
+            cure = f"a new run from its checkpoint: {branch} {override}; " if branch else ""
+            raise ConfigError(key, value, rule, f"{cure}changeable: {allowed}")
 
 
 def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int | None = None) -> Recipe:

@@ -58,6 +58,8 @@ COLUMNS: tuple[Column, ...] = (
         steps="how many there are to be",
         attempt="number of the latest attempt",
     ),
+    *_columns(TEXT, parent_run="the run from whose checkpoint it started, as `sweep/folder`; empty: from none"),
+    *_columns(WHOLE, parent_step="the step of that checkpoint"),
     *_columns(WHOLE, **{f"layout.{axis}": f"degree of the axis `{axis}`" for axis in AXES}),
     *_columns(TEXT, **{"layout.label": "its short form: `dp_s2·tp2`, or `single`"}),
     *_columns(WHOLE, world="processes", hosts="machines that ran them", cores="CPU cores that they had, in all"),

@@ -30,6 +30,7 @@ def details(row: Row) -> list[tuple[str, object]]:
         ("exit code", row["exit_code"]),
         ("step", None if row["step"] is None else f"{row['step']} of {row['steps']}"),
         ("attempt", _attempt(row)),
+        ("began from", f"step {row['parent_step']} of {row['parent_run']}" if row["parent_run"] else None),
         ("time left", None if row["seconds_left"] is None else duration(row["seconds_left"])),
         (
             "layout",

@@ -135,6 +135,7 @@ class Table:
             "attempt": status.attempt,
             "updated": status.updated or None,
             "folder": str(run.path),
+            **dict(zip(("parent_run", "parent_step"), run.parent() or (None, None), strict=True)),
             **machine_columns(began.env, began.job, began.config),
             **_job(context, began),
         }

@@ -1,0 +1,86 @@
+"""`titanlab train --from RUN`: a new run from another one's checkpoint, which says where it comes from."""
+
+import re
+
+import pytest
+
+from tests import tiny
+from titanlab.cli import resume, train, train_from
+from titanlab.errors import ConfigError
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_search import list_runs
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep.table.look import look_at
+from titanlab.sweep.table.one_run import details
+
+
+@pytest.fixture(scope="module")
+def parent(pool, tmp_path_factory):
+    """A run of six steps that is done, with checkpoints of steps 4 and 6."""
+    made = tiny.recipe(tmp_path_factory.mktemp("parent") / "runs", steps=6, every=4)
+    run = tiny.begin(made)
+    pool.run(1, tiny.as_rank, made, run)
+    assert run.result().kind is OutcomeKind.DONE
+    return run
+
+
+def losses(run):
+    return [(row["step"], row["loss_metrics/global_avg_loss"]) for row in run.metrics("train")]
+
+
+def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys):
+    with pytest.raises(ConfigError) as refused:
+        resume.main([str(parent.path), "training.steps=8"])
+    command = re.search(r"titanlab train --from (\S+) (\S+);", str(refused.value))
+    assert command[2] == "training.steps=8"
+    assert train.main(["--from", command[1], command[2]]) == 0
+    said = capsys.readouterr().out
+    assert f"new run from step 6 of single/{parent.path.name}" in said
+    # Of ten per cent of the peak at its last step, after which a longer cosine has more.
+    assert "the schedule spans steps 1 to 8 (before: 1 to 6); step 6 had 0.0001, step 7 gets 0.00" in said
+    (child,) = [run for run in list_runs(parent.path.parent.parent) if run.path != parent.path]
+    assert child.parent() == (f"single/{parent.path.name}", 6)
+    assert (child.result().kind, child.result().step, child.config()["training"]["steps"]) == (OutcomeKind.DONE, 8, 8)
+    assert [step for step, _ in losses(child)] == [7, 8]
+    assert parent.parent() is None
+    # The same command again is the same run, and there is nothing left to do.
+    assert train.main(["--from", command[1], command[2]]) == 0
+    assert child.attempts() == [1]
+    rows = {row["run"]: row for row in look_at(SweepFolder(parent.path.parent))()}
+    assert (rows[child.path.name]["parent_run"], rows[child.path.name]["parent_step"]) == child.parent()
+    assert rows[parent.path.name]["parent_run"] is None
+    assert ("began from", f"step 6 of single/{parent.path.name}") in details(rows[child.path.name])
+
+
+def test_another_precision_from_an_earlier_checkpoint_and_on_another_layout(command, parent, monkeypatch):
+    started = []
+    done = Outcome(kind=OutcomeKind.DONE)
+    monkeypatch.setattr(train_from, "execute", lambda ready, console: started.append(ready.recipe) or done)
+    said = command(f"train --from {parent.path}/checkpoints/step-4 precision=bf16 parallelism=fsdp world=2 name=half")
+    assert said.code == 0, said.err
+    (recipe,) = started
+    assert (recipe.precision.kind, recipe.layout.label, recipe.name) == ("bf16", "dp_s2", "half")
+    assert recipe.checkpoint.load_from.endswith(f"{parent.path.name}/checkpoints/step-00000004")
+    assert recipe.optimizer.schedule.warmup_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("training.steps=5", "the checkpoint"),
+        ("checkpoint.load_from=x", "checkpoint.load_from=x: follows from --from; leave it out"),
+        ("model.layers=3", "checkpoint.load_from="),
+        ("precision=b16", "precision=b16: "),
+        ("training.step=9", "training.step=9: is no key"),
+        ("longer", "overrides=longer: is no override"),
+    ],
+)
+def test_what_cannot_be(command, parent, arguments, told):
+    said = command(f"train --from {parent.path} {arguments}")
+    assert told in said.err
+    assert said.refusal
+
+
+def test_a_run_without_a_checkpoint_has_no_children(command, tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path))
+    assert command(f"train --from {run.path}").refusal["rule"] == "has no checkpoint"
