@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from titanlab.errors import ConfigError
+from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.json_file import RESTORE, check_object, read_object
 from titanlab.records.outcome import KINDS, SCHEMA, Outcome, from_mapping
 from titanlab.system.atomic_file import write_bytes, write_json
@@ -29,7 +29,7 @@ def read_end(path: Path) -> Outcome | None:
     check_object(path, value, schema=SCHEMA, kinds=KINDS)
     try:
         return from_mapping(value)
-    except (LookupError, TypeError, ValueError) as error:
+    except (TitanlabError, LookupError, TypeError, ValueError) as error:
         raise ConfigError("kind", value.get("kind"), f"is no end of a run in {path}", RESTORE) from error
 
 
