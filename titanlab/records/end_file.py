@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import tempfile
 from pathlib import Path
 
 from titanlab.errors import ConfigError, TitanlabError
@@ -48,6 +50,16 @@ def write_end(run: Path, path: Path, outcome: Outcome) -> None:
         make_room(run)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, outcome.to_mapping(), durable=True)
+
+
+def write_elsewhere(run: Path, outcome: Outcome) -> Path | None:
+    """Write an outcome outside of the run's folder, which takes none. Returns the file; None if no folder takes it."""
+    for folder in (Path(tempfile.gettempdir()), Path.home()):
+        path = folder / f"titanlab-{run.name}-attempt-{outcome.attempt}-{secrets.token_hex(3)}-result.json"
+        with contextlib.suppress(OSError):
+            write_json(path, outcome.to_mapping(), durable=True)
+            return path
+    return None
 
 
 def reserve_room(run: Path) -> None:

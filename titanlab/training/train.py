@@ -175,7 +175,8 @@ def train(
             watchdog.step(step)
             with recorder.loading():
                 batch = assembled.to_device(stream.next_batch())
-            with recorder.sending(mesh):
+            compiles = step == first_step and recipe.compile.compiles
+            with recorder.sending(mesh), stop.at_once(active=compiles):
                 sums = assembled.forward_backward(batch)
                 reduction = Reduction(
                     world,
