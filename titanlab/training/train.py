@@ -35,6 +35,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.training.assemble import assemble
 from titanlab.training.recorder import open_recorder
+from titanlab.training.repeated_step import RepeatedStep
 from titanlab.training.rollback import Rollbacks
 from titanlab.training.totals import Reduction, Totals
 from titanlab.training.validation import validate
@@ -163,6 +164,7 @@ def train(
                 recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens)
                 outcome = _judge(outcome, known_step, totals, stop)
 
+        repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
         rollbacks = Rollbacks(recipe.training, run, world, warn=recorder.warn)
         saved_step = position.step
         stack.enter_context(_no_automatic_collection())
@@ -175,6 +177,7 @@ def train(
             watchdog.step(step)
             with recorder.loading():
                 batch = assembled.to_device(stream.next_batch())
+            repeated.before(step, batch)
             compiles = step == first_step and recipe.compile.compiles
             with recorder.sending(mesh), stop.at_once(active=compiles):
                 sums = assembled.forward_backward(batch)
@@ -187,6 +190,7 @@ def train(
                     nominal_tokens=recipe.tokens_per_step,
                     loss_scale=assembled.loss_scale,
                 )
+            repeated.after(step, sums)
             if step == first_step:
                 assembled.after_first_step()
             factor = reduction.gradient_factor(recipe.training.max_grad_norm)
