@@ -28,6 +28,7 @@ class Training:
         log_every: steps in one row of metrics.
         unmeasured_steps: number of first steps that the throughput leaves out.
         gc_every: steps between garbage collections; automatic collection is off.
+        compare_ranks_every: steps between comparisons of the ranks' time and memory; 0: only after the last step.
         check_every: steps between checks for silent data corruption: forward and backward run twice, and the gradients
             must have the same bits; 0: never.
         on_nan: what follows a step whose loss or gradient is not finite: `stop` ends the run as `nan`; `skip` leaves
@@ -51,6 +52,7 @@ class Training:
     log_every: int = field(default=10, metadata={"identity": False})
     unmeasured_steps: int = field(default=3, metadata={"identity": False})
     gc_every: int = field(default=100, metadata={"identity": False})
+    compare_ranks_every: int = field(default=50, metadata={"identity": False})
     check_every: int = field(default=0, metadata={"identity": False})
     on_nan: str = field(default="stop", metadata={"identity": False})
     nan_limit: int = field(default=3, metadata={"identity": False})
@@ -65,7 +67,7 @@ class Training:
                 raise ConfigError(f"training.{name}", value, "must be at least 1", f"try {usual}")
         if self.on_nan not in ON_NAN:
             raise ConfigError("training.on_nan", self.on_nan, f"is none of {', '.join(ON_NAN)}", "try stop")
-        for name in ("validate_every", "unmeasured_steps", "nan_limit", "check_every"):
+        for name in ("validate_every", "unmeasured_steps", "nan_limit", "check_every", "compare_ranks_every"):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"training.{name}", value, "must not be negative", "try 0")

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +63,9 @@ class Recorder:
     def warn(self, text: str) -> None:
         """Report a problem that does not end the run."""
 
+    def compared(self, metrics: Mapping[str, float], warning: str) -> None:
+        """Take metrics that compare the ranks, and a warning if one is not empty."""
+
     def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
         """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
         return contextlib.nullcontext(lambda loss: None)
@@ -95,6 +98,7 @@ class LoggingRecorder(Recorder):
         self.tracker_id = described.id
         self._status_at = 0.0
         self._traced = False
+        self._ranks: dict[str, float] = {}
         self._step = position.step
         self._latest: dict[str, object] = {}
         self._first_loss: float | None = None
@@ -130,6 +134,11 @@ class LoggingRecorder(Recorder):
 
     def warn(self, text: str) -> None:
         self._console.warn(text)
+
+    def compared(self, metrics: Mapping[str, float], warning: str) -> None:
+        self._ranks = dict(metrics)
+        if warning:
+            self._console.warn(warning)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -177,6 +186,7 @@ class LoggingRecorder(Recorder):
             **speed.metrics(),
             **self._watch.metrics(),
             **memory(self._world.device),
+            **self._ranks,
         }
         self._metrics.write("train", step, row)
         self._tracker.log(step, row)
@@ -196,7 +206,7 @@ class LoggingRecorder(Recorder):
             self._write_status("running")
 
     def finish(self, outcome: Outcome) -> Outcome:
-        summary = {**self._summary(), **memory(self._world.device)}
+        summary = {**self._summary(), **memory(self._world.device), **self._ranks}
         outcome = replace(outcome, metrics=summary)
         self._metrics.close()
         self._tracker.finish({**summary, "outcome": outcome.kind.value}, exit_code=outcome.kind.exit_code)

@@ -104,8 +104,9 @@ def _sentence(step: int, found: dict[int, _Finding]) -> str:
     ranks = own or list(found)
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
     finding = found[ranks[0]]
+    count = f"{finding.values} byte{'s'[: finding.values > 1]}"
     what = "the loss" if finding.loss else ""
     if finding.name:
         rest = f" and {finding.parameters - 1} more parameters" if finding.parameters > 1 else ""
-        what += f"{' and ' if what else ''}the gradient of {finding.name}{rest} ({finding.values} byte{'s'[: finding.values > 1]})"
+        what += f"{' and ' if what else ''}the gradient of {finding.name}{rest} ({count})"
     return f"silent data corruption at step {step}: {named} computed {what} twice with different results"

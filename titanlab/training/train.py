@@ -34,6 +34,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.training.assemble import assemble
+from titanlab.training.rank_times import RankTimes
 from titanlab.training.recorder import open_recorder
 from titanlab.training.repeated_step import RepeatedStep
 from titanlab.training.rollback import Rollbacks
@@ -165,6 +166,7 @@ def train(
                 outcome = _judge(outcome, known_step, totals, stop)
 
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
+        rank_times = RankTimes(recipe.training.compare_ranks_every, world, report=recorder.compared)
         rollbacks = Rollbacks(recipe.training, run, world, warn=recorder.warn)
         saved_step = position.step
         stack.enter_context(_no_automatic_collection())
@@ -175,11 +177,11 @@ def train(
         while step < recipe.training.steps:
             step += 1
             watchdog.step(step)
-            with recorder.loading():
+            with recorder.loading(), rank_times.loading():
                 batch = assembled.to_device(stream.next_batch())
             repeated.before(step, batch)
             compiles = step == first_step and recipe.compile.compiles
-            with recorder.sending(mesh), stop.at_once(active=compiles):
+            with recorder.sending(mesh), stop.at_once(active=compiles), rank_times.computing():
                 sums = assembled.forward_backward(batch)
                 reduction = Reduction(
                     world,
@@ -203,6 +205,8 @@ def train(
             optimizer.zero_grad()
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
+
+            rank_times.after_step(step, last=step == recipe.training.steps)
 
             # Totals are read without waiting for the device: at once on CPU, a step later on a GPU. Before a
             # checkpoint or a validation, all of them are read.
