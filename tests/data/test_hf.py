@@ -212,6 +212,7 @@ BAD = {
     "no such validation split": ({"validation_split": "dev"}, r"data\.validation_split=dev: is no split of json"),
     "no such file": ({"data_files": ["/nowhere/*.jsonl"]}, r"data\.data_files=/nowhere/\*\.jsonl: matches no file"),
     "no such folder": ({"path": "/nowhere/at/all", "data_files": []}, r"data\.path=/nowhere/at/all: "),
+    "pickles": ({"path": "pandas"}, r"data\.path=pandas: reads pickles, which can run code; convert them to parquet"),
     "no network": ({"path": "owner/name", "data_files": []}, r"data\.path=owner/name: cannot be reached .*; check the network"),
 }  # fmt: skip
 

@@ -83,3 +83,61 @@ def _pipe():
         for thread in threading.enumerate():
             if thread.name == "stop":
                 thread.join()
+
+
+def test_a_closed_terminal_ends_a_run_as_ctrl_c_does():
+    with stop_request() as request:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert STOPS[request.signal] is OutcomeKind.CANCELLED
+        assert request.cause == "its terminal was closed (SIGHUP); the run can be resumed"
+
+
+def test_under_nohup_a_closed_terminal_is_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stop.caught_signals()
+        with stop_request() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.signal == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.SIGHUP in stop.caught_signals()
+
+
+def test_the_end_of_the_launcher_is_named(monkeypatch):
+    monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
+    with stop_request() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (request.signal, request.cause) == (signal.SIGTERM, "its launcher is gone; the run can be resumed")
+    monkeypatch.setenv("TITANLAB_PARENT", str(os.getppid()))
+    with stop_request() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (request.signal, request.cause) == (signal.SIGTERM, None)
+
+
+def test_while_a_first_step_is_compiled_a_signal_ends_it_at_once():
+    with stop_request() as request:
+        with pytest.raises(stop.StoppedEarly), request.at_once(active=True):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(stop.StoppedEarly), request.at_once(active=True):
+            raise AssertionError("the request was there before")
+        early = stop.stopped_early(request, rank=1, attempt=2)
+    assert (early.kind, early.rank, early.exit_code) == (OutcomeKind.PREEMPTED, 1, 75)
+    assert early.cause == "asked to end by SIGTERM; the run can be resumed (while its first step was compiled)"
+
+
+def test_a_line_ends_a_compilation_too():
+    with _pipe() as (lines, say), request_from_lines(lines) as request:
+        with request.at_once(active=False):
+            pass
+
+        def compile_for_ever():
+            end = time.monotonic() + 20
+            with request.at_once(active=True):
+                say(stop_line(OutcomeKind.WALLTIME, "why"))
+                while time.monotonic() < end:
+                    pass
+
+        with pytest.raises(stop.StoppedEarly):
+            compile_for_ever()
+        assert (STOPS[request.signal], request.cause) == (OutcomeKind.WALLTIME, "why")

@@ -172,7 +172,7 @@ def test_totals_tell_of_unscaled_gradients():
     # Scaled by 8, a norm of 2 is one of 16.
     found = reduction(scale_of(), squared_norm=256.0)
     totals = found.read()
-    assert (totals.loss, totals.grad_norm, totals.scaled) == (3.0, 2.0, (8.0, 0, True))
+    assert (totals.loss, totals.grad_norm, totals.scaled) == (3.0, 2.0, (8.0, 0, True, False))
     assert totals.finite
     assert found.gradient_factor(None) == 1 / 8
     assert found.gradient_factor(0.5) == pytest.approx(1 / 8 / 4, rel=1e-6)
@@ -180,7 +180,7 @@ def test_totals_tell_of_unscaled_gradients():
 
 def test_what_is_lost_and_what_is_not():
     bad = reduction(scale_of(), squared_norm=math.inf).read()
-    assert (bad.finite, bad.lost, bad.scaled) == (False, False, (8.0, 1, True))
+    assert (bad.finite, bad.lost, bad.scaled) == (False, False, (8.0, 1, True, False))
     last = reduction(scale_of(min_scale=8.0), squared_norm=math.inf).read()
     assert (last.finite, last.lost) == (False, True)
     # No scale mends a loss that is no number.

@@ -13,6 +13,7 @@ from titanlab.cli import main
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
 from titanlab.records import end_file, run_folder, run_status
+from titanlab.records.end_file import read_end
 from titanlab.records.outcome import OutcomeKind, classify, from_exception
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_json, write_text
@@ -159,6 +160,22 @@ def test_where_not_even_that_can_be_written_a_line_says_so(run, monkeypatch, cap
     assert said.startswith("error: the run has ended, and ")
     assert "cannot take a result.json: the disk is full" in said
     assert said.count("\n") == 1
+
+
+def test_the_result_goes_elsewhere_and_the_line_says_where(run, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(type(run), "write_result", lambda self, outcome: raises(full(str(self.path))))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Console() as console:
+        outcome = _recorded(run, 1, [], console, terminal={0}, memory=None)
+    (path,) = tmp_path.glob(f"titanlab-{run.path.name}-attempt-1-*-result.json")
+    assert read_end(path) == outcome
+    said = capsys.readouterr().err
+    assert said.rstrip().endswith(f"; the result is in {path}")
+    assert said.count("\n") == 1
+
+
+def raises(error):
+    raise error
 
 
 def test_an_attempt_that_cannot_be_begun_leaves_all_as_it_was(run, monkeypatch):

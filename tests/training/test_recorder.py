@@ -9,7 +9,8 @@ from titanlab.costs import meter
 from titanlab.distributed.world import World
 from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.training.recorder import LoggingRecorder, Recorder, memory, open_recorder
+from titanlab.training.memory import memory
+from titanlab.training.recorder import LoggingRecorder, Recorder, open_recorder
 from titanlab.training.totals import Totals
 
 CPU = torch.device("cpu")

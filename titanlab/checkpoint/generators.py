@@ -81,13 +81,14 @@ def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Path
         DamagedCheckpoint: a state is not valid.
     """
     try:
-        _restore(states, world)
+        set_generators(states, world)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:
         rule = f"holds no state of a generator ({type(error).__name__})"
         raise DamagedCheckpoint(key, checkpoint, rule, _CURE) from error
 
 
-def _restore(states: Mapping[str, Any], world: World) -> None:
+def set_generators(states: Mapping[str, Any], world: World) -> None:
+    """Set the generators to states of `generator_states`."""
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     if "python" in states:

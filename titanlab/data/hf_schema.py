@@ -59,6 +59,9 @@ class HuggingFace(Text):
         for name in ("split", "text_field"):
             if not getattr(self, name):
                 raise ConfigError(f"data.{name}", "", "must not be empty", f"try {self._default(name)}")
+        if self.path == "pandas":
+            # Earlier versions of `datasets` unpickle the files.
+            raise ConfigError("data.path", self.path, "reads pickles, which can run code", "convert them to parquet")
         if self.path in LOCAL_BUILDERS:
             if not self.data_files:
                 raise ConfigError(

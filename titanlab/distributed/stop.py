@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import signal
 import threading
 import time
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TextIO
 
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind
 
 # Kind of end by signal. If the ranks have received several signals, the one with the largest number counts.
 STOPS: Mapping[int, OutcomeKind] = {
@@ -31,6 +33,56 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0
         self.cause: str | None = None
+        self._ends_at_once = False
+
+    @contextlib.contextmanager
+    def at_once(self, *, active: bool) -> Iterator[None]:
+        """Inside the block, a request raises StoppedEarly in the main thread, because nothing would be lost.
+
+        Args:
+            active: whether that is so; if not, the block changes nothing.
+        """
+        self._ends_at_once = active
+        try:
+            if active and self.signal:
+                raise StoppedEarly
+            yield
+        finally:
+            self._ends_at_once = False
+
+    def note(self, number: int, cause: str | None) -> None:
+        """Set the flag; any thread may call it."""
+        self.cause, self.signal = cause, number
+        if not self._ends_at_once:
+            return
+        if threading.current_thread() is threading.main_thread():
+            raise StoppedEarly
+        # Takes effect when the main thread runs Python code the next time, which a compiler does all the time.
+        main = ctypes.c_ulong(threading.main_thread().ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(StoppedEarly))
+
+
+class StoppedEarly(BaseException):
+    """The run was asked to stop while its first step was compiled. No Exception: torch would wrap it."""
+
+
+def caught_signals() -> tuple[int, ...]:
+    """The signals that ask a run to stop; of a closed terminal, SIGHUP, only if it is not ignored (`nohup`)."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGHUP)
+
+
+def stopped_early(request: StopRequest, *, rank: int, attempt: int) -> Outcome:
+    """The outcome of a rank that was asked to stop while its first step was compiled."""
+    kind = STOPS[request.signal]
+    cause = request.cause or f"asked to end by {signal.Signals(request.signal).name}; the run can be resumed"
+    return Outcome(
+        kind=kind,
+        rank=rank,
+        attempt=attempt,
+        cause=f"{cause} (while its first step was compiled)",
+        exit_code=kind.exit_code,
+    )
 
 
 def signal_for(kind: OutcomeKind) -> int:
@@ -76,12 +128,25 @@ def stop_request() -> Iterator[StopRequest]:
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal first
         if not request.signal:
-            request.signal, first = number, time.monotonic()
+            first = time.monotonic()
+            # Ranks add up one flag for each of STOPS. A closed terminal ends a run as Ctrl-C does.
+            request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
         elif time.monotonic() - first > ONE_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
-    with handled(STOP_SIGNALS, handler):
+    with handled(caught_signals(), handler):
         yield request
+
+
+def _cause(number: int) -> str | None:
+    """What is known about a signal to this process."""
+    if number == signal.SIGHUP:
+        return "its terminal was closed (SIGHUP); the run can be resumed"
+    parent = os.environ.get("TITANLAB_PARENT")
+    if number == signal.SIGTERM and parent is not None and os.getppid() != int(parent):
+        # Linux sends it when the launcher has died (`_end_with_parent` in titanlab/worker.py).
+        return "its launcher is gone; the run can be resumed"
+    return None
 
 
 def stop_line(kind: OutcomeKind, cause: str) -> str:
@@ -102,9 +167,9 @@ def request_from_lines(lines: TextIO) -> Iterator[StopRequest]:
         for line in lines:
             with contextlib.suppress(ValueError):
                 fields = json.loads(line)
-                request.cause, request.signal = fields["cause"], fields["signal"]
+                request.note(fields["signal"], fields["cause"])
         if not request.signal:
-            request.cause, request.signal = "the job's own process is gone; the run can be resumed", signal.SIGTERM
+            request.note(signal.SIGTERM, "the job's own process is gone; the run can be resumed")
 
     threading.Thread(target=read, name="stop", daemon=True).start()
     yield request

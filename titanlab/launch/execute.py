@@ -26,6 +26,7 @@ from titanlab.launch.restarts import Restart, Restarts, hide_device, note
 from titanlab.recipe.memory_rules import check_host_memory
 from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
 from titanlab.recipe.recipe_rules import check
+from titanlab.records.end_file import write_elsewhere
 from titanlab.records.identity import Identity, identify
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
@@ -206,8 +207,11 @@ def _recorded(
         fault = disk_fault(error)
         if fault is None:
             raise
-        console.error(f"the run has ended, and {shown_path(run.path)} cannot take a result.json: {fault}")
-        return Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=fault)
+        outcome = Outcome(kind=OutcomeKind.CRASH, attempt=attempt, cause=fault)
+        elsewhere = write_elsewhere(run.path, outcome)
+        place = "" if elsewhere is None else f"; the result is in {elsewhere}"
+        console.error(f"the run has ended, and {shown_path(run.path)} cannot take a result.json: {fault}{place}")
+        return outcome
     if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
         console.note(outcome.traceback.rstrip())
     console.end(

@@ -6,7 +6,7 @@ that reads one without a job number asks the queue for the token: no job is subm
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 import secrets
@@ -19,6 +19,7 @@ from typing import Any
 
 from titanlab.launch.shape import Shape, shape_from
 from titanlab.records.claim import claimed
+from titanlab.records.json_file import read_optional
 from titanlab.system.atomic_file import write_json
 
 SCHEMA = 1
@@ -28,6 +29,8 @@ HANDING_OVER = ".sbatch"
 # A submission of many runs takes some seconds.
 _CLAIM_SECONDS = 60.0
 # In a job name, Slurm's lists of names end at commas; other characters may be special to a shell or a file system.
+# Names of runs and numbers of jobs become paths and arguments of a scheduler's commands.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+/-]")
 
 
@@ -94,10 +97,22 @@ def submissions(sweep: Path) -> list[Submission]:
         value = read_mapping(path)
         if value is None or value.get("schema") != SCHEMA:
             continue
-        values = {known.name: value[known.name] for known in fields(Submission) if known.name in value}
-        converted = {"shape": shape_from(value["shape"]), "runs": tuple(value["runs"])}
-        submitted.append(Submission(**{**values, **converted}))
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            submitted.append(_submission(value))
     return sorted(submitted, key=lambda submission: (submission.created, submission.token))
+
+
+def _submission(value: Mapping[str, Any]) -> Submission:
+    """The submission in a file; an error of any of Python's kinds for one that titanlab has not written."""
+    values = {known.name: value[known.name] for known in fields(Submission) if known.name in value}
+    texts = (value["launcher"], values.get("token", ""), values.get("code") or "")
+    # They become paths and arguments of a scheduler's commands.
+    names = [*value["runs"], *([] if value.get("job_id") is None else [value["job_id"]])]
+    if not all(isinstance(text, str) for text in texts) or not all(_NAME.fullmatch(name) for name in names):
+        raise ValueError("a name is none")
+    numbers = {"created": float(values["created"])} if "created" in values else {}
+    converted = {"shape": shape_from(value["shape"]), "runs": tuple(value["runs"]), **numbers}
+    return Submission(**{**values, **converted})
 
 
 def write_submission(sweep: Path, submission: Submission) -> None:
@@ -147,8 +162,4 @@ def token_of(name: str) -> str:
 
 def read_mapping(path: Path) -> dict[str, Any] | None:
     """The mapping in a JSON file; None if the file cannot be read or contains no mapping."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    return read_optional(path)

@@ -19,11 +19,13 @@ class ScaledStep(NamedTuple):
     scale: factor of the loss
     skipped: number of steps without an update so far, this one included
     tolerated: whether the run may continue if the gradients were not finite
+    forgiven: whether it may continue if the loss was not finite either
     """
 
     scale: float
     skipped: int
     tolerated: bool
+    forgiven: bool = False
 
 
 class LossScale:
@@ -91,7 +93,7 @@ class DynamicLossScale(LossScale):
         return torch.stack([self._scale.double(), self._skipped.double(), tolerated.double()])
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        _step_if(optimizer, self._finite)
+        step_if(optimizer, self._finite)
         self._good = torch.where(self._finite, self._good + 1, 0)
         grows = self._good >= self._growth_interval
         grown = self._scale * self._growth_factor
@@ -120,7 +122,7 @@ class DynamicLossScale(LossScale):
             torch.mul(self._scale, constant, out=product)
 
 
-def _step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
     """Take a step if a flag on the device is true.
 
     The kernels of torch's fused Adam and AdamW read such a flag, as torch.amp.GradScaler sets it; for other optimizers

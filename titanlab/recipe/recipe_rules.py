@@ -36,7 +36,8 @@ def check_all_but_data(recipe: Recipe) -> None:
     Raises:
         ConfigError: the first rule that it breaks.
     """
-    for rule in (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _offload, _attention, _options):
+    rules = (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _nan, _offload, _attention)
+    for rule in (*rules, _check_every, _options):
         rule(recipe)
     # Otherwise a missing package would be noticed only after the model has been built.
     recipe.tracker.check_installed()
@@ -142,6 +143,19 @@ def _attention(recipe: Recipe) -> None:
     if backend == "flash_attn" and importlib.util.find_spec(backend) is None:
         rule = "is a kernel of the package flash-attn, which is not installed"
         raise ConfigError("model.attention", backend, rule, "pip install flash-attn, or try auto")
+
+
+def _check_every(recipe: Recipe) -> None:
+    training = recipe.training
+    if training.check_every and recipe.cluster.accelerator == "cuda" and not training.deterministic:
+        rule = "compares bits, and without training.deterministic=true kernels of a GPU may give others each time"
+        raise ConfigError("training.check_every", training.check_every, rule, "set that too, or try 0")
+
+
+def _nan(recipe: Recipe) -> None:
+    if recipe.training.on_nan == "rollback" and recipe.checkpoint.every == 0:
+        rule = "goes back to a checkpoint, and checkpoint.every=0 saves none on the way"
+        raise ConfigError("training.on_nan", "rollback", rule, "try checkpoint.every=100, or training.on_nan=skip")
 
 
 def _options(recipe: Recipe) -> None:

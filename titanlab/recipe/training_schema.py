@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
+ON_NAN = ("stop", "skip", "rollback")
+
 
 @option("training")
 @dataclass(kw_only=True)
@@ -26,6 +28,13 @@ class Training:
         log_every: steps in one row of metrics.
         unmeasured_steps: number of first steps that the throughput leaves out.
         gc_every: steps between garbage collections; automatic collection is off.
+        compare_ranks_every: steps between comparisons of the ranks' time and memory; 0: only after the last step.
+        check_every: steps between checks for silent data corruption: forward and backward run twice, and the gradients
+            must have the same bits; 0: never.
+        on_nan: what follows a step whose loss or gradient is not finite: `stop` ends the run as `nan`; `skip` leaves
+            parameters and optimizer as they are and goes on; `rollback` goes back to the newest checkpoint, and leaves
+            the data since then out.
+        nan_limit: for skip, bad steps in a row; for rollback, rollbacks of an attempt. One more ends the run.
         step_timeout_seconds: a step that takes longer ends the run as `hang`; 0: no limit; null: the larger of 60 and
             10 times the median step, once three steps after the first are known, and first_step_timeout_seconds before.
         first_step_timeout_seconds: the limit for the start, the first step with its compilation, validation and
@@ -43,6 +52,10 @@ class Training:
     log_every: int = field(default=10, metadata={"identity": False})
     unmeasured_steps: int = field(default=3, metadata={"identity": False})
     gc_every: int = field(default=100, metadata={"identity": False})
+    compare_ranks_every: int = field(default=50, metadata={"identity": False})
+    check_every: int = field(default=0, metadata={"identity": False})
+    on_nan: str = field(default="stop", metadata={"identity": False})
+    nan_limit: int = field(default=3, metadata={"identity": False})
     step_timeout_seconds: float | None = field(default=None, metadata={"identity": False})
     first_step_timeout_seconds: float | None = field(default=3600.0, metadata={"identity": False})
 
@@ -52,7 +65,9 @@ class Training:
             if value < 1:
                 usual = type(self).__dataclass_fields__[name].default
                 raise ConfigError(f"training.{name}", value, "must be at least 1", f"try {usual}")
-        for name in ("validate_every", "unmeasured_steps"):
+        if self.on_nan not in ON_NAN:
+            raise ConfigError("training.on_nan", self.on_nan, f"is none of {', '.join(ON_NAN)}", "try stop")
+        for name in ("validate_every", "unmeasured_steps", "nan_limit", "check_every", "compare_ranks_every"):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"training.{name}", value, "must not be negative", "try 0")

@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from titanlab.errors import ConfigError
+from titanlab.records.yaml_excess import excess
+from titanlab.system.regular_file import read_text
 
 # libyaml reads eight times as fast, which matters in a table of a thousand runs; not every PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -55,10 +57,13 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing, cannot be read, or has no mapping at its root.
     """
     try:
-        config = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+        text = read_text(path)
+        if (reason := excess(text)) is not None:
+            raise yaml.YAMLError(reason)
+        config = yaml.load(text, Loader=_LOADER)
     except FileNotFoundError:
         raise ConfigError("run", path.parent, "has no config.yaml", "name the folder of a run") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         rule = f"its config.yaml cannot be read ({' '.join(str(error).split())})"
         raise ConfigError("run", path.parent, rule, "restore that file") from None
     if not isinstance(config, dict):

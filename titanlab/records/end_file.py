@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import tempfile
 from pathlib import Path
 
-from titanlab.errors import ConfigError
+from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.json_file import RESTORE, check_object, read_object
 from titanlab.records.outcome import KINDS, SCHEMA, Outcome, from_mapping
 from titanlab.system.atomic_file import write_bytes, write_json
@@ -29,7 +31,7 @@ def read_end(path: Path) -> Outcome | None:
     check_object(path, value, schema=SCHEMA, kinds=KINDS)
     try:
         return from_mapping(value)
-    except (LookupError, TypeError, ValueError) as error:
+    except (TitanlabError, LookupError, TypeError, ValueError) as error:
         raise ConfigError("kind", value.get("kind"), f"is no end of a run in {path}", RESTORE) from error
 
 
@@ -48,6 +50,16 @@ def write_end(run: Path, path: Path, outcome: Outcome) -> None:
         make_room(run)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, outcome.to_mapping(), durable=True)
+
+
+def write_elsewhere(run: Path, outcome: Outcome) -> Path | None:
+    """Write an outcome outside of the run's folder, which takes none. Returns the file; None if no folder takes it."""
+    for folder in (Path(tempfile.gettempdir()), Path.home()):
+        path = folder / f"titanlab-{run.name}-attempt-{outcome.attempt}-{secrets.token_hex(3)}-result.json"
+        with contextlib.suppress(OSError):
+            write_json(path, outcome.to_mapping(), durable=True)
+            return path
+    return None
 
 
 def reserve_room(run: Path) -> None:

@@ -23,7 +23,8 @@ _OOM = re.compile(
 _NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
 _THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
 _NODE = re.compile(
-    r"uncorrectable (?:ECC|NVLink)|ECC error|GPU is lost|fallen off the bus|cudaErrorDevicesUnavailable"
+    r"silent data corruption|uncorrectable (?:ECC|NVLink)|ECC error"
+    r"|GPU is lost|fallen off the bus|cudaErrorDevicesUnavailable"
     r"|CUDA-capable device\(s\) is/are busy or unavailable|stale file handle|Input/output error|NVLink error",
     re.IGNORECASE,
 )

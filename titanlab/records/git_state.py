@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from titanlab.system.command import output_of
+from titanlab.system.regular_file import read_text
 
 # In a snapshot of the code, this file has the git state of the repository that was copied.
 RECORD = "code.json"
@@ -69,9 +70,9 @@ def git_state(package: Path) -> GitState | None:
 
 def _recorded(record: Path) -> GitState | None:
     try:
-        git = json.loads(record.read_text(encoding="utf-8")).get("git")
+        git = json.loads(read_text(record)).get("git")
         known = {field.name: git[field.name] for field in fields(GitState)} if git else None
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
     return None if known is None else GitState(**{**known, "untracked": tuple(known["untracked"])})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
+from titanlab.system.regular_file import read_text
 
 RESTORE = "restore that file, or the run's folder"
 _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "a mapping"}
@@ -23,7 +24,7 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
         ConfigError: the file cannot be read, or contains no object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = loaded(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -65,7 +66,21 @@ def check_object(
 def read_optional(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file that nothing depends on; None if the file is missing or cannot be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = loaded(read_text(path))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def loaded(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON.
+        RecursionError: it is nested too deeply.
+    """
+    value = json.loads(text)
+    if "\\u" not in text:
+        return value
+    # JSON can spell half of a surrogate pair, which no terminal and no table can write.
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import finite
+from titanlab.system.regular_file import read_bytes
 
 ATTEMPT = "attempt"
 TRAIN = "train"
 VALIDATION = "validation"
+# A million rows have 0.6 GB.
+_MOST_BYTES = 1 << 34
 
 
 class MetricsWriter:
@@ -73,6 +77,9 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
     Args:
         kind: only rows of this kind; None: all kinds but `attempt`. `attempt`: the first row of every attempt.
+
+    Raises:
+        ConfigError: the file cannot be read.
     """
     rows = list(_rows(path))
     attempts = [row for row in rows if row["kind"] == ATTEMPT]
@@ -92,9 +99,12 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        text = path.read_bytes()
+        text = read_bytes(path, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         return
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror or type(error).__name__})"
+        raise ConfigError("run", path, rule, "restore that file, or remove it") from error
     for line in text.split(b"\n"):
         try:
             row = json.loads(line)

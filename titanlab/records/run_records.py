@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from titanlab.records.identity import Identity
 from titanlab.records.json_file import RESTORE, check_object, read_object, read_optional
 from titanlab.records.metrics_file import read_metrics
 from titanlab.records.outcome import Outcome
-from titanlab.records.outcome import from_mapping as outcome_from_mapping
 from titanlab.records.run_status import Status, read_status
 
 SCHEMA = 1
@@ -147,8 +147,12 @@ class RunRecords:
 
     def failures(self, attempt: int) -> list[Outcome]:
         """The failures that the ranks of an attempt have written, sorted by rank."""
-        notes = [read_optional(path) for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json")]
-        return sorted((outcome_from_mapping(note) for note in notes if note), key=lambda outcome: outcome.rank or 0)
+        failures = []
+        for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json"):
+            # A damaged note says nothing; the others hold the cause.
+            with contextlib.suppress(ConfigError):
+                failures.append(read_end(path))
+        return sorted((failure for failure in failures if failure), key=lambda outcome: outcome.rank or 0)
 
     def attempts(self) -> list[int]:
         """Numbers of all attempts, from 1."""

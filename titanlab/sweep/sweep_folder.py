@@ -17,6 +17,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.launch import submission
 from titanlab.launch.submission import Submission
+from titanlab.records.json_file import read_optional
 from titanlab.records.points_file import read_points
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import finite, write_json, write_text
@@ -53,11 +54,7 @@ class SweepFolder:
 
     def manifest(self) -> dict[str, Any]:
         """The content of sweep.json; empty if runs were started one by one."""
-        try:
-            value = json.loads((self.path / "sweep.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
+        return read_optional(self.path / "sweep.json") or {}
 
     def points(self) -> list[dict[str, Any]]:
         """The rows of points.jsonl: every point of the space, also dropped ones."""

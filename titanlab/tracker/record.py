@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.system.atomic_file import write_json
+from titanlab.system.regular_file import read_text
 
 SCHEMA = 1
 FILE = "tracker.json"
@@ -63,8 +64,8 @@ def write_record(path: Path, record: Record) -> None:
 def read_record(path: Path) -> Record | None:
     """Read a record; None if there is none, or if its schema differs."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
         return None

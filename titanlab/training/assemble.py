@@ -19,6 +19,7 @@ from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
 from titanlab.precision.loss_scale import LossScale
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.training.bad_steps import with_policy
 from titanlab.training.stage import Stage, build_stage, dtypes_of, together
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -80,6 +81,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     """Build, parallelise, materialise and initialise the recipe's model."""
     loss, check = _loss(recipe, mesh), _first_step_check(recipe, world)
     loss_scale = recipe.precision.implementation().loss_scale(world.device)
+    loss_scale = with_policy(loss_scale, recipe.training, world.device)
     if recipe.layout.pipeline > 1:
         return replace(_pipelined(recipe, world, mesh, loss, loss_scale), after_first_step=check)
     stage = build_stage(recipe, world, mesh)

@@ -6,11 +6,10 @@ Only the rank that logs writes. The other ranks have a recorder that does nothin
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import resource
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from titanlab.terminal.console import Console
 from titanlab.terminal.progress import Progress
 from titanlab.tracker.tracked_run import open_tracker
 from titanlab.training import facts
+from titanlab.training.memory import memory, peak_memory_gib
 from titanlab.training.totals import Totals
 from titanlab.training.tracked_run import tracked_run
 
@@ -62,6 +62,9 @@ class Recorder:
 
     def warn(self, text: str) -> None:
         """Report a problem that does not end the run."""
+
+    def compared(self, metrics: Mapping[str, float], warning: str) -> None:
+        """Take metrics that compare the ranks, and a warning if one is not empty."""
 
     def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
         """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
@@ -95,6 +98,7 @@ class LoggingRecorder(Recorder):
         self.tracker_id = described.id
         self._status_at = 0.0
         self._traced = False
+        self._ranks: dict[str, float] = {}
         self._step = position.step
         self._latest: dict[str, object] = {}
         self._first_loss: float | None = None
@@ -130,6 +134,11 @@ class LoggingRecorder(Recorder):
 
     def warn(self, text: str) -> None:
         self._console.warn(text)
+
+    def compared(self, metrics: Mapping[str, float], warning: str) -> None:
+        self._ranks = dict(metrics)
+        if warning:
+            self._console.warn(warning)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -177,6 +186,7 @@ class LoggingRecorder(Recorder):
             **speed.metrics(),
             **self._watch.metrics(),
             **memory(self._world.device),
+            **self._ranks,
         }
         self._metrics.write("train", step, row)
         self._tracker.log(step, row)
@@ -196,7 +206,7 @@ class LoggingRecorder(Recorder):
             self._write_status("running")
 
     def finish(self, outcome: Outcome) -> Outcome:
-        summary = {**self._summary(), **memory(self._world.device)}
+        summary = {**self._summary(), **memory(self._world.device), **self._ranks}
         outcome = replace(outcome, metrics=summary)
         self._metrics.close()
         self._tracker.finish({**summary, "outcome": outcome.kind.value}, exit_code=outcome.kind.exit_code)
@@ -289,30 +299,5 @@ def _scaling(totals: Totals) -> dict[str, object]:
     """Loss scale and number of skipped steps; empty if the precision does not scale the loss."""
     if totals.scaled is None:
         return {}
-    return {meter.LOSS_SCALE: totals.scaled.scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
-
-
-def memory(device: torch.device) -> dict[str, object]:
-    """Peak memory so far: of the allocator on a GPU, resident memory of the process on CPU."""
-    if device.type != "cuda":
-        return {"memory/max_resident(GiB)": peak_memory_gib(device)}
-    stats = torch.cuda.memory_stats(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    return {
-        meter.MEMORY_ACTIVE: active / 2**30,
-        "memory/max_active(%)": 100 * active / total,
-        meter.MEMORY_RESERVED: reserved / 2**30,
-        "memory/max_reserved(%)": 100 * reserved / total,
-        "memory/num_alloc_retries": stats["num_alloc_retries"],
-        "memory/num_ooms": stats["num_ooms"],
-    }
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank: reserved by the allocator on a GPU, resident on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    # Linux counts kibibytes, macOS bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    scale = {} if math.isnan(totals.scaled.scale) else {meter.LOSS_SCALE: totals.scaled.scale}
+    return {**scale, meter.SKIPPED_STEPS: totals.scaled.skipped}

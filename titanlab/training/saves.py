@@ -68,14 +68,14 @@ class Saves:
     def at(self, step: int) -> bool:
         """Whether to save after this step; it also reports a save that has failed since the last call."""
         if self._saver.is_done:
-            self._settle()
+            self.wait()
         every = self._config.every
         return self._is_asked or (every > 0 and step % every == 0)
 
     def save(self, position: Position) -> None:
         """Save at an interval."""
         with self._pause(position):
-            self._settle()
+            self.wait()
             self._tried_step, self._tried_at, self._is_asked = position.step, self._clock(), False
             with self._reported():
                 self._saver.save(self._whole(position))
@@ -91,7 +91,7 @@ class Saves:
             OSError: the disk takes no more.
         """
         with self._pause(position):
-            self._settle()
+            self.wait()
             # A state with NaN must not be saved.
             is_new = position.step > max(self._first_step, self._saver.saved_step)
             if self._config.at_end and is_new and kind is not OutcomeKind.NAN:
@@ -106,9 +106,14 @@ class Saves:
             loss_scale=self._assembled.loss_scale.state(),
         )
 
-    def _settle(self) -> None:
+    def wait(self) -> None:
+        """Wait for the save under way; one that fails is reported."""
         with self._reported():
             self._saver.wait()
+
+    def go_on_from(self, step: int) -> None:
+        """Count from this step: the run has gone back to its checkpoint."""
+        self._first_step = self._saver.saved_step = step
 
     @contextlib.contextmanager
     def _pause(self, position: Position) -> Iterator[None]:

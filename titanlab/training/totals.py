@@ -40,6 +40,8 @@ class Totals(NamedTuple):
     @property
     def lost(self) -> bool:
         """True if loss or norm is not finite and the run cannot recover."""
+        if self.scaled is not None and self.scaled.forgiven:
+            return False
         tolerated = self.scaled is not None and self.scaled.tolerated
         return not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or tolerated)
 
@@ -87,7 +89,8 @@ class Reduction:
         loss_scale = loss_scale or LossScale()
         self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
         self._norm = sums[0].sqrt() * self._correction
-        scaled = loss_scale.judge(self._norm)
+        # A loss that is not finite makes the step a bad one too.
+        scaled = loss_scale.judge(torch.where(sums[1].isfinite(), self._norm, math.nan))
         values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
         self._values = torch.cat(values if scaled is None else [*values, scaled])
         if device.type == "cuda":
@@ -117,5 +120,5 @@ class Reduction:
         stop = max((number for number, count in zip(STOPS, flags, strict=True) if count), default=0)
         if not rest:
             return Totals(loss, norm, int(tokens), stop, saves=saves)
-        scale, skipped, tolerated = rest
-        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), bool(tolerated)), saves)
+        scale, skipped, *judged = rest
+        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), *map(bool, judged)), saves)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,7 +24,7 @@ from titanlab.checkpoint.folders import fall_back, find, latest
 from titanlab.checkpoint.position import Position
 from titanlab.data import source
 from titanlab.distributed.flight_recorder import topology
-from titanlab.distributed.mesh import Mesh, build_mesh
+from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.stop import STOPS, StopRequest, stop_request
 from titanlab.distributed.watchdog import Watchdog
@@ -36,10 +34,14 @@ from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.training.assemble import Assembled, assemble
+from titanlab.training.assemble import assemble
+from titanlab.training.rank_times import RankTimes
 from titanlab.training.recorder import open_recorder
+from titanlab.training.repeated_step import RepeatedStep
+from titanlab.training.rollback import Rollbacks
 from titanlab.training.saves import Saves
 from titanlab.training.totals import Reduction, Totals
+from titanlab.training.validation import validate
 from titanlab.weights.starting_weights import fill_start
 
 _STOPPED = {
@@ -163,15 +165,22 @@ def train(
                 saves.learn(totals)
                 outcome = _judge(outcome, known_step, totals, stop)
 
+        repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
+        rank_times = RankTimes(recipe.training.compare_ranks_every, world, report=recorder.compared)
+        rollbacks = Rollbacks(recipe.training, run, world, warn=recorder.warn)
         stack.enter_context(_no_automatic_collection())
         model.train()
         recorder.start()
         first_step = position.step + 1
-        for step in range(first_step, recipe.training.steps + 1):
+        step = position.step
+        while step < recipe.training.steps:
+            step += 1
             watchdog.step(step)
-            with recorder.loading():
+            with recorder.loading(), rank_times.loading():
                 batch = assembled.to_device(stream.next_batch())
-            with recorder.sending(mesh):
+            repeated.before(step, batch)
+            compiles = step == first_step and recipe.compile.compiles
+            with recorder.sending(mesh), stop.at_once(active=compiles), rank_times.computing():
                 sums = assembled.forward_backward(batch)
                 reduction = Reduction(
                     world,
@@ -183,6 +192,7 @@ def train(
                     loss_scale=assembled.loss_scale,
                     saves=saves.is_due,
                 )
+            repeated.after(step, sums)
             if step == first_step:
                 assembled.after_first_step()
             factor = reduction.gradient_factor(recipe.training.max_grad_norm)
@@ -197,6 +207,8 @@ def train(
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
 
+            rank_times.after_step(step, last=step == recipe.training.steps)
+
             # Totals are read without waiting for the device: at once on CPU, a step later on a GPU. Before a
             # checkpoint or a validation, all of them are read.
             waiting.append((step, rate, reduction))
@@ -205,11 +217,21 @@ def train(
             settle(lag=0 if world.device.type == "cpu" or last or validates else 1)
             if saves.at(step):
                 settle(lag=0)
+            if outcome.kind is OutcomeKind.NAN and rollbacks.may_follow(outcome, after=saves.wait):
+                position, warnings = _resume(recipe, run, attempt, model, optimizer, world)
+                position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
+                assembled.loss_scale.restore(position.loss_scale)
+                assembled.after_update()
+                outcome = rollbacks.note(outcome, warnings, to=position.step)
+                step = position.step
+                saves.go_on_from(step)
+                waiting.clear()
+                continue
             if outcome.kind is not OutcomeKind.DONE:
                 break
             if validates:
                 with recorder.validating(step) as report, watchdog.pausing("validation", step):
-                    report(_validate(recipe, assembled, world, mesh))
+                    report(validate(recipe, assembled, world, mesh))
             if saves.at(step):
                 saves.save(position)
 
@@ -289,28 +311,6 @@ def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Ou
             outcome, kind=STOPS[totals.stop], step=step, cause=cause or _STOPPED[signal.Signals(totals.stop)]
         )
     return outcome
-
-
-def _validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) -> float:
-    """Mean cross-entropy over the held-out sequences; every rank has the same number of batches."""
-    assembled.model.eval()
-    rows = iter(
-        source.open_validation(
-            recipe.data,
-            seq_len=recipe.training.seq_len,
-            sequences=recipe.training.validation_sequences,
-            rank=mesh.data_rank,
-            ranks=recipe.layout.data,
-        )
-    )
-    sums = torch.zeros(2, dtype=torch.float64)
-    while batch := list(itertools.islice(rows, assembled.evaluation_rows)):
-        tokens, labels = (np.stack(column) for column in zip(*batch, strict=True))
-        part = assembled.evaluate(assembled.to_device(source.Batch(tokens, labels)))
-        sums += torch.tensor([float(part.loss_sum), float(part.tokens)], dtype=torch.float64)
-    world.sum(sums)
-    assembled.model.train()
-    return float(sums[0] / sums[1])
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from titanlab.data import source
 from titanlab.distributed.host import cores
 from titanlab.distributed.ranks import ALONE, Ranks, joined
 from titanlab.distributed.silence import hangs_of_others
-from titanlab.distributed.stop import request_from_lines, stop_request
+from titanlab.distributed.stop import StoppedEarly, request_from_lines, stop_request, stopped_early
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.errors import TitanlabError
 from titanlab.recipe.recipe import Recipe, from_mapping
@@ -66,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome = importlib.import_module("titanlab.training.train").train(
                 recipe, run, ranks, stop=stop, watchdog=watchdog, attempt=attempt
             )
+        except StoppedEarly:
+            early = stopped_early(stop, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))
+            with contextlib.suppress(OSError):
+                run.write_failure(early)
+            return early.kind.exit_code
         except BaseException as error:
             return _failed(error, run, ranks, attempt, watchdog)
     return int(outcome.kind.exit_code)

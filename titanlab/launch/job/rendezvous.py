@@ -5,12 +5,13 @@ It uses files, which every node sees after some delay: before this, no rank know
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titanlab.errors import TitanlabError
+from titanlab.records.json_file import read_optional
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_json
 
@@ -50,14 +51,13 @@ def find(run: RunFolder, start: str) -> Rendezvous | None:
     attempts = run.attempts()
     paths = [run.attempt_folder(attempt) / FILE for attempt in attempts[-2:]]
     for path in (*paths, run.path / FILE):
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
+        value = read_optional(path) or {}
         value.pop("schema", None)
-        meeting = Rendezvous(**{**value, "members": tuple(value.get("members", ()))})
-        if meeting.start == start:
-            return meeting
+        # Another process may leave a file of another version.
+        with contextlib.suppress(TypeError):
+            meeting = Rendezvous(**{**value, "members": tuple(value.get("members", ()))})
+            if meeting.start == start:
+                return meeting
     return None
 
 

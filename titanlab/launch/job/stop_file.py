@@ -13,6 +13,7 @@ from pathlib import Path
 
 from titanlab.launch.contract import Launcher, Place, StopReason
 from titanlab.records.outcome import OutcomeKind
+from titanlab.system.regular_file import read_text
 
 FILE = "stop.json"
 
@@ -48,7 +49,7 @@ def write_stop(attempt: Path, reason: StopReason) -> StopReason:
 def read_stop(attempt: Path) -> StopReason | None:
     """The reason in an attempt's folder; None if there is none."""
     try:
-        value = json.loads((attempt / FILE).read_text(encoding="utf-8"))
+        value = json.loads(read_text(attempt / FILE))
         return StopReason(kind=OutcomeKind(value["kind"]), cause=str(value["cause"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None

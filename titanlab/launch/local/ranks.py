@@ -17,7 +17,7 @@ from typing import Any
 
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import ANSWER_SECONDS, end_if_silent, hangs_of_others, note_silent_ranks
-from titanlab.distributed.stop import STOP_SIGNALS, handlers_kept
+from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kept
 from titanlab.launch.contract import Failure
 from titanlab.launch.local.rank_processes import RankProcesses
 from titanlab.records.run_folder import RunFolder
@@ -172,11 +172,13 @@ class _Signals:
     def __init__(self) -> None:
         self._waiting: list[int] = []
         self._send: Callable[[int], None] | None = None
+        self._numbers = caught_signals()
         self.catch()
 
     def catch(self) -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._handler)
+        for number in (*STOP_SIGNALS, signal.SIGHUP):
+            # torch's agent handles SIGHUP even under `nohup`.
+            signal.signal(number, self._handler if number in self._numbers else signal.SIG_IGN)
 
     def forward_to(self, send: Callable[[int], None]) -> None:
         """Set the receiver, and send it the signals that wait."""

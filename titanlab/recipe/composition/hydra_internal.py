@@ -62,10 +62,11 @@ class FileConfigSource(file_config_source.FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """The content of a file, as a copy, because Hydra removes the defaults list from it."""
         if config_path not in self._results:
+            file = os.path.join(self.path, self._normalize_file_name(config_path))
+            strangers.check_size(file)
             result = super().load_config(config_path)
             content = OmegaConf.to_container(result.config, resolve=False)
             group, _, option = config_path.removesuffix(".yaml").rpartition("/")
-            file = os.path.join(self.path, self._normalize_file_name(config_path))
             strangers.check_file(content, group, option, file)
             self._results[config_path] = result
         return copy.deepcopy(self._results[config_path])

@@ -8,10 +8,13 @@ but the list is incomplete and its error names another key.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString, Sweep
 from hydra.errors import HydraException
@@ -19,6 +22,8 @@ from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages
+from titanlab.records.yaml_excess import excess
+from titanlab.system.regular_file import read_text
 
 VARIABLES = (
     *("HOME", "USER", "LOGNAME", "HOSTNAME", "PWD", "TMPDIR", "SCRATCH", "WORK", "PROJECT", "XDG_CACHE_HOME"),
@@ -84,6 +89,18 @@ def check_file(content: Any, group: str, option: str, file: str) -> None:
         if group in [f"hydra/{name}" for name in _STARTERS]:
             raise _own_start_error(group, option)
         raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
+
+
+def check_size(file: str) -> None:
+    """Check that a YAML neither overflows the stack nor stands for more values than memory has room for.
+
+    Raises:
+        ConfigError: it does.
+    """
+    # What cannot be read is Hydra's to name.
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        if (reason := excess(read_text(Path(file)))) is not None:
+            raise ConfigError("file", file, reason, "write the values themselves")
 
 
 def check_search_path(entries: Any) -> None:

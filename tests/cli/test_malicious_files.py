@@ -1,0 +1,123 @@
+"""Every file of a sweep's folder replaced by one from a stranger: no verb runs code, waits for ever, or has a traceback."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+
+from tests.records.test_hang_file import values
+from tests.sweep.made import Made, begin, end, train
+from titanlab.cli import main
+from titanlab.launch.submission import submissions
+from titanlab.records.hang_file import write_hang
+from titanlab.records.outcome import Outcome, OutcomeKind
+
+VERBS = (
+    *("resume bad", "generate bad", "export bad --into out", "sync --rebuild bad", "diagnose bad", "checkpoints bad"),
+    *("status layouts bad", "status layouts", "retry layouts --all-failed --dry-run", "cancel layouts bad"),
+    "collect layouts",
+)
+
+
+class Payload:
+    """Unpickled, it touches a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A sweep of one run that hung, with a file of every kind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("titanlab.cli.resume.continue_run", lambda *given, **more: Outcome(kind=OutcomeKind.DONE))
+    sweep = Made(tmp_path / "runs")
+    run = sweep.run("bad", shard=2)
+    begin(run, job={"schema": 1, "job_id": "12", "start": "x"})
+    train(run)
+    end(run, "crash", cause="planted")
+    record = {name: value for name, value in values().items() if name != "schema"}
+    write_hang(run, 1, 0, record)
+    sweep.submit(run)
+    attempt = run.attempt_folder(1)
+    (attempt / "failures").mkdir()
+    for path in (
+        run.path / "tracker.json",
+        run.path / "cancel.json",
+        attempt / "stop.json",
+        attempt / "rendezvous.json",
+    ):
+        path.write_text('{"schema": 1}')
+    for name in ("chosen.json", "saved.json", "failures/rank-0.json"):
+        (attempt / name).write_text('{"schema": 1, "step": 1}')
+    return sweep.folder.path
+
+
+def payloads(ran):
+    """Contents of a file; None: a named pipe."""
+    command = f"touch {ran}"
+    names = "abcdefghi"
+    laughs = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+    laughs += "".join(f"{name}: &{name} [{', '.join([f'*{names[n]}'] * 9)}]\n" for n, name in enumerate(names[1:]))
+    return {
+        "a pickle": pickle.dumps(Payload(ran)),
+        "an object of YAML": f"!!python/object/apply:os.system ['{command}']\n".encode(),
+        "a target": json.dumps({"_target_": "os.system", "command": command}).encode(),
+        "aliases": laughs.encode(),
+        "a list": b"[]",
+        "nested": b"[" * 200_000,
+        "a number": b'{"schema": ' + b"9" * 5000 + b"}",
+        "half of a character": b'{"schema": 1, "kind": "\\ud800", "run": "\\ud800"}',
+        "a pipe": None,
+    }
+
+
+@pytest.mark.parametrize("part", [29, pytest.param(3, marks=pytest.mark.full)])
+def test_no_verb_trusts_a_file(made, tmp_path, capsys, part):
+    ran = tmp_path / "ran"
+    kept = shutil.copytree(made, tmp_path / "kept")
+    files = sorted(path for path in made.rglob("*") if path.suffix in (".json", ".jsonl", ".yaml"))
+    assert len(files) > 18
+    faults = []
+    for number, path in enumerate(files):
+        for place, (name, content) in enumerate(payloads(ran).items()):
+            path.unlink()
+            os.mkfifo(path) if content is None else path.write_bytes(content)
+            # Each verb meets each content, and most files, if not each of them with each.
+            for verb in VERBS[(number + place) % part :: part]:
+                capsys.readouterr()
+                try:
+                    code = main(verb.split())
+                except Exception as error:
+                    faults.append(f"{path.relative_to(made)}: {name}: {verb}: {error!r}")
+                    continue
+                out, err = capsys.readouterr()
+                if ran.exists() or code not in (0, 1, 2) or err.count("\n") != (code == 2) or "Traceback" in out:
+                    faults.append(f"{path.relative_to(made)}: {name}: {verb}: {code}: {err}")
+            shutil.rmtree(made)
+            shutil.copytree(kept, made)
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"runs": ["../../elsewhere"]},
+        {"runs": [3]},
+        {"job_id": "--user=me"},
+        {"job_id": 7},
+        {"shape": 3},
+        {"created": "x"},
+    ],
+    ids=str,
+)
+def test_names_of_a_submission_are_no_paths_and_no_flags(made, changes):
+    (path,) = (made / "submissions").glob("*.json")
+    assert len(submissions(made)) == 1
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert submissions(made) == []

@@ -1,0 +1,29 @@
+"""Files that a stranger can put where text is expected."""
+
+import os
+
+import pytest
+
+from titanlab.system.regular_file import read_bytes, read_text
+
+
+def test_a_file_is_read(tmp_path):
+    (tmp_path / "a").write_bytes("ä\r\nb\rc\n".encode())
+    (tmp_path / "link").symlink_to("a")
+    assert read_text(tmp_path / "link") == "ä\nb\nc\n"
+    assert read_bytes(tmp_path / "a", most_bytes=8) == "ä\r\nb\rc\n".encode()
+
+
+def test_what_never_ends_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "long").write_bytes(b"123456789")
+    for name in ("pipe", "zero"):
+        with pytest.raises(OSError, match="is no regular file"):
+            read_text(tmp_path / name)
+    with pytest.raises(OSError, match="has more than 8 bytes"):
+        read_bytes(tmp_path / "long", most_bytes=8)
+    with pytest.raises(IsADirectoryError):
+        read_bytes(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "none")

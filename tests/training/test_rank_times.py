@@ -1,0 +1,91 @@
+"""The slowest rank is named with the phase in which it is slow, and the rank with the most memory."""
+
+import os
+import time
+from unittest.mock import patch
+
+import pytest
+
+from tests import tiny
+from titanlab.model import llama
+from titanlab.training import rank_times
+from titanlab.training.rank_times import compared
+
+EVEN = [0.1, 1.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "slow"),
+    [
+        ([EVEN], None),
+        ([EVEN] * 4, None),
+        ([EVEN, EVEN, [0.1, 1.4, 2.0, 5.0], EVEN], None),
+        ([EVEN, EVEN, [0.1, 4.0, 2.0, 5.0], EVEN], (2, 1)),
+        ([EVEN, [3.0, 1.0, 2.0, 5.0]], (1, 0)),
+        # Twice as slow, but a hundredth of the step.
+        ([[0.0, 0.01, 2.0, 5.0], [0.0, 0.03, 2.0, 5.0]], None),
+    ],
+)
+def test_a_rank_is_slow_if_others_wait_for_it(rows, slow):
+    metrics, found = compared(rows, 10)
+    assert found == slow
+    assert metrics[rank_times.SLOWEST] == (slow[0] if slow else metrics[rank_times.SLOWEST])
+    assert metrics[rank_times.MEMORY] == 2.0
+
+
+def test_the_rank_with_the_most_memory_is_named():
+    metrics, _ = compared([EVEN, [0.1, 1.0, 7.0, 5.0], EVEN], 10)
+    assert (metrics[rank_times.MEMORY], metrics[rank_times.MEMORY_RANK]) == (7.0, 1)
+
+
+def slowed(made, run, rank, where):
+    """Train; one rank computes or waits for its data for longer."""
+    whole = llama.FeedForward.forward
+
+    def forward(self, hidden):
+        if where == "compute" and int(os.environ["RANK"]) == rank:
+            end = time.process_time() + 0.1
+            while time.process_time() < end:
+                pass
+        return whole(self, hidden)
+
+    with patch.object(llama.FeedForward, "forward", forward):
+        return tiny.as_rank(made, run).metrics
+
+
+def test_a_slow_rank_is_told_once_and_stays_in_the_metrics(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=9, shard=2, compare_ranks_every=3)
+    run = tiny.begin(made)
+    summary = pool.run(2, slowed, made, run, 1, "compute")[0]
+    assert summary[rank_times.SLOWEST] == 1
+    assert summary[rank_times.SLOWER] > 50
+    log = (run.logs / "rank-0.log").read_text()
+    assert log.count("rank 1 is slow in forward and backward") == 1
+    rows = run.metrics("train")
+    assert rank_times.SLOWEST not in rows[1]
+    assert all(row[rank_times.SLOWEST] == 1 for row in rows[3:])
+    assert rows[-1][rank_times.MEMORY] > 0
+
+
+def test_a_rank_that_waits_for_data_is_told(pool, tmp_path):
+    from tests.planted_schema import Planted
+
+    made = tiny.recipe(tmp_path, steps=4, shard=2, compare_ranks_every=4, data=Planted())
+    run = tiny.begin(made)
+    summary = pool.run(2, late, made, run)[0]
+    assert summary[rank_times.SLOWEST] == 1
+    assert "step 4: rank 1 is slow in data: " in (run.logs / "rank-0.log").read_text()
+
+
+def late(made, run):
+    from tests.planted import PlantedStream
+
+    whole = PlantedStream.next_batch
+
+    def next_batch(self):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)
+        return whole(self)
+
+    with patch.object(PlantedStream, "next_batch", next_batch):
+        return tiny.as_rank(made, run).metrics

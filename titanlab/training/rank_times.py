@@ -1,0 +1,128 @@
+"""What each rank's time and memory went to: the slowest rank with its phase, and the largest memory, as metrics.
+
+Every rank measures two phases of its steps. `data` is the time in which it waits for its batch. `compute` is the time
+in which its threads compute in forward and backward, or wait for a core; on a GPU, which computes
+itself, the time that the host takes. Waiting for other ranks is in neither, so a rank that others wait for stands out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from titanlab.distributed.world import World
+from titanlab.training.memory import peak_memory_gib
+
+SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"
+MEMORY, MEMORY_RANK = "memory/max_over_ranks(GiB)", "memory/max_rank"
+# A rank is reported if it takes this much longer than the median rank, and this share of the time of the steps.
+_RATIO, _SHARE = 1.5, 0.1
+_PHASES = ("data", "forward and backward")
+
+
+class RankTimes:
+    """Measures this rank, and compares the ranks every few steps.
+
+    Args:
+        every: steps between two comparisons; 0: only one, after the last step.
+        report: on rank 0, gets the metrics and a warning, which is empty if no rank is slow.
+    """
+
+    def __init__(self, every: int, world: World, *, report: Callable[[Mapping[str, float], str], None]) -> None:
+        self._every, self._world, self._report = every, world, report
+        self._is_cpu = world.device.type == "cpu"
+        self._steps, self._begin = 0, time.monotonic()
+        self._data = self._compute = 0.0
+        self._warned: set[tuple[int, int]] = set()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside the block, the rank waits for its batch."""
+        begin = time.monotonic()
+        yield
+        self._data += time.monotonic() - begin
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside the block, the rank runs forward and backward."""
+        begin = self._clock()
+        yield
+        self._compute += self._clock() - begin
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        """Compare the ranks if it is time to; all ranks call it."""
+        self._steps += 1
+        if self._steps == 1:
+            # Compilation and the first collectives say nothing about later steps.
+            self._restart()
+        elif last or (self._every and step % self._every == 0):
+            self._compare(step)
+            self._restart()
+
+    def _compare(self, step: int) -> None:
+        own = [self._data, self._compute, peak_memory_gib(self._world.device), time.monotonic() - self._begin]
+        table = torch.zeros(self._world.world, len(own), dtype=torch.float64)
+        table[self._world.rank] = torch.tensor(own, dtype=torch.float64)
+        rows = self._world.sum(table).tolist()
+        if self._world.logs:
+            steps = max(1, self._steps - 1)
+            metrics, slow = compared(rows, steps)
+            # One warning for a rank and phase; the metric goes on telling.
+            is_new = slow is not None and slow not in self._warned
+            if slow is not None:
+                self._warned.add(slow)
+            self._report(metrics, _warning(step, metrics, slow[1]) if slow is not None and is_new else "")
+
+    def _restart(self) -> None:
+        self._steps, self._begin, self._data, self._compute = 1, time.monotonic(), 0.0, 0.0
+
+    def _clock(self) -> float:
+        if not self._is_cpu:
+            return time.monotonic()
+        # Threads of the process compute; waiting in a collective takes no CPU time.
+        return time.process_time() + _queued_seconds()
+
+
+def compared(rows: list[list[float]], steps: int) -> tuple[dict[str, float], tuple[int, int] | None]:
+    """Metrics, and the rank and phase that are slow; None: no rank is.
+
+    Args:
+        rows: by rank: seconds of data and of compute, GiB of memory, seconds in all.
+    """
+    busy = [data + compute for data, compute, *_ in rows]
+    slowest = max(range(len(rows)), key=busy.__getitem__)
+    others = [seconds for rank, seconds in enumerate(busy) if rank != slowest] or busy
+    median = max(statistics.median(others), 1e-9)
+    memory = max(range(len(rows)), key=lambda rank: rows[rank][2])
+    metrics = {
+        SLOWEST: slowest,
+        SLOWER: 100 * (busy[slowest] / median - 1),
+        DATA: rows[slowest][0] / steps,
+        COMPUTE: rows[slowest][1] / steps,
+        MEMORY: rows[memory][2],
+        MEMORY_RANK: memory,
+    }
+    is_slow = busy[slowest] > _RATIO * median and busy[slowest] - median > _SHARE * rows[slowest][3]
+    if not is_slow:
+        return metrics, None
+    excess = [rows[slowest][phase] - statistics.median(row[phase] for row in rows) for phase in range(len(_PHASES))]
+    return metrics, (slowest, excess.index(max(excess)))
+
+
+def _warning(step: int, metrics: Mapping[str, float], phase: int) -> str:
+    return (
+        f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[phase]}: a step takes it {metrics[DATA]:.3g} s "
+        f"for data and {metrics[COMPUTE]:.3g} s of computing, {metrics[SLOWER]:.0f}% more than the others"
+    )
+
+
+def _queued_seconds() -> float:
+    """How long the main thread has waited for a core; 0 where the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0

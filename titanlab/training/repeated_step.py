@@ -1,0 +1,112 @@
+"""A check for silent data corruption: forward and backward of a step run twice, and must give the same bits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from titanlab.checkpoint.generators import generator_states, set_generators
+from titanlab.distributed.world import World
+from titanlab.errors import TitanlabError
+from titanlab.parallelism.local import local_part
+from titanlab.training.assemble import Assembled, StepBatch, Sums
+
+
+class SilentCorruption(TitanlabError):
+    """The same computation gave two results: a device or its memory is at fault, or a kernel is not deterministic."""
+
+
+class _Finding(NamedTuple):
+    """What differs on one rank.
+
+    Attributes:
+        loss: whether the rank's own loss differs.
+        name: the first parameter whose gradient differs; empty: none.
+        parameters, values: how many parameters and values differ.
+    """
+
+    loss: bool
+    name: str
+    parameters: int
+    values: int
+
+
+class RepeatedStep:
+    """Runs some steps twice and compares.
+
+    The first run changes nothing: gradients are dropped, buffers and random generators restored. So training goes on
+    with the bits that it would have without the check.
+
+    Args:
+        every: steps between two checks; 0: none.
+    """
+
+    def __init__(self, every: int, assembled: Assembled, optimizer: torch.optim.Optimizer, world: World) -> None:
+        self._every, self._assembled, self._optimizer, self._world = every, assembled, optimizer, world
+        self._parameters = dict(assembled.model.named_parameters())
+        self._first: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
+        self._calls = 0
+
+    def before(self, step: int, batch: StepBatch) -> None:
+        """Run the step for the first time, if it is checked; all ranks call it before they run the step."""
+        self._calls += 1
+        # The first step of an attempt compiles, and its traffic is measured.
+        if not self._every or step % self._every or self._calls == 1:
+            return
+        generators = generator_states(self._world)
+        buffers = [buffer.clone() for buffer in self._assembled.model.buffers()]
+        sums = self._assembled.forward_backward(batch)
+        self._first = (sums.loss_sum.clone(), {name: grad.clone() for name, grad in self._gradients()})
+        self._optimizer.zero_grad()
+        for buffer, kept in zip(self._assembled.model.buffers(), buffers, strict=True):
+            buffer.copy_(kept)
+        set_generators(generators, self._world)
+
+    def after(self, step: int, sums: Sums) -> None:
+        """Compare with the first run; all ranks call it when they have run the step.
+
+        Raises:
+            SilentCorruption: the results of a rank differ; on every rank.
+        """
+        if self._first is None:
+            return
+        (loss, gradients), self._first = self._first, None
+        different = {
+            name: count
+            for name, gradient in self._gradients()
+            if (count := _different(gradients[name], gradient) if name in gradients else gradient.numel())
+        }
+        finding = _Finding(
+            bool(_different(loss, sums.loss_sum)), next(iter(different), ""), len(different), sum(different.values())
+        )
+        found = {rank: each for rank, each in enumerate(self._world.gather(finding)) if each.loss or each.name}
+        if found:
+            raise SilentCorruption(_sentence(step, found))
+
+    def _gradients(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (name, local_part(parameter.grad))
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        ]
+
+
+def _different(first: torch.Tensor, second: torch.Tensor) -> int:
+    """How many bytes differ; NaN equals NaN of the same bits."""
+    views = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (first, second)]
+    return int((views[0] != views[1]).sum())
+
+
+def _sentence(step: int, found: dict[int, _Finding]) -> str:
+    # A wrong gradient spreads to other ranks when gradients are reduced; the loss is each rank's own.
+    own = [rank for rank, finding in found.items() if finding.loss]
+    ranks = own or list(found)
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
+    finding = found[ranks[0]]
+    count = f"{finding.values} byte{'s'[: finding.values > 1]}"
+    what = "the loss" if finding.loss else ""
+    if finding.name:
+        rest = f" and {finding.parameters - 1} more parameters" if finding.parameters > 1 else ""
+        what += f"{' and ' if what else ''}the gradient of {finding.name}{rest} ({count})"
+    return f"silent data corruption at step {step}: {named} computed {what} twice with different results"
