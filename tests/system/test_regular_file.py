@@ -1,6 +1,7 @@
 """Files that a stranger can put where text is expected."""
 
 import os
+import tracemalloc
 
 import pytest
 
@@ -12,6 +13,17 @@ def test_a_file_is_read(tmp_path):
     (tmp_path / "link").symlink_to("a")
     assert read_text(tmp_path / "link") == "ä\nb\nc\n"
     assert read_bytes(tmp_path / "a", most_bytes=8) == "ä\r\nb\rc\n".encode()
+
+
+def test_a_small_file_takes_little_memory(tmp_path):
+    """However large a file might be: a process with a limit on its memory reads its records too."""
+    (tmp_path / "a").write_bytes(b"123")
+    tracemalloc.start()
+    try:
+        assert read_bytes(tmp_path / "a") == b"123"
+        assert tracemalloc.get_traced_memory()[1] < 1e7
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_never_ends_is_refused(tmp_path):

@@ -12,6 +12,7 @@ from types import TracebackType
 import xxhash
 
 from titanlab.checkpoint.damage import DamagedFile
+from titanlab.system.regular_file import read_at_most
 
 BLOCK = 1 << 20
 """Bytes of a block; the last block of a file may be shorter."""
@@ -202,7 +203,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         OSError: the file cannot be read, and may be whole.
     """
     with open(open_regular(path), "rb") as file:
-        content = file.read(most_bytes + 1)
+        content = read_at_most(file, most_bytes + 1)
     if len(content) > most_bytes:
         raise DamagedFile(f"its file {path.name} has more than {most_bytes} bytes")
     return content

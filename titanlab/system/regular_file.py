@@ -6,9 +6,11 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 MOST_BYTES = 1 << 30
 """A larger file of text or JSON is refused: it is none of ours, and would fill the memory."""
+_PIECE_BYTES = 1 << 20
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
@@ -25,10 +27,18 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
             raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
-        content = file.read(most_bytes + 1)
+        content = read_at_most(file, most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))
     return content
+
+
+def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
+    """Up to this many bytes from an open file. `file.read` would first allocate memory for all of them."""
+    content = bytearray()
+    while piece := file.read(min(_PIECE_BYTES, most_bytes - len(content))):
+        content += piece
+    return bytes(content)
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
