@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlab.checkpoint.index import IndexedFile, index_bytes, read_index
 from titanlab.checkpoint.reader import JsonPlanner
-from titanlab.checkpoint.saving import plan, write_and_publish
+from titanlab.checkpoint.saving import Plans, write_and_publish
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.checkpoint.writer import sync_folder
 from titanlab.distributed.world import World
@@ -114,7 +114,7 @@ def _timed(action: Callable[[], None]) -> float:
 
 
 def _save(state: dict[str, Any], folder: Path, world: World) -> None:
-    planned = plan(state, folder, world)
+    planned = Plans().plan(state, folder, world)
     write_and_publish(planned.stage, planned.writer, world)
 
 

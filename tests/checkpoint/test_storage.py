@@ -18,7 +18,7 @@ from titanlab.checkpoint.blocks import BLOCK
 from titanlab.checkpoint.index import ITEM_BYTES, read_index
 from titanlab.checkpoint.reader import JsonPlanner
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
-from titanlab.checkpoint.saving import plan, write_and_publish
+from titanlab.checkpoint.saving import Plans, write_and_publish
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.checkpoint.shards import bytes_of
 from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson
@@ -29,7 +29,7 @@ ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 
 def write(state, folder, *, copies=False, world=ALONE):
     folder.mkdir(exist_ok=True)
-    planned = plan(state, folder, world)
+    planned = Plans().plan(state, folder, world)
     staged = planned.stage(HostBuffer() if copies else None)
     write_and_publish(lambda: staged, planned.writer, world)
 
@@ -102,7 +102,7 @@ def test_entries_that_are_no_tensors_are_json(tmp_path):
 def test_staged_copies_do_not_change_with_the_model(tmp_path):
     state = {"x": torch.arange(10.0), "y": torch.arange(6).view(2, 3).t()}
     expected = {name: tensor.clone() for name, tensor in state.items()}
-    planned = plan(state, tmp_path, ALONE)
+    planned = Plans().plan(state, tmp_path, ALONE)
     buffer = HostBuffer()
     buffer.reserve(3)
     staged = planned.stage(buffer)
@@ -214,7 +214,7 @@ def fails_on_a_rank(folder, failing):
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank=rank, world=size, local_rank=rank, device=torch.device("cpu"))
-    planned = plan({"x": torch.ones(4)}, folder, world)
+    planned = Plans().plan({"x": torch.ones(4)}, folder, world)
     if rank == failing:
         (folder / f"rank-{rank:05d}.safetensors").mkdir()
     try:

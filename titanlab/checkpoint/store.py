@@ -39,7 +39,7 @@ from titanlab.checkpoint.generators import (
 from titanlab.checkpoint.older.metadata import SavedState
 from titanlab.checkpoint.position import Position, SavedPosition
 from titanlab.checkpoint.reader import load_state, reader_of
-from titanlab.checkpoint.saving import Planned, plan, write_and_publish
+from titanlab.checkpoint.saving import Planned, Plans, write_and_publish
 from titanlab.checkpoint.writer import Staged, sync_folder
 from titanlab.distributed.world import World
 from titanlab.system.disk import disk_fault
@@ -72,6 +72,7 @@ def save(
     keep: int,
     keep_every: int = 0,
     recipe: str | None = None,
+    plans: Plans | None = None,
     warn: Callable[[str], None] = lambda text: None,
     saved: Callable[[int], None] = lambda step: None,
 ) -> Path:
@@ -80,6 +81,7 @@ def save(
     Args:
         keep_every: checkpoints of steps that are multiples of it are not removed; 0: none.
         recipe: SHA-256 of the run's identity.
+        plans: of the run, which may have one for this state; None: a new plan.
         warn: called on rank 0 if an old checkpoint cannot be removed.
         saved: called on rank 0 when the checkpoint is complete.
 
@@ -89,7 +91,7 @@ def save(
     Raises:
         OSError: the disk takes no more; nothing of the checkpoint is left.
     """
-    begun = begin(folder, position, model=model, optimizer=optimizer, world=world, recipe=recipe)
+    begun = begin(folder, position, model=model, optimizer=optimizer, world=world, plans=plans, recipe=recipe)
     complete(begun, begun.planned.stage, world, keep=keep, keep_every=keep_every, warn=warn, saved=saved)
     return begun.final
 
@@ -101,6 +103,7 @@ def begin(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World,
+    plans: Plans | None = None,
     recipe: str | None = None,
 ) -> Begun:
     """Make the folder of a checkpoint, and agree with all ranks on what each of them writes.
@@ -112,7 +115,9 @@ def begin(
     part = final.with_name(final.name + PART)
     together(world, lambda: _make(folder, part) if world.logs else None)
     with _removed_after_errors(part, world):
-        planned = plan_save(part, position, model=model, optimizer=optimizer, world=world, recipe=recipe)
+        planned = plan_save(
+            part, position, model=model, optimizer=optimizer, world=world, plans=plans or Plans(), recipe=recipe
+        )
     return Begun(planned=planned, part=part, final=final)
 
 
@@ -153,10 +158,11 @@ def plan_save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World,
+    plans: Plans,
     recipe: str | None,
 ) -> Planned:
     """Agree with all ranks on what each of them writes into a folder."""
-    planned = plan(_saved_part(_state(model, optimizer)), part, world)
+    planned = plans.plan(_saved_part(_state(model, optimizer)), part, world)
     # Each pipeline stage has only its own parameters.
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
     everyone = world.collect((shapes, state_bytes(generator_states(world))))

@@ -86,12 +86,13 @@ class CheckpointWriter(dcp.StorageWriter):
 
     Attributes:
         position: content of position.json without `files`; the coordinator needs it before `finish`.
+        shards: layouts of all ranks' files, on the coordinator only; `prepare_global_plan` sets them.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.position = SavedPosition(position=Position(), parameters={}, files={})
-        self._shards: Sequence[Shard] = ()
+        self.shards: Sequence[Shard] = ()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to do: a writer writes one checkpoint."""
@@ -105,7 +106,7 @@ class CheckpointWriter(dcp.StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Remember where every rank will write; called on the coordinator only."""
-        self._shards = [shard_of(plan, rank) for rank, plan in enumerate(plans)]
+        self.shards = [shard_of(plan, rank) for rank, plan in enumerate(plans)]
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -128,7 +129,7 @@ class CheckpointWriter(dcp.StorageWriter):
             written: of all ranks, in their order.
         """
         tensors: dict[str, tuple[str, Sequence[int], list[list[int]]]] = {}
-        for number, shard in enumerate(self._shards):
+        for number, shard in enumerate(self.shards):
             for chunk in shard.chunks:
                 _, _, rows = tensors.setdefault(chunk.name, (chunk.dtype, chunk.shape, []))
                 rows.append([number, chunk.start, chunk.size, *chunk.offsets, *chunk.sizes])

@@ -11,7 +11,7 @@ from titanlab.checkpoint.contract import Saver, Target
 from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers.blocking import SyncSaver
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
-from titanlab.checkpoint.saving import Planned
+from titanlab.checkpoint.saving import Planned, Plans
 from titanlab.checkpoint.writer import Staged
 
 
@@ -24,6 +24,7 @@ class AsyncSaver(Saver):
 
     def __init__(self, target: Target, buffer: HostBuffer | None = None) -> None:
         self._target = target
+        self._plans = Plans()
         self._beside = target.world.beside()
         self._buffer = buffer or HostBuffer()
         self._thread: threading.Thread | None = None
@@ -47,6 +48,7 @@ class AsyncSaver(Saver):
             model=target.model,
             optimizer=target.optimizer,
             world=target.world,
+            plans=self._plans,
             recipe=target.recipe,
         )
         # An error of one rank goes to all of them in the thread, where they agree.
@@ -70,7 +72,7 @@ class AsyncSaver(Saver):
 
     def save_last(self, position: Position) -> None:
         """Without a copy, because no step follows."""
-        SyncSaver(self._target).save(position)
+        SyncSaver(self._target, self._plans).save(position)
         self.saved_step = position.step
 
     def before_update(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contract import Saver, Target
 from titanlab.checkpoint.position import Position
+from titanlab.checkpoint.saving import Plans
 
 
 class NoSaver(Saver):
@@ -31,8 +32,9 @@ class SyncSaver(Saver):
 
     is_done = False
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, plans: Plans | None = None) -> None:
         self._target = target
+        self._plans = plans or Plans()
         self.saved_step = 0
 
     def save(self, position: Position) -> None:
@@ -46,6 +48,7 @@ class SyncSaver(Saver):
             world=target.world,
             keep=target.keep,
             keep_every=target.keep_every,
+            plans=self._plans,
             recipe=target.recipe,
             warn=target.warn,
             saved=target.saved,
