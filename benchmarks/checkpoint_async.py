@@ -36,7 +36,7 @@ RECIPE = (
         "data=synthetic",
         "data.vocab_size=32000",
         "model.vocab_size=32000",
-        "training.seq_len=64",
+        "training.seq_len=16",
         "training.steps=1000",
     ),
     *("training.validate_every=0", "optimizer.schedule.warmup_steps=0", "cluster.accelerator=cpu"),
@@ -156,7 +156,10 @@ def _rank(given: argparse.Namespace, folder: Path) -> None:
             background.wait()
             stands += time.perf_counter() - end
             world.share(None)
-            return stands, time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            if world.logs:
+                sys.stderr.write(f"part {number}: stands still {stands:.2f} s of {seconds:.1f} s\n")
+            return stands, seconds
 
         for _ in range(2):
             step()

@@ -29,6 +29,8 @@ CHANGEABLE = (
     "checkpoint.keep",
     "checkpoint.keep_every",
     "checkpoint.at_end",
+    "checkpoint.last",
+    "checkpoint.last_dtype",
     "training.microbatch",
     "training.log_every",
     "training.validate_every",
