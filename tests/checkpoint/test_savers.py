@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests import tiny
 from tests.pool import RankFailure
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contract import Target
@@ -26,6 +27,9 @@ from titanlab.checkpoint.schema import Async, AsyncPinned, Off, Sync
 from titanlab.distributed.flight_recorder import last_collectives
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
+from titanlab.recipe.composition.frozen import overridden
+from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.records.identity import canonical
 
 ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 
@@ -297,3 +301,18 @@ def test_the_next_update_waits_for_a_device_that_copies(tmp_path, target, monkey
 def test_a_host_that_pins_no_memory_is_a_save_that_fails():
     with pytest.raises(OSError, match="the host pins no 100 bytes"):
         HostBuffer(page_locked=True).reserve(100)
+
+
+def test_a_config_of_before_there_were_kinds_saves_synchronously(tmp_path):
+    config = to_mapping(tiny.recipe(tmp_path, every=3))
+    for name in ("kind", "minutes", "keep_every", "last", "last_dtype"):
+        config["checkpoint"].pop(name)
+    made = from_mapping(config)
+    assert made.checkpoint == Sync(every=3)
+    assert canonical(made) == canonical(tiny.recipe(tmp_path, every=3, saves="async"))
+
+
+def test_how_a_run_saves_may_change_between_its_attempts(tmp_path):
+    config = to_mapping(tiny.recipe(tmp_path, every=3))
+    made = overridden(config, ["checkpoint.kind=async", "checkpoint.minutes=10"], file=tmp_path / "config.yaml")
+    assert made.checkpoint == Async(every=3, minutes=10.0)
