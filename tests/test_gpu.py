@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests import tiny
+from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.cluster.schema import Cluster
 from titanlab.costs.attention_order import order
 from titanlab.model.attention import InnerAttention
@@ -126,3 +127,16 @@ def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention):
         losses.append(tracer.trace.losses)
     # Both round to 8 bits of mantissa, in another order.
     assert losses[1] == pytest.approx(losses[0], rel=2**-7)
+
+
+def test_a_copy_to_pinned_memory_has_the_same_bytes(tmp_path):
+    tensors = {}
+    for mode in (Sync, AsyncPinned):
+        made = tiny.recipe(tmp_path / mode.__name__, steps=6)
+        made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+        made = replace(made, checkpoint=mode(every=2, keep=0))
+        run = tiny.begin(made)
+        assert tiny.as_rank(made, run).kind is OutcomeKind.DONE
+        tensors[mode] = [path.read_bytes() for path in sorted(run.checkpoints.glob("step-*/rank-*.safetensors"))]
+    assert len(tensors[Sync]) == 3
+    assert tensors[Sync] == tensors[AsyncPinned]

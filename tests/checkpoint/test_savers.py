@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests import tiny
 from tests.pool import RankFailure
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contract import Target
@@ -20,10 +22,14 @@ from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers.background import AsyncSaver
 from titanlab.checkpoint.savers.blocking import NoSaver, SyncSaver
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
+from titanlab.checkpoint.savers.pinned import PinnedSaver
 from titanlab.checkpoint.schema import Async, AsyncPinned, Off, Sync
 from titanlab.distributed.flight_recorder import last_collectives
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
+from titanlab.recipe.composition.frozen import overridden
+from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.records.identity import canonical
 
 ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 
@@ -258,3 +264,55 @@ def test_pinned_memory_is_refused_on_cpu():
 
     with pytest.raises(ConfigError, match="checkpoint=async_pinned: pinned memory is for GPUs; try checkpoint=async"):
         AsyncPinned().check(Setting())
+
+
+class Device:
+    """A stream and an event in one, which note the order in which they are used."""
+
+    def __init__(self, notes):
+        self._notes = notes
+
+    def __getattr__(self, name):
+        return lambda *given: self._notes.append(name)
+
+
+def test_the_next_update_waits_for_a_device_that_copies(tmp_path, target, monkeypatch):
+    """On a device that is not there; with a real one: tests/test_gpu.py."""
+    notes = []
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: Device(notes))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(
+        "titanlab.checkpoint.savers.host_buffer._locked", lambda size: torch.empty(size, dtype=torch.uint8)
+    )
+    saver = PinnedSaver(target())
+    saver.before_update()
+    saver.save(Position(step=1))
+    saver.before_update()
+    saver.before_update()
+    saver.wait()
+    assert sorted(notes) == ["record", "synchronize", "wait_event", "wait_stream"]
+    assert notes[0] == "wait_stream"
+    saved_by(SyncSaver(target(folder=tmp_path / "sync")))
+    assert sums(tmp_path / "step-00000001") == sums(tmp_path / "sync" / "step-00000001")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, memory can be pinned")
+def test_a_host_that_pins_no_memory_is_a_save_that_fails():
+    with pytest.raises(OSError, match="the host pins no 100 bytes"):
+        HostBuffer(page_locked=True).reserve(100)
+
+
+def test_a_config_of_before_there_were_kinds_saves_synchronously(tmp_path):
+    config = to_mapping(tiny.recipe(tmp_path, every=3))
+    for name in ("kind", "minutes", "keep_every", "last", "last_dtype"):
+        config["checkpoint"].pop(name)
+    made = from_mapping(config)
+    assert made.checkpoint == Sync(every=3)
+    assert canonical(made) == canonical(tiny.recipe(tmp_path, every=3, saves="async"))
+
+
+def test_how_a_run_saves_may_change_between_its_attempts(tmp_path):
+    config = to_mapping(tiny.recipe(tmp_path, every=3))
+    made = overridden(config, ["checkpoint.kind=async", "checkpoint.minutes=10"], file=tmp_path / "config.yaml")
+    assert made.checkpoint == Async(every=3, minutes=10.0)

@@ -10,16 +10,23 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests import tiny
 from tests.planted_schema import Planted
 from tests.pool import RankFailure
 from titanlab.checkpoint import store
 from titanlab.checkpoint.folders import checkpoints, step_of
+from titanlab.checkpoint.listing import list_checkpoints
 from titanlab.distributed.ranks import ALONE, joined
+from titanlab.errors import ConfigError
+from titanlab.launch.attempt import check_own_checkpoint
 from titanlab.parity.parity import trace
 from titanlab.records.outcome import OutcomeKind
 from titanlab.training import saves as module
+from titanlab.training.generate import _load
+from titanlab.weights.checkpoint_source import CheckpointSource
+from titanlab.weights.starting_weights import check_beginning
 
 STEPS = 6
 
@@ -197,3 +204,56 @@ def test_a_run_that_is_killed_during_a_write_goes_on_bit_for_bit(pool, tmp_path)
     assert pool.run(1, losses, made, tiny.begin(made, run))[0] == straight[2:]
     assert steps(run) == [6, 8]
     assert len(list(run.checkpoints.iterdir())) == 2
+
+
+@pytest.fixture(scope="module")
+def only_model(pool, tmp_path_factory):
+    """A run of two ranks whose last checkpoint has the model in bf16, and the rank's own parameters at its end."""
+    made = tiny.recipe(
+        tmp_path_factory.mktemp("model"), steps=4, shard=2, saves="async", every=2, last="model", last_dtype="bfloat16"
+    )
+    run = tiny.begin(made)
+    return made, run, pool.run(2, parameters_at_end, made, run)[0]
+
+
+def parameters_at_end(made, run):
+    return trace(made, run, joined(os.environ) or ALONE).parameters
+
+
+def test_the_last_checkpoint_may_have_the_model_only(only_model):
+    made, run, _ = only_model
+    assert steps(run) == [2, 4]
+    index = json.loads((run.checkpoints / "step-00000004" / "index.json").read_text())
+    assert {name.partition(".")[0] for name in index["tensors"]} == {"model"}
+    assert [row.problem for row in list_checkpoints(run.checkpoints, verifies=True)] == [None, None]
+    source = CheckpointSource(run.checkpoints / "step-00000004", made.model, "run")
+    assert {entry.dtype for entry in source.entries.values()} == {"BF16"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_generate_reads_a_checkpoint_of_the_model_only(only_model):
+    made, run, parameters = only_model
+    module = _load(made, run.checkpoints / "step-00000004", torch.device("cpu"))
+    for name, value in module.named_parameters():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, parameters[name].bfloat16().float())
+
+
+@pytest.mark.parametrize("how", ["resume", "load_from"])
+def test_no_run_resumes_from_the_model_only(only_model, how):
+    made, run, _ = only_model
+    checkpoint = run.checkpoints / "step-00000004"
+    line = "step-00000004: has the model only .*so no run resumes from it; start a new run with init_from="
+    with pytest.raises(ConfigError, match=line):
+        if how == "resume":
+            check_own_checkpoint(run, made, checkpoint)
+        else:
+            check_beginning(tiny.changed(made, load_from=str(checkpoint)))
+
+
+def test_a_run_that_is_stopped_saves_everything(tmp_path):
+    fault = Planted(fault="SIGINT", step=3)
+    made = tiny.recipe(tmp_path, steps=STEPS, last="model", data=fault)
+    run = tiny.begin(made)
+    tiny.as_rank(made, run)
+    check_own_checkpoint(run, made, run.checkpoints / "step-00000003")

@@ -104,6 +104,19 @@ def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]]
     raise ConfigError(key, checkpoint, f"is of another model: {shapes}", "choose the model that it was trained as")
 
 
+def check_whole(checkpoint: Path, saved: SavedPosition, key: str) -> None:
+    """Check that a run can resume from a checkpoint.
+
+    Raises:
+        ConfigError: it has no optimizer.
+    """
+    if saved.contents is not None:
+        cure = f"start a new run with init_from={checkpoint}, or {another(checkpoint)}"
+        raise ConfigError(
+            key, checkpoint, "has the model only (checkpoint.last=model), so no run resumes from it", cure
+        )
+
+
 def check_step(checkpoint: Path, saved: SavedPosition, steps: int) -> None:
     """Check that a new run has steps left after the checkpoint from which it starts.
 

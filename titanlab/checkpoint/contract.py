@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from titanlab.checkpoint.position import Position
     from titanlab.distributed.world import World
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 class CheckpointConfig(Protocol):
     """Config of how a run saves; `Intervals` has the fields that all share."""
@@ -29,6 +31,8 @@ class CheckpointConfig(Protocol):
     keep: int
     keep_every: int
     at_end: bool
+    last: str
+    last_dtype: str | None
     load_from: str | None
 
     def check(self, setting: Setting) -> None:
@@ -68,6 +72,17 @@ class Target:
     saved: Callable[[int], None] = lambda step: None
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnlyModel:
+    """A checkpoint without the optimizer, from which no run can resume.
+
+    Attributes:
+        dtype: of the parameters, by torch's name; None: as they are.
+    """
+
+    dtype: str | None = None
+
+
 class Saver(Protocol):
     """Saves the checkpoints of one rank, one at a time.
 
@@ -102,8 +117,11 @@ class Saver(Protocol):
         """Whether `wait` would not wait, and has news: a save that is complete or has failed."""
 
     @abstractmethod
-    def save_last(self, position: Position) -> None:
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
         """Save, and return when the checkpoint is on the disk. `wait` must have been called since the last save.
+
+        Args:
+            only_model: None: save everything.
 
         Raises:
             OSError: the disk takes no more.
@@ -124,6 +142,9 @@ class Intervals(CheckpointConfig):
         keep: number of the newest checkpoints to keep; 0: all.
         keep_every: checkpoints of steps that are multiples of this number are never removed; 0: none is kept for good.
         at_end: whether to save at the end of a run, also after a stop.
+        last: what a run saves after its last step: `full`, or `model` without the optimizer. After a stop it is always
+            everything.
+        last_dtype: dtype of the parameters for last=model, by torch's name; null: as they are.
         load_from: a run or a checkpoint; a new run takes model, optimizer and position in the data from it. null: start
             from initial values.
     """
@@ -133,6 +154,8 @@ class Intervals(CheckpointConfig):
     keep: int = field(default=2, metadata={"identity": False})
     keep_every: int = field(default=0, metadata={"identity": False})
     at_end: bool = field(default=True, metadata={"identity": False})
+    last: str = field(default="full", metadata={"identity": False})
+    last_dtype: str | None = field(default=None, metadata={"identity": False})
     load_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -140,6 +163,14 @@ class Intervals(CheckpointConfig):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"checkpoint.{name}", value, "must not be negative", "try 0")
+        if self.last not in ("full", "model"):
+            raise ConfigError("checkpoint.last", self.last, "is not known", "try full or model")
+        if self.last_dtype is not None and self.last_dtype not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise ConfigError("checkpoint.last_dtype", self.last_dtype, "is not known", f"try one of {known}, or null")
+        if self.last_dtype is not None and self.last == "full":
+            rule = "a full checkpoint has the dtypes of the training"
+            raise ConfigError("checkpoint.last_dtype", self.last_dtype, rule, "try checkpoint.last=model, or null")
         if self.keep_every and self.every and self.keep_every % self.every:
             rule = f"no multiple of checkpoint.every={self.every}, so few of these steps would be saved"
             nearest = max(1, round(self.keep_every / self.every)) * self.every

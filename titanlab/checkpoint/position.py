@@ -18,6 +18,8 @@ from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import finite
 
 POSITION = "position.json"
+MODEL = "model"
+"""`contents` of a checkpoint without the optimizer."""
 # With 512 ranks on GPUs about a fifteenth of it.
 MOST_BYTES = 1 << 28
 _MOST_STATE_BYTES = 1 << 16
@@ -58,6 +60,7 @@ class SavedPosition:
         generators: states of the random generators, by rank and by name; empty in checkpoints of older versions, which
             have them among the tensors.
         recipe: SHA-256 of the identity of the run that has saved it; None: not known.
+        contents: `MODEL` if it has no optimizer; None: it has everything.
     """
 
     position: Position
@@ -65,6 +68,7 @@ class SavedPosition:
     files: Mapping[str, int]
     generators: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
     recipe: str | None = None
+    contents: str | None = None
 
 
 def position_bytes(saved: SavedPosition) -> bytes:
@@ -80,6 +84,8 @@ def position_bytes(saved: SavedPosition) -> bytes:
         "files": saved.files,
         "generators": generators,
     }
+    if saved.contents is not None:
+        content["contents"] = saved.contents
     return (json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
@@ -129,6 +135,7 @@ def read_position(checkpoint: Path, key: str, *, cure: str, content: bytes | Non
         files=saved.get("files", {}),
         generators=generators,
         recipe=saved.get("recipe"),
+        contents=saved.get("contents"),
     )
 
 
@@ -219,6 +226,7 @@ def _is_rank(name: str) -> bool:
 
 _COUNT = "must be a whole number from 0"
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "contents": (lambda value: value == MODEL, f"must be {MODEL}, or not be there"),
     "step": (_is_count, _COUNT),
     "tokens": (_is_count, _COUNT),
     "data": (lambda value: isinstance(value, dict), "must be a mapping"),

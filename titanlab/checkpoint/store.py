@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from titanlab.checkpoint.agreement import together
-from titanlab.checkpoint.contents import Contents, read_contents
+from titanlab.checkpoint.contents import Contents, check_whole, read_contents
+from titanlab.checkpoint.contract import OnlyModel
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import PART, checkpoints, remove, remove_unfinished, step_folder, step_of
 from titanlab.checkpoint.generators import (
@@ -37,9 +38,10 @@ from titanlab.checkpoint.generators import (
     states_of_bytes,
 )
 from titanlab.checkpoint.older.metadata import SavedState
-from titanlab.checkpoint.position import Position, SavedPosition
+from titanlab.checkpoint.position import MODEL, Position, SavedPosition
 from titanlab.checkpoint.reader import load_state, reader_of
 from titanlab.checkpoint.saving import Planned, Plans, write_and_publish
+from titanlab.checkpoint.shards import dtype_named
 from titanlab.checkpoint.writer import Staged, sync_folder
 from titanlab.distributed.world import World
 from titanlab.system.disk import disk_fault
@@ -75,6 +77,7 @@ def save(
     plans: Plans | None = None,
     warn: Callable[[str], None] = lambda text: None,
     saved: Callable[[int], None] = lambda step: None,
+    only_model: OnlyModel | None = None,
 ) -> Path:
     """Write `folder/step-N` together with all ranks, and remove all but the newest `keep` checkpoints (0: keep all).
 
@@ -84,6 +87,7 @@ def save(
         plans: of the run, which may have one for this state; None: a new plan.
         warn: called on rank 0 if an old checkpoint cannot be removed.
         saved: called on rank 0 when the checkpoint is complete.
+        only_model: leave the optimizer out; None: save everything.
 
     Returns:
         the folder of the complete checkpoint.
@@ -91,7 +95,16 @@ def save(
     Raises:
         OSError: the disk takes no more; nothing of the checkpoint is left.
     """
-    begun = begin(folder, position, model=model, optimizer=optimizer, world=world, plans=plans, recipe=recipe)
+    begun = begin(
+        folder,
+        position,
+        model=model,
+        optimizer=optimizer,
+        world=world,
+        plans=plans,
+        recipe=recipe,
+        only_model=only_model,
+    )
     complete(begun, begun.planned.stage, world, keep=keep, keep_every=keep_every, warn=warn, saved=saved)
     return begun.final
 
@@ -105,6 +118,7 @@ def begin(
     world: World,
     plans: Plans | None = None,
     recipe: str | None = None,
+    only_model: OnlyModel | None = None,
 ) -> Begun:
     """Make the folder of a checkpoint, and agree with all ranks on what each of them writes.
 
@@ -116,7 +130,14 @@ def begin(
     together(world, lambda: _make(folder, part) if world.logs else None)
     with _removed_after_errors(part, world):
         planned = plan_save(
-            part, position, model=model, optimizer=optimizer, world=world, plans=plans or Plans(), recipe=recipe
+            part,
+            position,
+            model=model,
+            optimizer=optimizer,
+            world=world,
+            plans=plans or Plans(),
+            recipe=recipe,
+            only_model=only_model,
         )
     return Begun(planned=planned, part=part, final=final)
 
@@ -160,9 +181,11 @@ def plan_save(
     world: World,
     plans: Plans,
     recipe: str | None,
+    only_model: OnlyModel | None = None,
 ) -> Planned:
     """Agree with all ranks on what each of them writes into a folder."""
-    planned = plans.plan(_saved_part(_state(model, optimizer)), part, world)
+    state = _saved_part(_state(model, optimizer))
+    planned = plans.plan(state if only_model is None else _model_part(state, only_model), part, world)
     # Each pipeline stage has only its own parameters.
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
     everyone = world.collect((shapes, state_bytes(generator_states(world))))
@@ -173,6 +196,7 @@ def plan_save(
             files={},
             generators={rank: states for rank, (_, states) in enumerate(everyone)},
             recipe=recipe,
+            contents=None if only_model is None else MODEL,
         )
     return planned
 
@@ -200,6 +224,7 @@ def load(
         ConfigError: it belongs to another model.
     """
     found = together(world, lambda: contents or read_contents(folder, key))
+    check_whole(folder, found.saved, key)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     current = generator_states(world)
     whole = _state(model, optimizer)
@@ -265,6 +290,14 @@ def _saved_part(state: Mapping[str, Any], *, settings: Collection[str] = ()) -> 
         if not name.startswith(_SETTINGS) or f"optimizer.{name}" in settings
     }
     return {"model": state["model"], "optimizer": kept}
+
+
+def _model_part(state: Mapping[str, Any], only_model: OnlyModel) -> dict[str, Any]:
+    if only_model.dtype is None:
+        return {"model": state["model"]}
+    dtype = dtype_named(only_model.dtype)
+    tensors = state["model"].items()
+    return {"model": {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}}
 
 
 def _make(folder: Path, part: Path) -> None:

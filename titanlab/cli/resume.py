@@ -34,6 +34,8 @@ CHANGEABLE = (
     "checkpoint.keep",
     "checkpoint.keep_every",
     "checkpoint.at_end",
+    "checkpoint.last",
+    "checkpoint.last_dtype",
     "training.log_every",
     "training.validate_every",
     "training.validation_sequences",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.checkpoint.contents import check_checkpoint
+from titanlab.checkpoint.contents import check_checkpoint, check_whole
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import another, fall_back, latest, put_aside, remove_unfinished, step_of
 from titanlab.checkpoint.position import check_progress
@@ -84,6 +84,7 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None
             raise ConfigError("run", run.path, rule, cure)
         return
     found = check_checkpoint(checkpoint, recipe.model.account().parameters, "run")
+    check_whole(checkpoint, found, "run")
     identity = run.identity()
     if identity is not None and found.recipe not in (None, identity.sha256):
         rule = f"is of another run, whose identity begins with {str(found.recipe)[:8]}"

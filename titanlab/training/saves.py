@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from titanlab.checkpoint.contract import Target
+from titanlab.checkpoint.contract import OnlyModel, Target
 from titanlab.checkpoint.position import Position
 from titanlab.data import source
 from titanlab.data.streams.stream import Stream
@@ -45,7 +45,9 @@ class Saves:
         step: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = recipe.checkpoint
+        self._config, self._steps = recipe.checkpoint, recipe.training.steps
+        is_model = recipe.checkpoint.last == "model" and recipe.checkpoint.at_end
+        self._only_model = OnlyModel(dtype=recipe.checkpoint.last_dtype) if is_model else None
         self._world, self._stream, self._mesh, self._assembled = target.world, stream, mesh, assembled
         self._recorder, self._watchdog, self._clock = recorder, watchdog, clock
         self._saver = self._config.implementation(target)
@@ -70,6 +72,9 @@ class Saves:
         if self._saver.is_done:
             self.wait()
         every = self._config.every
+        if step == self._steps and self._only_model is not None:
+            # The last save has the model only.
+            return False
         return self._is_asked or (every > 0 and step % every == 0)
 
     def save(self, position: Position) -> None:
@@ -95,7 +100,8 @@ class Saves:
             # A state with NaN must not be saved.
             is_new = position.step > max(self._first_step, self._saver.saved_step)
             if self._config.at_end and is_new and kind is not OutcomeKind.NAN:
-                self._saver.save_last(self._whole(position))
+                only_model = self._only_model if position.step == self._steps else None
+                self._saver.save_last(self._whole(position), only_model)
 
     def _whole(self, position: Position) -> Position:
         # Ranks with the same sequences have the same state of the data stream.

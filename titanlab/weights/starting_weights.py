@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.checkpoint.contents import check_checkpoint, check_step, indexed
+from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed
 from titanlab.checkpoint.folders import find, has_pickle
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
@@ -44,6 +44,7 @@ def check_beginning(recipe: Recipe) -> None:
     if recipe.checkpoint.load_from is not None:
         checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
         saved = check_checkpoint(checkpoint, recipe.model.account().parameters, "checkpoint.load_from")
+        check_whole(checkpoint, saved, "checkpoint.load_from")
         check_step(checkpoint, saved, recipe.training.steps)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from titanlab.checkpoint import store
 from titanlab.checkpoint.agreement import attempted
-from titanlab.checkpoint.contract import Saver, Target
+from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers.blocking import SyncSaver
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
@@ -70,9 +70,9 @@ class AsyncSaver(Saver):
             error, self._error = self._error, None
             raise error
 
-    def save_last(self, position: Position) -> None:
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
         """Without a copy, because no step follows."""
-        SyncSaver(self._target, self._plans).save(position)
+        SyncSaver(self._target, self._plans).save_last(position, only_model)
         self.saved_step = position.step
 
     def before_update(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titanlab.checkpoint import store
-from titanlab.checkpoint.contract import Saver, Target
+from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.saving import Plans
 
@@ -20,7 +20,7 @@ class NoSaver(Saver):
     def wait(self) -> None:
         """There is nothing to wait for."""
 
-    def save_last(self, position: Position) -> None:
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
         """Nothing."""
 
     def before_update(self) -> None:
@@ -39,6 +39,10 @@ class SyncSaver(Saver):
 
     def save(self, position: Position) -> None:
         """Write and publish."""
+        self.save_last(position)
+
+    def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
+        """Write and publish."""
         target = self._target
         store.save(
             target.folder,
@@ -52,15 +56,12 @@ class SyncSaver(Saver):
             recipe=target.recipe,
             warn=target.warn,
             saved=target.saved,
+            only_model=only_model,
         )
         self.saved_step = position.step
 
     def wait(self) -> None:
         """`save` has waited."""
-
-    def save_last(self, position: Position) -> None:
-        """The same as `save`."""
-        self.save(position)
 
     def before_update(self) -> None:
         """Nothing is copied."""

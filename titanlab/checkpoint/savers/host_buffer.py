@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 
 import torch
 from torch import Tensor
+
+from titanlab.records.outcome import first_line
 
 
 class HostBuffer:
@@ -29,8 +32,16 @@ class HostBuffer:
         if self._memory is None or len(self._memory) < size:
             # The smaller one is freed first.
             self._memory = None
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.page_locked else _mapped(size)
+            self._memory = _locked(size) if self.page_locked else _mapped(size)
         return self._memory[:size]
+
+
+def _locked(size: int) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        # A failed save ends no run; an error of the device would.
+        raise OSError(errno.ENOMEM, f"the host pins no {size} bytes: {first_line(error)}") from error
 
 
 def _mapped(size: int) -> Tensor:
