@@ -9,7 +9,7 @@ from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.slurm
 
-STEPS = 40
+STEPS = 60
 POINT = {"name": "four", "seed": 30, "parallelism": "fsdp", "world": 4, "training.steps": STEPS}
 
 
