@@ -1,5 +1,7 @@
 """A job of four ranks is stopped, goes on as a job of two, and ends with the losses of an undisturbed run."""
 
+import json
+
 import pytest
 
 from tests.slurm.site import losses
@@ -33,3 +35,17 @@ def test_a_stopped_job_goes_on_at_another_layout_through_slurm(site):
     calm = site.run("elastic_calm", "four")
     assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
     assert [loss for _, loss in losses(run)] == pytest.approx([loss for _, loss in losses(calm)], rel=1e-5)
+
+
+def test_a_rank_that_is_killed_in_a_job_comes_back_in_place(site):
+    point = {"name": "killed", "seed": 31, "parallelism": "ddp", "world": 2, "checkpoint.every": 2}
+    fault = {"data.fault": "kill", "data.step": 5, "data.rank": 1, "data.attempt": 1}
+    site.submit(site.sweep_command("restarts", [{**point, **fault}], "launch.restarts=2"))
+    site.ended("restarts")
+    run = site.run("restarts", "killed")
+    assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1, 2])
+    assert run.result(1).kind is OutcomeKind.CRASH
+    assert [row["step"] for row in run.metrics("attempt")] == [0, 4]
+    # One job, which started once.
+    assert [row["State"] for row in site.starts(run)] == ["COMPLETED"]
+    assert json.loads((run.attempt_folder(2) / "restart.json").read_text())["number"] == 1
