@@ -20,15 +20,15 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))
-    return content
+        # A read of so many bytes would reserve memory for all of them, which a limit of the process may not allow.
+        if status.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))
+        return file.read()
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:

@@ -23,6 +23,7 @@ from titanlab.data import source
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
+from titanlab.launch.bad_hosts import note_bad_host, suspect
 from titanlab.launch.child import Child
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.job import rendezvous
@@ -98,9 +99,19 @@ def _lead(job: Job) -> int:
             return _nothing_to_do(job, "is done")
         before = latest(job.run.checkpoints)
         outcome = _attempted(job)
+        _remember_host(job, outcome)
         say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
         requeue_after(job, outcome, has_saved=latest(job.run.checkpoints) != before)
     return _exit_code(outcome)
+
+
+def _remember_host(job: Job, outcome: Outcome) -> None:
+    """Remember the host that may have caused an end; a job on this host has no other one to go to."""
+    nodes = job.place.nodes
+    host = suspect(outcome, nodes, ranks_per_node=job.place.ranks.world // max(1, len(nodes)))
+    if host is not None and job.place.launcher != "local":
+        note_bad_host(job.run, outcome, host)
+        say(f"{host} is remembered: later jobs leave it out, until `titanlab hosts --clear {host}`")
 
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
