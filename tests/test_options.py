@@ -18,7 +18,7 @@ from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.bf16_schema import Bf16
 
 PRESETS = {"training", "parallelism", "checkpoint", "cluster", "compile"}
-ALTERNATIVES = {"model", "precision", "optimizer", "data", "tracker", "launch", "schedule", "ac"}
+ALTERNATIVES = {"model", "precision", "optimizer", "data", "tracker", "launch", "schedule", "ac", "profiler"}
 
 
 @pytest.fixture

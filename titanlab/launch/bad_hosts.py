@@ -116,7 +116,14 @@ def _parsed(line: str) -> BadHost | None:
         return None
     if not isinstance(value, Mapping) or not _HOST.fullmatch(str(value.get("host"))):
         return None
-    kinds = {"host": str, "run": str, "attempt": int, "kind": str, "cause": str, "time": (int, float)}
+    kinds: Mapping[str, Any] = {
+        "host": str,
+        "run": str,
+        "attempt": int,
+        "kind": str,
+        "cause": str,
+        "time": (int, float),
+    }
     if not all(isinstance(value.get(name), kind) for name, kind in kinds.items()):
         return None
     return BadHost(**{field.name: value[field.name] for field in fields(BadHost)})
