@@ -18,7 +18,18 @@ from titanlab.parallelism.schema import Parallelism
 from titanlab.precision.bf16_schema import Bf16
 
 PRESETS = {"training", "parallelism", "cluster", "compile"}
-ALTERNATIVES = {"model", "precision", "optimizer", "data", "tracker", "launch", "schedule", "ac", "checkpoint"}
+ALTERNATIVES = {
+    "model",
+    "precision",
+    "optimizer",
+    "data",
+    "tracker",
+    "launch",
+    "schedule",
+    "ac",
+    "checkpoint",
+    "profiler",
+}
 
 
 @pytest.fixture

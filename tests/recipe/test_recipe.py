@@ -33,6 +33,7 @@ GROUPS = (
     "checkpoint",
     "cluster",
     "tracker",
+    "profiler",
     "launch",
     "training",
     "schedule",

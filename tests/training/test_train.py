@@ -227,12 +227,19 @@ DOCUMENTED = {
 }
 
 
+# After the last step, the ranks are compared.
+COMPARED = {
+    *("straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"),
+    *("memory/max_over_ranks(GiB)", "memory/max_rank"),
+}
+
+
 def test_rows_have_the_documented_names_and_mark_what_is_not_measured(pool, tmp_path):
     made = tiny.recipe(tmp_path, steps=11, log_every=4, unmeasured_steps=5, shard=2)
     run = tiny.begin(made)
     pool.run(2, ended, made, run)
     rows = run.metrics("train")
-    assert [set(row) for row in rows] == [DOCUMENTED] * 4
+    assert [set(row) for row in rows] == [DOCUMENTED] * 3 + [DOCUMENTED | COMPARED]
     # The first step, every fourth, and the last.
     assert [row["step"] for row in rows] == [1, 4, 8, 11]
     assert [row["warming_up"] for row in rows] == [True, True, True, False]

@@ -43,6 +43,10 @@ CHANGEABLE = (
     "training.gc_every",
     "training.step_timeout_seconds",
     "training.first_step_timeout_seconds",
+    "training.on_nan",
+    "training.nan_limit",
+    "training.check_every",
+    "training.compare_ranks_every",
 )
 
 

@@ -18,6 +18,7 @@ from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import WARMUP_STEPS
 from titanlab.options import discover, schema_of
 from titanlab.parallelism.schema import Parallelism
+from titanlab.profiler.off_schema import Off
 from titanlab.ranges import ranged
 from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.recipe.training_schema import Training
@@ -77,7 +78,12 @@ class Recipe:
     checkpoint: CheckpointConfig = MISSING
     cluster: Cluster = field(default=MISSING)
     tracker: TrackerConfig = field(default=MISSING, metadata={"identity": False})
+    profiler: Any = field(default=MISSING, metadata={"identity": False})
     launch: Any = field(default=MISSING, metadata={"identity": False})
+
+    def __post_init__(self) -> None:
+        if self.profiler == MISSING:
+            self.profiler = Off()
 
     @property
     def layout(self) -> Layout:
@@ -128,6 +134,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         ConfigError: an option is not installed, a key is unknown or a value has the wrong type.
     """
     groups = discover()
+    # Runs of earlier versions have no such group.
+    mapping = {"profiler": {"kind": "off"}, **mapping}
     nodes: dict[str, Any] = {}
     for key, value in mapping.items():
         if key in groups:

@@ -162,7 +162,7 @@ def _options(recipe: Recipe) -> None:
     """Apply the rules that options have about the rest of the recipe."""
     values = setting(recipe)
     options = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
-    for option in (*options, recipe.data, recipe.tracker, recipe.launch):
+    for option in (*options, recipe.data, recipe.tracker, recipe.profiler, recipe.launch):
         option.check(values)
 
 

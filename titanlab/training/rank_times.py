@@ -60,7 +60,7 @@ class RankTimes:
         if self._steps == 1:
             # Compilation and the first collectives say nothing about later steps.
             self._restart()
-        elif last or (self._every and step % self._every == 0):
+        elif self._world.world > 1 and (last or (self._every and step % self._every == 0)):
             self._compare(step)
             self._restart()
 

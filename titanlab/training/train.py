@@ -35,6 +35,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.training.assemble import assemble
+from titanlab.training.profiling import profiled
 from titanlab.training.rank_times import RankTimes
 from titanlab.training.recorder import open_recorder
 from titanlab.training.repeated_step import RepeatedStep
@@ -137,7 +138,7 @@ def train(
             world=world,
             keep=recipe.checkpoint.keep,
             keep_every=recipe.checkpoint.keep_every,
-            recipe=_identity(run),
+            recipe=None if (known := run.identity()) is None else known.sha256,
             warn=recorder.warn,
             saved=lambda step: run.note_saved(attempt, step),
         )
@@ -166,6 +167,7 @@ def train(
                 outcome = _judge(outcome, known_step, totals, stop)
 
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
+        profiler = stack.enter_context(profiled(recipe, run, world, attempt=attempt))
         rank_times = RankTimes(recipe.training.compare_ranks_every, world, report=recorder.compared)
         rollbacks = Rollbacks(recipe.training, run, world, warn=recorder.warn)
         stack.enter_context(_no_automatic_collection())
@@ -208,6 +210,7 @@ def train(
                 gc.collect(1)
 
             rank_times.after_step(step, last=step == recipe.training.steps)
+            profiler.after_step(step)
 
             # Totals are read without waiting for the device: at once on CPU, a step later on a GPU. Before a
             # checkpoint or a validation, all of them are read.
@@ -276,12 +279,6 @@ def _resume(
     if recipe.init_from is not None:
         fill_start(recipe, model)
     return Position(), warnings
-
-
-def _identity(run: RunFolder) -> str | None:
-    """SHA-256 of the run's identity; None if it has no record of it."""
-    identity = run.identity()
-    return None if identity is None else identity.sha256
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> float:

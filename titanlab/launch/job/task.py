@@ -23,6 +23,7 @@ from titanlab.data import source
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
+from titanlab.launch.bad_hosts import note_bad_host, suspect
 from titanlab.launch.child import Child
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.job import rendezvous
@@ -111,6 +112,15 @@ def _lead(job: Job) -> int:
     return _exit_code(outcome)
 
 
+def _remember_host(job: Job, outcome: Outcome) -> None:
+    """Remember the host that may have caused an end; a job on this host has no other one to go to."""
+    nodes = job.place.nodes
+    host = suspect(outcome, nodes, ranks_per_node=job.place.ranks.world // max(1, len(nodes)))
+    if host is not None and job.place.launcher != "local":
+        note_bad_host(job.run, outcome, host)
+        say(f"{host} is remembered: later jobs leave it out, until `titanlab hosts --clear {host}`")
+
+
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
     """Tell the other ranks that there will be no attempt. Returns the exit code."""
     rendezvous.publish(job.run, Rendezvous(start=job.start, reason=reason))
@@ -123,6 +133,9 @@ def _attempts(job: Job) -> Outcome:
     while True:
         outcome, recipe = _attempted(job, group)
         say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
+        if not group.members:
+            # In a smaller group a rank's number does not tell its host.
+            _remember_host(job, outcome)
         if not group.goes_on_after(outcome, recipe):
             return outcome
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from titanlab.distributed.ranks import MEETING
 from titanlab.errors import ConfigError
+from titanlab.launch.bad_hosts import bad_hosts, names
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, submission_file
@@ -83,7 +84,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "qos": config.qos,
         "constraint": config.constraint,
         "nodelist": config.nodelist,
-        "exclude": config.exclude,
+        "exclude": _excluded(config, sweep),
         "time": shape.minutes,
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
@@ -99,6 +100,14 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
     }
     flags = {name: value for name, value in config.extra.items() if value not in (None, False)}
     return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
+
+
+def _excluded(config: Slurm, sweep: Path) -> str | None:
+    """The hosts that the user excludes, and those on which a run of this folder of runs has failed."""
+    given = [] if config.exclude is None else [config.exclude]
+    # A node that the user asks for by name is meant.
+    bad = [] if config.nodelist is not None else names(bad_hosts(sweep.parent))
+    return ",".join([*given, *bad]) or None
 
 
 def _memory(gib: float | None) -> str | None:

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
 from titanlab.options import conf_packages
-from titanlab.records.yaml_excess import excess
+from titanlab.records.config_file import excess
 from titanlab.system.regular_file import read_text
 
 VARIABLES = (

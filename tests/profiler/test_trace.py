@@ -1,0 +1,60 @@
+"""Traces of some steps: a file for each rank, which changes nothing of the run."""
+
+import gzip
+import json
+
+import pytest
+
+from tests import tiny
+from titanlab.costs import meter
+from titanlab.errors import ConfigError
+from titanlab.profiler.trace_schema import Trace
+from titanlab.recipe.recipe import from_mapping, to_mapping
+
+
+def trained(made, run):
+    return tiny.as_rank(made, run).kind
+
+
+def test_each_rank_writes_a_trace_of_each_window(pool, tmp_path):
+    losses = []
+    for name, given in {"off": {}, "trace": {"profiler": Trace(skip=2, steps=2, every=4)}}.items():
+        made = tiny.recipe(tmp_path, name=name, steps=9, shard=2, **given)
+        run = tiny.begin(made)
+        pool.run(2, trained, made, run)
+        losses.append([row[meter.LOSS] for row in run.metrics("train")])
+    assert losses[0] == losses[1]
+    files = sorted(path.name for path in run.traces.iterdir())
+    assert files == [f"attempt-1-steps-{steps}-rank-{rank}.json.gz" for steps in ("3-4", "7-8") for rank in (0, 1)]
+    for path in run.traces.iterdir():
+        content = json.loads(gzip.decompress(path.read_bytes()))
+        names = {event.get("name", "") for event in content["traceEvents"]}
+        assert "aten::mm" in names
+        assert any("all_gather" in name or "allgather" in name for name in names)
+
+
+def test_a_window_that_the_run_does_not_reach_leaves_no_file(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=3, profiler=Trace(skip=5))
+    run = tiny.begin(made)
+    pool.run(1, trained, made, run)
+    assert list(run.traces.iterdir()) == []
+
+
+def test_the_config_is_read_as_it_was_written_and_may_be_missing(tmp_path):
+    made = tiny.recipe(tmp_path, profiler=Trace(every=50))
+    assert from_mapping(to_mapping(made)).profiler == Trace(every=50)
+    before = {key: value for key, value in to_mapping(made).items() if key != "profiler"}
+    assert from_mapping(before).profiler.kind == "off"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"skip": 1}, r"profiler\.skip=1: must be at least 2; try 5"),
+        ({"steps": 0}, r"profiler\.steps=0: must be at least 1; try 3"),
+        ({"every": 3}, r"profiler\.every=3: must be 0, or larger than the 3 steps of a window; try 300"),
+    ],
+)
+def test_rules(given, line):
+    with pytest.raises(ConfigError, match=line):
+        Trace(**given)

@@ -1,0 +1,44 @@
+"""`titanlab hosts`: hosts on which a run failed, which later jobs leave out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlab.cli.arguments import Arguments
+from titanlab.errors import ConfigError
+from titanlab.launch.bad_hosts import bad_hosts, clear_bad_hosts, names
+from titanlab.sweep.table.listing import aligned
+from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import duration
+
+_HEADINGS = ("host", "when", "outcome", "run", "cause")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a line for each failure, or forget some."""
+    parser = Arguments("hosts", "List hosts on which a run failed; jobs of a cluster leave them out.")
+    parser.add_argument("--clear", metavar="HOST", help="forget the failures on this host")
+    parser.add_argument("--all", action="store_true", help="forget the failures on all hosts")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    runs = Path(given.runs).expanduser()
+    known = bad_hosts(runs)
+    with Console() as console:
+        if given.clear is not None and given.clear not in names(known):
+            shown = ", ".join(names(known)) or "none"
+            raise ConfigError("--clear", given.clear, f"is not on the list; it has: {shown}", "see `titanlab hosts`")
+        if given.clear is not None or given.all:
+            cleared = names([bad for bad in known if given.clear in (None, bad.host)])
+            clear_bad_hosts(runs, given.clear)
+            console.note(f"cleared: {', '.join(cleared) or 'nothing'}")
+        elif not known:
+            console.note(f"no run under {given.runs} has failed because of its host")
+        else:
+            now = time.time()
+            cells = [
+                [bad.host, f"{duration(max(now - bad.time, 0.0))} ago", bad.kind, bad.run, bad.cause] for bad in known
+            ]
+            console.note("\n".join(aligned(_HEADINGS, cells, right=())))
+    return 0

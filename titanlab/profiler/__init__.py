@@ -1,0 +1,1 @@
+"""Profilers: what a run can measure of its own steps beyond the metrics."""

@@ -1,0 +1,56 @@
+"""Traces by torch.profiler (Kineto), on a schedule, a file for each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from titanlab.profiler.contract import Profiler
+from titanlab.profiler.trace_schema import Trace
+
+
+class TraceProfiler(Profiler):
+    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window."""
+
+    def __init__(self, config: Trace) -> None:
+        self._config = config
+        self._steps = 0
+        self._profile: profile | None = None
+
+    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        """Remember where files go, and make the folder."""
+        self._traces, self._rank, self._attempt = traces, rank, attempt
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        traces.mkdir(parents=True, exist_ok=True)
+
+    def after_step(self, step: int) -> None:
+        """Start a window, or end it, if it is time to."""
+        config = self._config
+        self._steps += 1
+        place = self._steps - config.skip
+        # One step of warm-up before a window.
+        if place == -1 or (config.every and place > -1 and (place + 1) % config.every == 0):
+            self._begin(step + 2)
+        elif self._profile is not None:
+            self._profile.step()
+            if step == self._last:
+                self.close()
+
+    def close(self) -> None:
+        """End a window that is open; one that is not complete leaves a file of the steps that it has."""
+        if self._profile is not None:
+            running, self._profile = self._profile, None
+            running.stop()
+
+    def _begin(self, first: int) -> None:
+        self._last = first + self._config.steps - 1
+        name = f"attempt-{self._attempt}-steps-{first}-{self._last}-rank-{self._rank}.json.gz"
+        self._profile = profile(
+            activities=self._activities,
+            schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
+            on_trace_ready=lambda running: running.export_chrome_trace(str(self._traces / name)),
+            record_shapes=self._config.shapes,
+            with_stack=self._config.stacks,
+        )
+        self._profile.start()
