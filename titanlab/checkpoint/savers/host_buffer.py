@@ -45,9 +45,8 @@ def _locked(size: int) -> Tensor:
 
 
 def _mapped(size: int) -> Tensor:
-    memory = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without huge pages refuses, and pages of the usual size do too.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Processes that this one forks need no copy of it. Other systems have no such advice, and a kernel may refuse it.
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8)
