@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlab.checkpoint.index import IndexedFile, index_bytes, read_index
 from titanlab.checkpoint.reader import JsonPlanner
-from titanlab.checkpoint.saving import Plans, write_and_publish
+from titanlab.checkpoint.savers.saving import Plans, write_and_publish
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.checkpoint.writer import sync_folder
 from titanlab.distributed.world import World

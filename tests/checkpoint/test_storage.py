@@ -18,7 +18,7 @@ from titanlab.checkpoint.blocks import BLOCK
 from titanlab.checkpoint.index import ITEM_BYTES, read_index
 from titanlab.checkpoint.reader import JsonPlanner
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
-from titanlab.checkpoint.saving import Plans, write_and_publish
+from titanlab.checkpoint.savers.saving import Plans, write_and_publish
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.checkpoint.shards import bytes_of
 from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson

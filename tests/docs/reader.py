@@ -137,10 +137,10 @@ class Reader:
         patch("titanlab.cli.generate.importlib", SimpleNamespace(import_module=lambda name: said))
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
         patch("titanlab.cli.sync.rebuild", lambda run: made)
-        patch("titanlab.cli.export.from_run", lambda text, runs, *, step: find_run(text, runs))
-        patch("titanlab.cli.export.write_hf", lambda origin, into, **given: self._exported(into))
-        patch("titanlab.cli.import_weights.fetch_model", lambda name, **given: Path("given/small-hf"))
-        patch("titanlab.cli.download_tokenizer.download_tokenizer", downloaded)
+        patch("titanlab.cli.files.export.from_run", lambda text, runs, *, step: find_run(text, runs))
+        patch("titanlab.cli.files.export.write_hf", lambda origin, into, **given: self._exported(into))
+        patch("titanlab.cli.files.import_weights.fetch_model", lambda name, **given: Path("given/small-hf"))
+        patch("titanlab.cli.files.download_tokenizer.download_tokenizer", downloaded)
 
     def _exported(self, into: Path) -> None:
         self.stood_in = True

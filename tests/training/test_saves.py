@@ -25,7 +25,7 @@ from titanlab.parity.parity import trace
 from titanlab.records.outcome import OutcomeKind
 from titanlab.training import saves as module
 from titanlab.training.generate import _load
-from titanlab.weights.checkpoint_source import CheckpointSource
+from titanlab.weights.checkpoint_source import run_source
 from titanlab.weights.starting_weights import check_beginning
 
 STEPS = 6
@@ -226,7 +226,7 @@ def test_the_last_checkpoint_may_have_the_model_only(only_model):
     index = json.loads((run.checkpoints / "step-00000004" / "index.json").read_text())
     assert {name.partition(".")[0] for name in index["tensors"]} == {"model"}
     assert [row.problem for row in list_checkpoints(run.checkpoints, verifies=True)] == [None, None]
-    source = CheckpointSource(run.checkpoints / "step-00000004", made.model, "run")
+    source = run_source(run.checkpoints / "step-00000004", made.model, "run")
     assert {entry.dtype for entry in source.entries.values()} == {"BF16"}
 
 

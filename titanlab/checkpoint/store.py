@@ -40,7 +40,7 @@ from titanlab.checkpoint.generators import (
 from titanlab.checkpoint.older.metadata import SavedState
 from titanlab.checkpoint.position import MODEL, Position, SavedPosition
 from titanlab.checkpoint.reader import load_state, reader_of
-from titanlab.checkpoint.saving import Planned, Plans, write_and_publish
+from titanlab.checkpoint.savers.saving import Planned, Plans, write_and_publish
 from titanlab.checkpoint.shards import dtype_named
 from titanlab.checkpoint.writer import Staged, sync_folder
 from titanlab.distributed.world import World

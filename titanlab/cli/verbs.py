@@ -28,10 +28,16 @@ VERBS = {
     "sync": ("titanlab.cli.sync", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl"),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
     "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),
-    "tokenize": ("titanlab.cli.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),
-    "download-tokenizer": ("titanlab.cli.download_tokenizer", "fetch a model's tokenizer from the Hugging Face hub"),
-    "import": ("titanlab.cli.import_weights", "take over the weights of a Hugging Face model, for train init_from=…"),
-    "export": ("titanlab.cli.export", "write a run's weights as a folder that transformers opens"),
+    "tokenize": ("titanlab.cli.files.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),
+    "download-tokenizer": (
+        "titanlab.cli.files.download_tokenizer",
+        "fetch a model's tokenizer from the Hugging Face hub",
+    ),
+    "import": (
+        "titanlab.cli.files.import_weights",
+        "take over the weights of a Hugging Face model, for train init_from=…",
+    ),
+    "export": ("titanlab.cli.files.export", "write a run's weights as a folder that transformers opens"),
     "completion": (
         "titanlab.cli.hydra_flags.completion",
         'print the shell\'s completion script: eval "$(titanlab completion bash)"',

@@ -11,7 +11,7 @@ from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers.blocking import SyncSaver
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
-from titanlab.checkpoint.saving import Planned, Plans
+from titanlab.checkpoint.savers.saving import Planned, Plans
 from titanlab.checkpoint.writer import Staged
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from titanlab.checkpoint import store
 from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
-from titanlab.checkpoint.saving import Plans
+from titanlab.checkpoint.savers.saving import Plans
 
 
 class NoSaver(Saver):

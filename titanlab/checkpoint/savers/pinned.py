@@ -10,7 +10,7 @@ from titanlab.checkpoint.agreement import attempted
 from titanlab.checkpoint.contract import Target
 from titanlab.checkpoint.savers.background import AsyncSaver
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
-from titanlab.checkpoint.saving import Planned
+from titanlab.checkpoint.savers.saving import Planned
 from titanlab.checkpoint.writer import Staged
 
 

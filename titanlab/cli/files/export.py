@@ -10,7 +10,7 @@ from pathlib import Path
 from titanlab.checkpoint.folders import find, of_step
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments, bytes_of
-from titanlab.cli.import_weights import option_name
+from titanlab.cli.files.import_weights import option_name
 from titanlab.errors import ConfigError
 from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.interchange import is_weights, write_hf, write_ours

@@ -1,0 +1,1 @@
+"""Verbs that read and write files for other programs: weights, tokenizers, tokens."""
