@@ -52,5 +52,7 @@ class TraceProfiler(Profiler):
             on_trace_ready=lambda running: running.export_chrome_trace(str(self._traces / name)),
             record_shapes=self._config.shapes,
             with_stack=self._config.stacks,
+            # torch 2.11 warns of the first cycle without it.
+            acc_events=True,
         )
         self._profile.start()
