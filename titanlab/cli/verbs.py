@@ -31,11 +31,11 @@ VERBS = {
     "tokenize": ("titanlab.cli.files.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),
     "download-tokenizer": (
         "titanlab.cli.files.download_tokenizer",
-        "fetch a model's tokenizer from the Hugging Face hub",
+        "fetch a model's tokenizer from Hugging Face's hub",
     ),
     "import": (
         "titanlab.cli.files.import_weights",
-        "take over the weights of a Hugging Face model, for train init_from=…",
+        "convert weights of Hugging Face or of DCP, for train init_from=…",
     ),
     "export": ("titanlab.cli.files.export", "write a run's weights as a folder that transformers opens"),
     "completion": (
