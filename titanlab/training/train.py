@@ -16,19 +16,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from titanlab.checkpoint import store
-from titanlab.checkpoint.agreement import together
 from titanlab.checkpoint.contract import Target
-from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.folders import fall_back, find, latest
-from titanlab.checkpoint.position import Position
 from titanlab.data import source
 from titanlab.distributed.flight_recorder import topology
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.stop import STOPS, StopRequest, stop_request
 from titanlab.distributed.watchdog import Watchdog
-from titanlab.distributed.world import World, open_world
+from titanlab.distributed.world import open_world
 from titanlab.optimizer.schedule import rate_factor
 from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
@@ -41,9 +36,9 @@ from titanlab.training.recorder import open_recorder
 from titanlab.training.repeated_step import RepeatedStep
 from titanlab.training.rollback import Rollbacks
 from titanlab.training.saves import Saves
+from titanlab.training.start import load_start
 from titanlab.training.totals import Reduction, Totals
 from titanlab.training.validation import validate
-from titanlab.weights.starting_weights import fill_start
 
 _STOPPED = {
     signal.SIGINT: "interrupted by SIGINT (Ctrl-C); the run can be resumed",
@@ -113,7 +108,7 @@ def train(
         parameters = dict(model.named_parameters())
         optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
-        position, warnings = _resume(recipe, run, attempt, model, optimizer, world)
+        position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)
         assembled.after_update()
         stream = source.open_train(
@@ -221,7 +216,7 @@ def train(
             if saves.at(step):
                 settle(lag=0)
             if outcome.kind is OutcomeKind.NAN and rollbacks.may_follow(outcome, after=saves.wait):
-                position, warnings = _resume(recipe, run, attempt, model, optimizer, world)
+                position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
                 position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
                 assembled.loss_scale.restore(position.loss_scale)
                 assembled.after_update()
@@ -248,37 +243,6 @@ def train(
         # Wait until the result is on disk: a launcher ends the other ranks when one rank has exited.
         world.share(None)
         return outcome
-
-
-def _resume(
-    recipe: Recipe, run: RunFolder, attempt: int, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> tuple[Position, list[str]]:
-    """Load the run's latest checkpoint, else the checkpoint or the weights that the recipe names.
-
-    Returns:
-        the position, and a line for each damaged checkpoint that was passed over.
-    """
-    warnings: list[str] = []
-    # Rank 0 chooses, because hosts may see a new folder of a shared file system at different times.
-    while (own := world.share(latest(run.checkpoints) if world.logs else None)) is not None:
-        try:
-            return store.load(own, "run", model=model, optimizer=optimizer, world=world), warnings
-        except DamagedCheckpoint as error:
-            if world.share(run.has_chosen(attempt)):
-                raise
-            # Loading the older one replaces every value that was read from this one.
-            damage = error
-        warnings.append(together(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
-    if recipe.checkpoint.load_from is not None:
-        key = "checkpoint.load_from"
-        position = store.load(
-            find(recipe.checkpoint.load_from, key), key, model=model, optimizer=optimizer, world=world
-        )
-        # The checkpoint's tracker id belongs to the other run.
-        return replace(position, tracker=None), warnings
-    if recipe.init_from is not None:
-        fill_start(recipe, model)
-    return Position(), warnings
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> float:
