@@ -85,6 +85,15 @@ def _pipe():
                 thread.join()
 
 
+@pytest.fixture
+def _has_terminal():
+    """SIGHUP is not ignored, as it is where these tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_has_terminal")
 def test_a_closed_terminal_ends_a_run_as_ctrl_c_does():
     with stop_request() as request:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -92,6 +101,7 @@ def test_a_closed_terminal_ends_a_run_as_ctrl_c_does():
         assert request.cause == "its terminal was closed (SIGHUP); the run can be resumed"
 
 
+@pytest.mark.usefixtures("_has_terminal")
 def test_under_nohup_a_closed_terminal_is_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -20,7 +20,8 @@ OWN = {
     "titanlab/distributed/stop.py": "lines of the watcher that has started the rank",
     "titanlab/tracker/wandb.py": "lines of the writer that the tracker has started",
     "titanlab/tracker/wandb_writer.py": "lines of the tracker that has started it",
-    "titanlab/worker.py": "the config that the launcher hands over",
+    "titanlab/launch/local/ranks.py": "process numbers from the process that forks the ranks",
+    "titanlab/worker/rank.py": "the config that the launcher hands over",
 }
 # Words for which the page is the place: they read or run objects.
 EXECUTES = re.compile(

@@ -23,7 +23,7 @@ from titanlab.worker.fork import adopting
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot adopt another's children")
 
 
-def worker(folder, script, prepare="pass"):
+def worker(folder, script, prepare="pass", *, handles_stops=True):
     """A command that runs `prepare` before the fork, and a script with `rank` and `folder` in each rank."""
     lines = [
         "import json, os, signal, sys, time",
@@ -34,6 +34,7 @@ def worker(folder, script, prepare="pass"):
         textwrap.indent(textwrap.dedent(prepare), "    "),
         "fork_ranks(prepare)",
         "end_with_parent()",
+        "hear_stop_signals()" if handles_stops else "",
         "rank = int(os.environ['RANK'])",
         textwrap.dedent(script),
     ]
@@ -44,8 +45,8 @@ def worker(folder, script, prepare="pass"):
 def forked(monkeypatch, tmp_path):
     """Starts ranks that run a script, and returns those that failed."""
 
-    def start(world, script, prepare="pass"):
-        monkeypatch.setattr(local, "worker_command", lambda folder: worker(tmp_path, script, prepare))
+    def start(world, script, prepare="pass", **how):
+        monkeypatch.setattr(local, "worker_command", lambda folder: worker(tmp_path, script, prepare, **how))
         (tmp_path / "logs").mkdir(exist_ok=True)
         return local.start(tmp_path, attempt=7, world=world, logs=tmp_path / "logs")
 
@@ -118,7 +119,7 @@ def test_a_stop_signal_waits_until_the_rank_handles_it(forked, tmp_path):
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert forked(2, script) == []
+    assert forked(2, script, handles_stops=False) == []
     sender.join()
 
 

@@ -69,7 +69,8 @@ class RankProcesses:
         for send, limit in ((number, seconds), (signal.SIGKILL, _KILL_SECONDS)):
             for pid in self._running().values():
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, send)
+                    # A rank that has just been forked may not yet lead a group.
+                    (os.killpg if _leads_group(pid) else os.kill)(pid, send)
             end = time.monotonic() + limit
             while self._running() and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
@@ -87,3 +88,7 @@ class RankProcesses:
                 if rank in self._started:
                     self._started[rank].returncode = self._codes[rank]
         return {rank: pid for rank, pid in self.pids.items() if rank not in self._codes}
+
+
+def _leads_group(pid: int) -> bool:
+    return os.getpgid(pid) == pid

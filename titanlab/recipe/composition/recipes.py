@@ -13,11 +13,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 import titanlab
 from titanlab.errors import ConfigError
 from titanlab.options import Option, conf_packages, discover
+from titanlab.profiler.off_schema import Off
 from titanlab.recipe.composition import hydra_internal, strangers
 from titanlab.recipe.composition.keys import unknown_key
 from titanlab.recipe.composition.sweeper import Space
@@ -60,6 +61,10 @@ def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) 
     if OmegaConf.get_type(config) is not Recipe:
         raise ConfigError("--config-name", name, "composes no recipe", "begin its defaults with recipe_schema")
     groups = discover()
+    if OmegaConf.is_missing(config, "profiler"):
+        # A config of the user's own that is older than the group.
+        with open_dict(config):
+            config.profiler = OmegaConf.structured(Off)
     for group, kinds in groups.items():
         if group in config and not OmegaConf.is_missing(config, group):
             _check_schema(OmegaConf.get_type(config, group), group, kinds, choices.get(group))
