@@ -22,6 +22,10 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 
 # Longest time between two checks; with short limits the thread checks more often.
 _LOOK_SECONDS = 2.0
+# Of more than 512 ranks each looks less often, for the sake of the file server, yet often enough for
+# `silence.ANSWER_SECONDS`.
+_LOOKS_A_SECOND = 256
+_MOST_LOOK_SECONDS = 5.0
 # Between the note and the exit: the other ranks, which wait for this one, write their own stacks meanwhile.
 LINGER_SECONDS = 5.0
 # How much later than the thread the timer of faulthandler acts.
@@ -47,6 +51,7 @@ class Watchdog:
         note: is called with the outcome of a rank that hangs, and with its record for the diagnosis (None: there is
             none), before the process ends.
         rank, attempt: for that outcome.
+        world: number of ranks that look for notes of others.
         is_asked: whether another rank hangs, so that this rank has to write its note too.
         idle_waits: whether a rank that waits for others leaves its CPU core idle; with a GPU it polls.
     """
@@ -59,6 +64,7 @@ class Watchdog:
         note: Callable[[Outcome, dict[str, Any] | None], None],
         rank: int = 0,
         attempt: int = 1,
+        world: int = 1,
         is_asked: Callable[[], bool] = lambda: False,
         idle_waits: bool = True,
     ) -> None:
@@ -72,7 +78,8 @@ class Watchdog:
         self._closed = threading.Event()
         self._main = threading.main_thread().ident
         limits = [limit for limit in (step_seconds, first_seconds) if limit]
-        self._look_seconds = min([_LOOK_SECONDS, *(limit / 4 for limit in limits)])
+        usual = min(_MOST_LOOK_SECONDS, max(_LOOK_SECONDS, world / _LOOKS_A_SECOND))
+        self._look_seconds = min([usual, *(limit / 4 for limit in limits)])
         if limits or step_seconds is None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 

@@ -116,6 +116,7 @@ def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None)
         first_seconds=recipe.training.first_step_timeout_seconds,
         note=note,
         rank=ranks.rank,
+        world=ranks.world,
         is_asked=lambda: ranks.world > 1 and bool(hangs_of_others(run, ranks.rank, since=begin)),
         idle_waits=recipe.cluster.accelerator == "cpu",
     )
