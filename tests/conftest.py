@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import workers
+from tests import rotated, workers
 from tests.pool import Pool
 from titanlab.compile.cache import repair
 from titanlab.distributed.host import this_host
@@ -81,6 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests whose GPU or Slurm this machine lacks, and say at the end how many they are."""
+    rotated.mark(items)
     lacking = {}
     if this_host().accelerator != "cuda":
         lacking["gpu"] = "a GPU were not selected: this machine has none"

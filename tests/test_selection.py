@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.conftest import select_part
+from tests.rotated import FILES
 
 PLANTED = {
     "test_planted.py": """
@@ -163,3 +164,29 @@ def test_a_part_that_is_none_is_refused(part):
 def test_the_makefile_starts_the_workers_so():
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     assert f"TWO_WORKERS := {' '.join(TWO_WORKERS)}\n" in makefile
+
+
+@pytest.mark.full
+def test_slower_rows_of_listed_files_are_rows_of_the_matrix():
+    """And each of these files keeps rows for `make test`."""
+    root = Path(__file__).parent.parent
+
+    def collected(marks):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            marks,
+            *FILES,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+        assert done.returncode in (0, 5), done.stdout
+        return {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+
+    assert collected("full and not matrix") == set()
+    assert collected("not full") == set(FILES)
