@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlab.costs import meter
+from titanlab.profiler.memory import largest
 from titanlab.profiler.step_parts import EXPOSED, STEP
 from titanlab.profiler.step_parts import PHASES as PARTS
 from titanlab.profiler.step_parts import metrics as breakdown
@@ -74,3 +75,4 @@ def test_env():
 def test_metrics_of_profiled_steps():
     written = breakdown(dict.fromkeys((STEP, *PARTS, f"{EXPOSED}AXIS"), 1.0))
     assert {"breakdown", *written} <= keys("metrics.jsonl")
+    assert {"memory", *largest([dict.fromkeys(PARTS, 1.0)])} <= keys("metrics.jsonl")

@@ -30,7 +30,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.training.assemble import assemble
-from titanlab.training.profiling import profiled, profiler_of
+from titanlab.training.profiling import named_consumers, profiled, profiler_of
 from titanlab.training.rank_times import RankTimes
 from titanlab.training.recorder import open_recorder
 from titanlab.training.repeated_step import RepeatedStep
@@ -126,7 +126,6 @@ def train(
         for warning in warnings:
             recorder.warn(warning)
         position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
-
         target = Target(
             folder=run.checkpoints,
             model=model,
@@ -165,6 +164,7 @@ def train(
 
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
         stack.enter_context(profiled(profiler, run, world, mesh, recorder, attempt=attempt))
+        stack.enter_context(named_consumers(model, optimizer))
         rank_times = RankTimes(recipe.training.compare_ranks_every, world, report=recorder.compared)
         rollbacks = Rollbacks(recipe.training, run, world, warn=recorder.warn)
         stack.enter_context(_no_automatic_collection())
