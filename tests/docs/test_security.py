@@ -18,6 +18,7 @@ OWN = {
     "titanlab/checkpoint/writer.py": "values on their way between ranks",
     "titanlab/distributed/flight_recorder.py": "what torch's recorder gives as JSON in this process",
     "titanlab/distributed/stop.py": "lines of the watcher that has started the rank",
+    "titanlab/profiler/breakdown.py": "the trace that torch's profiler has just written in this process",
     "titanlab/tracker/wandb.py": "lines of the writer that the tracker has started",
     "titanlab/tracker/wandb_writer.py": "lines of the tracker that has started it",
     "titanlab/launch/local/ranks.py": "process numbers from the process that forks the ranks",

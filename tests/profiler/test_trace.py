@@ -52,7 +52,10 @@ def test_the_config_is_read_as_it_was_written_and_may_be_missing(tmp_path):
     [
         ({"skip": 1}, r"profiler\.skip=1: must be at least 2; try 5"),
         ({"steps": 0}, r"profiler\.steps=0: must be at least 1; try 3"),
-        ({"every": 3}, r"profiler\.every=3: must be 0, or larger than the 3 steps of a window; try 300"),
+        (
+            {"every": 4},
+            r"profiler\.every=4: must be 0, or at least 5: a window has 3 steps, and one to warm up; try 300",
+        ),
     ],
 )
 def test_rules(given, line):

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from titanlab.costs import meter
+from titanlab.profiler.memory import largest
+from titanlab.profiler.step_parts import EXPOSED, STEP
+from titanlab.profiler.step_parts import PHASES as PARTS
+from titanlab.profiler.step_parts import metrics as breakdown
 from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.provenance import collect
@@ -66,3 +70,9 @@ def test_env():
         assert set(record[group]) <= written
     if record["code"]["git"]:
         assert set(record["code"]["git"]) <= written
+
+
+def test_metrics_of_profiled_steps():
+    written = breakdown(dict.fromkeys((STEP, *PARTS, f"{EXPOSED}AXIS"), 1.0))
+    assert {"breakdown", *written} <= keys("metrics.jsonl")
+    assert {"memory", *largest([dict.fromkeys(PARTS, 1.0)])} <= keys("metrics.jsonl")

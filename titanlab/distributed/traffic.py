@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 # Private: resolves the group names that functional collectives use, the same in torch 2.11 to 2.13.
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 # Private: the public `torch.distributed.tensor.debug.CommDebugMode` records no groups, no bytes and no messages.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +51,19 @@ def traced(axes: Mapping[str, str]) -> Iterator[Traffic]:
     traffic = Traffic()
     with _Tracer(axes, traffic):
         yield traffic
+
+
+@contextlib.contextmanager
+def marked(axes: Mapping[str, str]) -> Iterator[None]:
+    """Annotate every collective and message inside the block for torch.profiler: `titanlab.issue:AXIS:KIND` before it.
+
+    gloo's own events do not name their process group.
+
+    Args:
+        axes: name of a process group → axis, as for `traced`.
+    """
+    with _Marker(axes, Traffic()):
+        yield
 
 
 class _Tracer(TorchDispatchMode):
@@ -104,7 +118,16 @@ class _Tracer(TorchDispatchMode):
         name = func._schema.name.rpartition(":")[2]
         kind, size = next((entry for word, entry in _KINDS.items() if word in name), (name, _INPUT))
         axis, ranks = self._axes.get(group.group_name, "other"), group.size()
-        self._traffic.add(axis, kind, size(arguments, ranks), ranks=ranks, own=_own(kind, arguments, group))
+        self._note(axis, kind, size(arguments, ranks), ranks=ranks, own=_own(kind, arguments, group))
+
+    def _note(self, axis: str, kind: str, size: int, *, ranks: int, own: int | None) -> None:
+        self._traffic.add(axis, kind, size, ranks=ranks, own=own)
+
+
+class _Marker(_Tracer):
+    def _note(self, axis: str, kind: str, size: int, *, ranks: int, own: int | None) -> None:
+        with record_function(f"titanlab.issue:{axis}:{kind}"):
+            pass
 
 
 def _group(argument: Any) -> dist.ProcessGroup:

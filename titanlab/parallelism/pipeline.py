@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from titanlab.parallelism.loss import IGNORE
 from titanlab.parallelism.pipeline_stage import Loss, ScheduledStage
+from titanlab.profiler.contract import Phase, nothing
 from titanlab.schedule.action import Action, Kind
 
 _COMMUNICATION_OF_FORWARDS = (_ComputationType.SEND_F, _ComputationType.RECV_F)
@@ -41,6 +42,7 @@ class Pipeline:
         hidden_shape: Sequence[int],
         hidden_dtype: torch.dtype,
         microbatch: int | None = None,
+        phase: Phase = nothing,
     ) -> None:
         """Prepare to run a schedule; nothing is computed or sent.
 
@@ -54,6 +56,7 @@ class Pipeline:
             hidden_shape: of the hidden states between stages: [microbatch, seq, dim], or under sequence parallelism
                 [1, this rank's tokens of a microbatch, dim].
             microbatch: sequences of a microbatch; None: the first number of hidden_shape.
+            phase: opens a phase of the profiler.
         """
         rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
@@ -75,6 +78,7 @@ class Pipeline:
                 loss=loss,
                 scale=scale,
                 split_backward=number in split,
+                phase=phase,
             )
             for number in sorted(stages)
         ]

@@ -15,8 +15,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from titanlab.parallelism.pipeline_weights import DeferredWeights
+from titanlab.profiler.contract import Phase, nothing
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+_WAITS = "exposed_pipeline"
 
 
 class Message(NamedTuple):
@@ -58,6 +60,7 @@ class ScheduledStage(PipelineStage):
         loss: Loss,
         scale: float | Tensor,
         split_backward: bool,
+        phase: Phase = nothing,
     ) -> None:
         """Prepare stage `number` of a pipeline; nothing is computed or sent.
 
@@ -67,6 +70,7 @@ class ScheduledStage(PipelineStage):
             loss: (logits, labels) → a scalar, in the last stage only.
             scale: gradients are those of scale · loss.
             split_backward: some backwards compute the gradients of inputs first and those of weights later.
+            phase: opens a phase of the profiler.
         """
         super().__init__(module, number, len(placement), device, group=group)
         if not isinstance(module, FSDPModule) and any(isinstance(part, FSDPModule) for part in module.modules()):
@@ -76,6 +80,7 @@ class ScheduledStage(PipelineStage):
         self._shape, self._dtype = hidden
         self._loss, self._scale = loss, scale
         self._deferred = DeferredWeights(module) if split_backward else None
+        self._phase = phase
         # By microbatch: tensors that have arrived or been computed, until they are used or sent.
         self._arrived: dict[int, tuple[Tensor, dist.Work | None]] = {}
         self._arrived_gradients: dict[int, tuple[Tensor, dist.Work | None]] = {}
@@ -105,7 +110,8 @@ class ScheduledStage(PipelineStage):
         """Wait for pending sends, and free everything."""
         for work, message in self._sends:
             self.waiting = message
-            work.wait()
+            with self._phase(_WAITS):
+                work.wait()
         self.waiting = None
         self.clear_runtime_states()
 
@@ -137,12 +143,14 @@ class ScheduledStage(PipelineStage):
         output: Tensor
         if self.is_last:
             # No variable refers to the logits, so that they are freed as soon as the loss is known.
-            output = self._loss(self.submod(tokens if hidden is None else hidden, positions), labels)
+            with self._phase("forward"):
+                output = self._loss(self.submod(tokens if hidden is None else hidden, positions), labels)
             loss = output.detach()
             self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
             output = output * self._scale
         else:
-            output = self.submod(tokens if hidden is None else hidden, positions)
+            with self._phase("forward"):
+                output = self.submod(tokens if hidden is None else hidden, positions)
             if self._is_elsewhere(self.stage_index + 1):
                 self._computed[fwd_chunk_id] = self._checked(output, "hidden state")
         if output.requires_grad:
@@ -160,10 +168,11 @@ class ScheduledStage(PipelineStage):
         hidden, output = self._pending.pop(bwd_chunk_id)
         gradient = None if self.is_last else self._take(self._arrived_gradients, bwd_chunk_id, self.stage_index + 1)
         if full_backward:
-            torch.autograd.backward(output, gradient)
+            with self._phase("backward"):
+                torch.autograd.backward(output, gradient)
         else:
             assert self._deferred is not None
-            with self._deferred.collect(bwd_chunk_id):
+            with self._phase("backward"), self._deferred.collect(bwd_chunk_id):
                 torch.autograd.backward(output, gradient)
         if hidden is not None:
             assert hidden.grad is not None
@@ -176,7 +185,8 @@ class ScheduledStage(PipelineStage):
     ) -> None:
         """Compute the deferred gradients of weights."""
         assert self._deferred is not None
-        self._deferred.compute(bwd_chunk_id)
+        with self._phase("backward"):
+            self._deferred.compute(bwd_chunk_id)
         _sum_in_reduce_dtype(self.submod)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -231,7 +241,8 @@ class ScheduledStage(PipelineStage):
         tensor, work = arrived.pop(microbatch)
         if work is not None:
             self.waiting = self._message("recv", microbatch, stage)
-            work.wait()
+            with self._phase(_WAITS):
+                work.wait()
             self.waiting = None
         return tensor
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import Field
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -29,6 +32,31 @@ class ProfilerConfig(Protocol):
         return
 
 
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+def nothing(name: str) -> AbstractContextManager[None]:
+    """The phases of a run that has no profiler."""
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What a profiler may use of its run.
+
+    Attributes:
+        axes: name of a process group → axis of the layout.
+        marks_collectives: inside the block, an annotation `titanlab.issue:AXIS:KIND` precedes each collective.
+        gather: a value of each rank → the values of all ranks; every rank calls it.
+        report: takes the kind of a row of metrics, the step, the metrics, and lines for the log; rank 0 writes them.
+    """
+
+    axes: Mapping[str, str]
+    marks_collectives: Callable[[], AbstractContextManager[None]]
+    gather: Callable[[dict[str, float]], list[dict[str, float]]]
+    report: Callable[[str, int, Mapping[str, float], Sequence[str]], None]
+
+
 class Profiler(Protocol):
     """Profiles one rank. A profiler must not change what the run computes."""
 
@@ -39,6 +67,16 @@ class Profiler(Protocol):
             traces: the folder for files.
         """
         ...
+
+    def connect(self, links: Links) -> None:
+        """Called once, before `start`; a profiler that only writes files does nothing."""
+        return
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Inside the block the main thread is in a phase of the step: `data`, `forward`, `backward`, `optimizer`,
+        `checkpoint`, or `exposed_pipeline`, in which it waits for another stage and which may lie in another phase.
+        """  # fmt: skip
+        return nothing(name)
 
     def after_step(self, step: int) -> None:
         """Called by every rank after each step."""

@@ -34,8 +34,8 @@ class Trace(ProfilerConfig):
             raise ConfigError("profiler.skip", self.skip, "must be at least 2", "try 5")
         if self.steps < 1:
             raise ConfigError("profiler.steps", self.steps, "must be at least 1", "try 3")
-        if self.every and self.every <= self.steps:
-            rule = f"must be 0, or larger than the {self.steps} steps of a window"
+        if self.every and self.every < self.steps + 2:
+            rule = f"must be 0, or at least {self.steps + 2}: a window has {self.steps} steps, and one to warm up"
             raise ConfigError("profiler.every", self.every, rule, f"try {100 * self.steps}")
 
     def implementation(self) -> Profiler:

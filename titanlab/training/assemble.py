@@ -18,6 +18,7 @@ from titanlab.distributed.world import World
 from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
 from titanlab.precision.loss_scale import LossScale
+from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.training.bad_steps import with_policy
 from titanlab.training.stage import Stage, build_stage, dtypes_of, together
@@ -77,13 +78,13 @@ class Assembled:
     messages: Callable[[], Mapping[str, Any] | None] = lambda: None
 
 
-def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
-    """Build, parallelise, materialise and initialise the recipe's model."""
+def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing) -> Assembled:
+    """Build, parallelise, materialise and initialise the recipe's model; `phase` opens a phase of the profiler."""
     loss, check = _loss(recipe, mesh), _first_step_check(recipe, world)
     loss_scale = recipe.precision.implementation().loss_scale(world.device)
     loss_scale = with_policy(loss_scale, recipe.training, world.device)
     if recipe.layout.pipeline > 1:
-        return replace(_pipelined(recipe, world, mesh, loss, loss_scale), after_first_step=check)
+        return replace(_pipelined(recipe, world, mesh, loss, loss_scale, phase), after_first_step=check)
     stage = build_stage(recipe, world, mesh)
     reports_loss = mesh.coordinate("tensor") == 0
     # Without positions a model takes 0, 1, …, which is right for whole sequences.
@@ -91,7 +92,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     return Assembled(
         model=stage.model,
         to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
-        forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, reports_loss=reports_loss),
+        forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, phase, reports_loss=reports_loss),
         loss_scale=loss_scale,
         evaluate=_evaluator(stage, recipe, loss, positions, reports_loss=reports_loss),
         evaluation_rows=recipe.microbatch,
@@ -100,7 +101,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh) -> Assembled:
     )
 
 
-def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale: LossScale) -> Assembled:
+def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale: LossScale, phase: Phase) -> Assembled:
     """Build this rank's stages of the pipeline, and the schedule that runs them."""
     # Imported here: it takes 0.5 s, and only pipelines need it.
     from titanlab.parallelism.pipeline import Pipeline
@@ -131,14 +132,16 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
         ),
         hidden_dtype=dtypes_of(recipe).compute,
         microbatch=recipe.microbatch,
+        phase=phase,
     )
     reports_loss = mesh.coordinate("tensor") == 0 and placement[-1] == this_rank
     positions = _positions(recipe, world, mesh)
 
     def forward_backward(batch: StepBatch) -> Sums:
         total = pipeline.forward_backward(batch.tokens, batch.labels, positions)
-        for stage in built.values():
-            stage.finish_gradients()
+        with phase("backward"):
+            for stage in built.values():
+                stage.finish_gradients()
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     @torch.no_grad()
@@ -211,6 +214,7 @@ def _trainer(
     loss: Loss,
     loss_scale: LossScale,
     positions: torch.Tensor | None,
+    phase: Phase,
     *,
     reports_loss: bool,
 ) -> Callable[[StepBatch], Sums]:
@@ -226,12 +230,15 @@ def _trainer(
         for start in range(0, count, size):
             rows = slice(start, start + size)
             with sharded.microbatch(last=start + size >= count):
-                part = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
-                (part * scale).backward()
+                with phase("forward"):
+                    part = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
+                with phase("backward"):
+                    (part * scale).backward()
             part = part.detach()
             total = part if total is None else total + part
         assert total is not None
-        stage.finish_gradients()
+        with phase("backward"):
+            stage.finish_gradients()
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     return forward_backward

@@ -5,18 +5,40 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.traffic import axis_groups, marked
 from titanlab.distributed.world import World
-from titanlab.profiler.contract import Profiler
+from titanlab.profiler.consumers import named_consumers
+from titanlab.profiler.contract import Links, Profiler
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
+from titanlab.training.recorder import Recorder
+
+__all__ = ["named_consumers", "profiled", "profiler_of"]
+
+
+def profiler_of(recipe: Recipe) -> Profiler:
+    """The recipe's profiler, which has not been started."""
+    profiler: Profiler = recipe.profiler.implementation()
+    return profiler
 
 
 @contextlib.contextmanager
-def profiled(recipe: Recipe, run: RunFolder, world: World, *, attempt: int) -> Iterator[Profiler]:
+def profiled(
+    profiler: Profiler, run: RunFolder, world: World, mesh: Mesh, recorder: Recorder, *, attempt: int
+) -> Iterator[None]:
     """Start this rank's profiler, and close it at the end."""
-    profiler: Profiler = recipe.profiler.implementation()
+    axes = axis_groups(mesh)
+    profiler.connect(
+        Links(
+            axes=axes,
+            marks_collectives=lambda: marked(axes) if world.world > 1 else contextlib.nullcontext(),
+            gather=world.gather,
+            report=recorder.measured,
+        )
+    )
     profiler.start(run.traces, rank=world.rank, attempt=attempt, on_gpu=world.device.type == "cuda")
     try:
-        yield profiler
+        yield
     finally:
         profiler.close()

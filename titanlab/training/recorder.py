@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +65,9 @@ class Recorder:
 
     def compared(self, metrics: Mapping[str, float], warning: str) -> None:
         """Take metrics that compare the ranks, and a warning if one is not empty."""
+
+    def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
+        """Record a row of metrics of a kind of its own, and print lines."""
 
     def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
         """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
@@ -127,10 +130,15 @@ class LoggingRecorder(Recorder):
         with traced(axis_groups(mesh)) as traffic:
             yield
         rows = traffic.rows()
-        self._metrics.write("traffic", self._step + 1, flat(rows))
-        self._tracker.log(self._step + 1, dict(flat(rows)))
-        for number, line in enumerate(lines(rows)):
-            self._console.note(f"{'sent per step by rank 0  ' if not number else ' ' * 25}{line}")
+        heads = ["sent per step by rank 0  ", *[" " * 25] * len(rows)]
+        texts = [head + line for head, line in zip(heads, lines(rows), strict=False)]
+        self.measured("traffic", self._step + 1, flat(rows), texts)
+
+    def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
+        self._metrics.write(kind, step, metrics)
+        self._tracker.log(step, dict(metrics))
+        for line in lines:
+            self._console.note(line)
 
     def warn(self, text: str) -> None:
         self._console.warn(text)

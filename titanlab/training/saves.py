@@ -13,6 +13,7 @@ from titanlab.data import source
 from titanlab.data.streams.stream import Stream
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.watchdog import Watchdog
+from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind, first_line
 from titanlab.system.disk import disk_fault
@@ -30,6 +31,7 @@ class Saves:
     Args:
         target: what is saved.
         step: from which the attempt begins.
+        phase: opens a phase of the profiler.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class Saves:
         recorder: Recorder,
         watchdog: Watchdog,
         step: int,
+        phase: Phase = nothing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._phase = phase
         self._config, self._steps = recipe.checkpoint, recipe.training.steps
         is_model = recipe.checkpoint.last == "model" and recipe.checkpoint.at_end
         self._only_model = OnlyModel(dtype=recipe.checkpoint.last_dtype) if is_model else None
@@ -87,7 +91,8 @@ class Saves:
 
     def before_update(self) -> None:
         """Is called before the optimizer's step."""
-        self._saver.before_update()
+        with self._phase("checkpoint"):
+            self._saver.before_update()
 
     def finish(self, position: Position, kind: OutcomeKind) -> None:
         """Wait for the save under way, and save the last step unless that is done.
@@ -123,7 +128,11 @@ class Saves:
 
     @contextlib.contextmanager
     def _pause(self, position: Position) -> Iterator[None]:
-        with self._recorder.saving(), self._watchdog.pausing("the checkpoint", position.step):
+        with (
+            self._recorder.saving(),
+            self._watchdog.pausing("the checkpoint", position.step),
+            self._phase("checkpoint"),
+        ):
             yield
 
     @contextlib.contextmanager

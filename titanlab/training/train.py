@@ -30,7 +30,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.training.assemble import assemble
-from titanlab.training.profiling import profiled
+from titanlab.training.profiling import named_consumers, profiled, profiler_of
 from titanlab.training.rank_times import RankTimes
 from titanlab.training.recorder import open_recorder
 from titanlab.training.repeated_step import RepeatedStep
@@ -102,7 +102,8 @@ def train(
         attempt = world.share(max(run.attempts(), default=1)) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
-        assembled = assemble(recipe, world, mesh)
+        profiler = profiler_of(recipe)
+        assembled = assemble(recipe, world, mesh, phase=profiler.phase)
         watchdog.learn(topology(mesh, assembled.messages))
         model = assembled.model
         parameters = dict(model.named_parameters())
@@ -125,7 +126,6 @@ def train(
         for warning in warnings:
             recorder.warn(warning)
         position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
-
         target = Target(
             folder=run.checkpoints,
             model=model,
@@ -145,6 +145,7 @@ def train(
             assembled=assembled,
             recorder=recorder,
             watchdog=watchdog,
+            phase=profiler.phase,
             step=position.step,
         )
         outcome = Outcome(kind=OutcomeKind.DONE, steps=recipe.training.steps, attempt=attempt)
@@ -162,21 +163,21 @@ def train(
                 outcome = _judge(outcome, known_step, totals, stop)
 
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
-        profiler = stack.enter_context(profiled(recipe, run, world, attempt=attempt))
+        stack.enter_context(profiled(profiler, run, world, mesh, recorder, attempt=attempt))
+        stack.enter_context(named_consumers(model, optimizer))
         rank_times = RankTimes(recipe.training.compare_ranks_every, world, report=recorder.compared)
         rollbacks = Rollbacks(recipe.training, run, world, warn=recorder.warn)
         stack.enter_context(_no_automatic_collection())
         model.train()
         recorder.start()
-        first_step = position.step + 1
-        step = position.step
+        step = first_step = position.step
         while step < recipe.training.steps:
             step += 1
             watchdog.step(step)
-            with recorder.loading(), rank_times.loading():
+            with recorder.loading(), rank_times.loading(), profiler.phase("data"):
                 batch = assembled.to_device(stream.next_batch())
             repeated.before(step, batch)
-            compiles = step == first_step and recipe.compile.compiles
+            compiles = step == first_step + 1 and recipe.compile.compiles
             with recorder.sending(mesh), stop.at_once(active=compiles), rank_times.computing():
                 sums = assembled.forward_backward(batch)
                 reduction = Reduction(
@@ -190,7 +191,7 @@ def train(
                     saves=saves.is_due,
                 )
             repeated.after(step, sums)
-            if step == first_step:
+            if step == first_step + 1:
                 assembled.after_first_step()
             factor = reduction.gradient_factor(recipe.training.max_grad_norm)
             if factor is not None:
@@ -198,12 +199,12 @@ def train(
             observer.with_gradients(step, model)
             rate = _set_rate(optimizer, recipe, step)
             saves.before_update()
-            assembled.loss_scale.step(optimizer)
-            assembled.after_update()
-            optimizer.zero_grad()
+            with profiler.phase("optimizer"):
+                assembled.loss_scale.step(optimizer)
+                assembled.after_update()
+                optimizer.zero_grad()
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
-
             rank_times.after_step(step, last=step == recipe.training.steps)
             profiler.after_step(step)
 
@@ -237,9 +238,8 @@ def train(
         settle(lag=0)
         watchdog.ending(position.step)
         observer.at_end(model)
-        outcome = replace(outcome, step=position.step)
         saves.finish(position, outcome.kind)
-        outcome = recorder.finish(replace(outcome, ended=time.time()))
+        outcome = recorder.finish(replace(outcome, step=position.step, ended=time.time()))
         # Wait until the result is on disk: a launcher ends the other ranks when one rank has exited.
         world.share(None)
         return outcome

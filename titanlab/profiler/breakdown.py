@@ -1,0 +1,104 @@
+"""Sampled steps by their parts: data, forward, backward, exposed communication, optimizer, checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from titanlab.profiler.breakdown_schema import Breakdown
+from titanlab.profiler.contract import Links, Profiler
+from titanlab.profiler.step_parts import PHASE, line, mean, metrics, step_parts
+
+
+class BreakdownProfiler(Profiler):
+    """Records windows of steps with torch.profiler, and reports the mean over ranks of a step's parts."""
+
+    def __init__(self, config: Breakdown) -> None:
+        self._config = config
+        self._steps = 0
+        self._window: _Window | None = None
+
+    def connect(self, links: Links) -> None:
+        """Remember what the run offers."""
+        self._links = links
+
+    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        """Remember the device; there are no files."""
+        self._on_gpu = on_gpu
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Annotate a phase, in the steps that are recorded."""
+        if self._window is None:
+            return contextlib.nullcontext()
+        return record_function(PHASE + name)
+
+    def after_step(self, step: int) -> None:
+        """Start a window, or end it, if it is time to."""
+        config = self._config
+        self._steps += 1
+        place = self._steps - config.skip
+        # One step of warm-up before a window.
+        if place == -1 or (config.every and place > -1 and (place + 1) % config.every == 0):
+            self._window = _Window(self._links, last=step + 1 + config.steps, steps=config.steps, on_gpu=self._on_gpu)
+        elif self._window is not None:
+            self._window.after_step()
+            if step == self._window.last:
+                window, self._window = self._window, None
+                parts = mean(self._links.gather(window.close()))
+                span = f"step {step}" if config.steps == 1 else f"steps {step - config.steps + 1} to {step}"
+                self._links.report("breakdown", step, metrics(parts), [f"{span}, mean over ranks: {line(parts)}"])
+
+    def close(self) -> None:
+        """End a window that is open; it is not reported, because other ranks may be at other steps."""
+        if self._window is not None:
+            window, self._window = self._window, None
+            window.close()
+
+
+class _Window:
+    """Some steps under torch.profiler.
+
+    Args:
+        last: the number of the last step.
+    """
+
+    def __init__(self, links: Links, *, last: int, steps: int, on_gpu: bool) -> None:
+        self.last = last
+        self._links, self._on_gpu = links, on_gpu
+        self._parts: dict[str, float] = {}
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+            on_trace_ready=self._analyse,
+            acc_events=True,
+        )
+        self._stack = ExitStack()
+        self._profile.start()
+        if not on_gpu:
+            self._stack.enter_context(links.marks_collectives())
+
+    def after_step(self) -> None:
+        """Begin the next step."""
+        if self._on_gpu:
+            # So that the kernels of a step lie inside of it.
+            torch.cuda.synchronize()
+        self._profile.step()
+
+    def close(self) -> dict[str, float]:
+        """The mean seconds of a step and of its parts."""
+        self._stack.close()
+        self._profile.stop()
+        return self._parts
+
+    def _analyse(self, running: profile) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            running.export_chrome_trace(str(path))
+            events = json.loads(path.read_bytes())["traceEvents"]
+        self._parts = step_parts(events, self._links.axes)
