@@ -24,8 +24,8 @@ FILES = (
     "tests/recipe/test_recipes.py",
     "tests/training/test_bad_steps.py",
     "tests/training/test_elastic.py",
-    "tests/training/test_rank_times.py",
-    "tests/training/test_repeated_step.py",
+    "tests/training/faults/test_rank_times.py",
+    "tests/training/faults/test_repeated_step.py",
     "tests/weights/huggingface/test_runs.py",
 )
 

@@ -30,11 +30,11 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.training.assemble import assemble
+from titanlab.training.faults.rank_times import RankTimes
+from titanlab.training.faults.repeated_step import RepeatedStep
+from titanlab.training.faults.rollback import Rollbacks
 from titanlab.training.profiling import named_consumers, profiled, profiler_of
-from titanlab.training.rank_times import RankTimes
 from titanlab.training.recorder import open_recorder
-from titanlab.training.repeated_step import RepeatedStep
-from titanlab.training.rollback import Rollbacks
 from titanlab.training.saves import Saves
 from titanlab.training.start import load_start
 from titanlab.training.totals import Reduction, Totals

@@ -14,8 +14,8 @@ from titanlab.parallelism.local import local_part
 from titanlab.parity import parity
 from titanlab.recipe import recipe_rules
 from titanlab.records.outcome import OutcomeKind, classify
-from titanlab.training import repeated_step
-from titanlab.training.repeated_step import RepeatedStep, SilentCorruption
+from titanlab.training.faults import repeated_step
+from titanlab.training.faults.repeated_step import RepeatedStep, SilentCorruption
 
 
 def random_feed_forward(self, hidden, whole=llama.FeedForward.forward):

@@ -8,8 +8,8 @@ import pytest
 
 from tests import tiny
 from titanlab.model import llama
-from titanlab.training import rank_times
-from titanlab.training.rank_times import compared
+from titanlab.training.faults import rank_times
+from titanlab.training.faults.rank_times import compared
 
 EVEN = [0.1, 1.0, 2.0, 5.0]
 
