@@ -22,7 +22,13 @@ def trained(made, run):
     return tiny.as_rank(made, run).kind
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# The others show each kind of event too.
+SLOWER = ("DDP", "one process")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in SLOWER else []) for name in LAYOUTS]
+)
 def test_the_parts_add_up_to_the_step(name, pool, tmp_path):
     world, layout, axes = LAYOUTS[name]
     profiler = Breakdown(skip=2, steps=2, every=0)
