@@ -54,13 +54,22 @@ def test_hosts_are_remembered_and_cleared(run):
     assert bad_hosts(runs) == bad_hosts(runs / "none") == []
 
 
-def test_jobs_leave_them_out(run):
-    sweep = run.path.parent
-    assert batch._excluded(Slurm(), sweep) == "n3,n1"
-    assert batch._excluded(Slurm(exclude="n[7-9]"), sweep) == "n[7-9],n3,n1"
-    assert batch._excluded(Slurm(nodelist="n3"), sweep) is None
+def test_a_later_job_of_the_run_leaves_them_out_and_others_do_not(run):
+    sweep, name = run.path.parent, run.path.name
+    assert batch._bad(Slurm(), sweep, ["other", name]) == ["n3", "n1"]
+    # One rank that somebody kills must not take a host from everybody.
+    assert batch._bad(Slurm(), sweep, ["other"]) == []
+    assert batch._bad(Slurm(nodelist="n3"), sweep, [name]) == []
     clear_bad_hosts(sweep.parent)
-    assert batch._excluded(Slurm(), sweep) is None
+    assert batch._bad(Slurm(), sweep, [name]) == []
+
+
+def test_a_submission_without_enough_hosts_says_which_were_left_out():
+    text = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+    assert str(batch._refused(text, [])).endswith("is not available; mend the keys of launch, and submit again")
+    said = str(batch._refused(text, ["n3", "n1"]))
+    assert "left out were hosts on which these runs have failed: n3, n1" in said
+    assert "`titanlab hosts --clear n3`" in said
 
 
 def test_names_that_are_flags_and_damaged_lines_are_skipped(run):

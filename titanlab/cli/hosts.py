@@ -1,4 +1,4 @@
-"""`titanlab hosts`: hosts on which a run failed, which later jobs leave out."""
+"""`titanlab hosts`: hosts on which a run failed, which later jobs of that run leave out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADINGS = ("host", "when", "outcome", "run", "cause")
 
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each failure, or forget some."""
-    parser = Arguments("hosts", "List hosts on which a run failed; jobs of a cluster leave them out.")
+    parser = Arguments("hosts", "List hosts on which a run failed; later jobs of that run leave them out.")
     parser.add_argument("--clear", metavar="HOST", help="forget the failures on this host")
     parser.add_argument("--all", action="store_true", help="forget the failures on all hosts")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")

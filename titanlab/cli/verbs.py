@@ -24,7 +24,10 @@ VERBS = {
     "collect": ("titanlab.cli.collect", "write a sweep's results as one parquet and one CSV file"),
     "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
     "checkpoints": ("titanlab.cli.checkpoints", "list a run's checkpoints; --verify reads and checks every byte"),
-    "hosts": ("titanlab.cli.hosts", "list hosts on which a run failed, which later jobs leave out; --clear HOST"),
+    "hosts": (
+        "titanlab.cli.hosts",
+        "list hosts on which a run failed, and which its later jobs leave out; --clear HOST",
+    ),
     "sync": ("titanlab.cli.sync", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl"),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
     "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),

@@ -1,6 +1,6 @@
 """`hosts.jsonl` in the folder of all runs: hosts on which a run failed for a reason that the host may have caused.
 
-A line for each failure. Jobs that are submitted to a cluster leave these hosts out, until a person clears them.
+A line for each failure. Later jobs of the same run leave these hosts out, until a person clears them.
 """
 
 from __future__ import annotations

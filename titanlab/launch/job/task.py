@@ -118,7 +118,7 @@ def _remember_host(job: Job, outcome: Outcome) -> None:
     host = suspect(outcome, nodes, ranks_per_node=job.place.ranks.world // max(1, len(nodes)))
     if host is not None and job.place.launcher != "local":
         note_bad_host(job.run, outcome, host)
-        say(f"{host} is remembered: later jobs leave it out, until `titanlab hosts --clear {host}`")
+        say(f"{host} is remembered: a later job of this run leaves it out, until `titanlab hosts --clear {host}`")
 
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:

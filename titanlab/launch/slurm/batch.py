@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
         with contextlib.redirect_stderr(io.StringIO()):
             return executor.submit_command(_command(config, sweep, submission))
     except (FailedJobError, FailedSubmissionError) as error:
-        raise _refused(str(error)) from None
+        raise _refused(str(error), _bad(config, sweep, submission.runs)) from None
 
 
 def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "qos": config.qos,
         "constraint": config.constraint,
         "nodelist": config.nodelist,
-        "exclude": _excluded(config, sweep),
+        "exclude": ",".join([*_given(config), *_bad(config, sweep, submission.runs)]) or None,
         "time": shape.minutes,
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
@@ -102,12 +102,14 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
     return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
 
 
-def _excluded(config: Slurm, sweep: Path) -> str | None:
-    """The hosts that the user excludes, and those on which a run of this folder of runs has failed."""
-    given = [] if config.exclude is None else [config.exclude]
+def _given(config: Slurm) -> list[str]:
+    return [] if config.exclude is None else [config.exclude]
+
+
+def _bad(config: Slurm, sweep: Path, runs: Sequence[str]) -> list[str]:
+    """The hosts on which one of these runs has failed before."""
     # A node that the user asks for by name is meant.
-    bad = [] if config.nodelist is not None else names(bad_hosts(sweep.parent))
-    return ",".join([*given, *bad]) or None
+    return [] if config.nodelist is not None else names([bad for bad in bad_hosts(sweep.parent) if bad.run in runs])
 
 
 def _memory(gib: float | None) -> str | None:
@@ -181,9 +183,18 @@ def _has_locks(lock: Path) -> bool:
     return True
 
 
-def _refused(text: str) -> ConfigError:
+def _refused(text: str, bad: Sequence[str]) -> ConfigError:
+    """The error for a submission that Slurm does not take.
+
+    Args:
+        bad: hosts that titanlab has left out.
+    """
     messages = [line for line in text.splitlines() if re.search(r"sbatch|slurm|rror", line) and "Traceback" not in line]
     lines = [re.sub(r"^.*?sbatch: (error: )?", "", line).strip() for line in messages if "sbatch:" in line] or messages
     # The last line gives the result; the lines before it give the reason.
     rule = "; ".join(line.rstrip(".") for line in lines[-3:]) or "sbatch gave up"
-    return ConfigError("launch", "slurm", f"sbatch says: {rule}", "mend the keys of launch, and submit again")
+    cure = "mend the keys of launch, and submit again"
+    if bad:
+        rule += f"; left out were hosts on which these runs have failed: {', '.join(bad)}"
+        cure = f"forget one (`titanlab hosts --clear {bad[0]}`), or {cure}"
+    return ConfigError("launch", "slurm", f"sbatch says: {rule}", cure)
