@@ -4,7 +4,6 @@ import pytest
 
 from tests import tiny
 from titanlab.costs import meter
-from titanlab.errors import ConfigError
 from titanlab.profiler.breakdown_schema import Breakdown
 
 STEP = "breakdown/step(s)"
@@ -56,19 +55,3 @@ def test_sampling_changes_no_loss_and_repeats(pool, tmp_path):
     assert losses[0] == losses[1]
     assert [row["step"] for row in run.metrics("breakdown")] == [3, 6]
     assert "step 6, mean over ranks:" in (run.logs / "rank-0.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({"skip": 1}, r"profiler\.skip=1: must be at least 2; try 5"),
-        ({"steps": 0}, r"profiler\.steps=0: must be at least 1; try 3"),
-        (
-            {"every": 4},
-            r"profiler\.every=4: must be 0, or at least 5: a window has 3 steps, and one to warm up; try 300",
-        ),
-    ],
-)
-def test_rules(given, line):
-    with pytest.raises(ConfigError, match=line):
-        Breakdown(**given)

@@ -42,9 +42,7 @@ class BreakdownProfiler(Profiler):
         """Start a window, or end it, if it is time to."""
         config = self._config
         self._steps += 1
-        place = self._steps - config.skip
-        # One step of warm-up before a window.
-        if place == -1 or (config.every and place > -1 and (place + 1) % config.every == 0):
+        if config.warms_up_after(self._steps):
             self._window = _Window(self._links, last=step + 1 + config.steps, steps=config.steps, on_gpu=self._on_gpu)
         elif self._window is not None:
             self._window.after_step()

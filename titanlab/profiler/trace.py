@@ -26,11 +26,8 @@ class TraceProfiler(Profiler):
 
     def after_step(self, step: int) -> None:
         """Start a window, or end it, if it is time to."""
-        config = self._config
         self._steps += 1
-        place = self._steps - config.skip
-        # One step of warm-up before a window.
-        if place == -1 or (config.every and place > -1 and (place + 1) % config.every == 0):
+        if self._config.warms_up_after(self._steps):
             self._begin(step + 2)
         elif self._profile is not None:
             self._profile.step()
