@@ -30,10 +30,13 @@ _MESSAGES = (
 )
 
 
-def disk_fault(error: BaseException) -> str | None:
+def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
     """The fault of the disk and its cure, in one line; None if the error has another cause.
 
     It also looks at the causes of the error, and at the other ranks' errors in torch's CheckpointException.
+
+    Args:
+        ends_run: whether the run has to be resumed when the cause is mended.
     """
     for cause in _causes(error):
         number = cause.errno if isinstance(cause, OSError) else None
@@ -42,7 +45,8 @@ def disk_fault(error: BaseException) -> str | None:
         if number is not None:
             file = cause.filename if isinstance(cause, OSError) else None
             where = f" ({file})" if isinstance(file, str) else ""
-            return f"{_WORDS[number]}{where}: {_CURES[number]}, then go on with titanlab resume or retry"
+            then = ", then go on with titanlab resume or retry" if ends_run else ""
+            return f"{_WORDS[number]}{where}: {_CURES[number]}{then}"
     return None
 
 

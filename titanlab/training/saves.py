@@ -141,5 +141,5 @@ class Saves:
             yield
         # Collectives raise other errors: those end the run.
         except OSError as error:
-            reason = disk_fault(error) or first_line(error)
+            reason = disk_fault(error, ends_run=False) or first_line(error)
             self._recorder.warn(f"the checkpoint of step {self._tried_step} is not saved: {reason}; training goes on")
