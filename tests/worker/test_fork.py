@@ -153,15 +153,17 @@ LAUNCHER = """
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     script = '(folder / f"rank-{rank}").write_text(str(os.getpid())); time.sleep(60)'
-    killed(tmp_path, worker(tmp_path, script), lambda: len(list(tmp_path.glob("rank-*"))) == 2)
-    pids = [int(path.read_text()) for path in tmp_path.glob("rank-*")]
+    # A file may exist before its text does.
+    killed(tmp_path, worker(tmp_path, script), lambda: len([*filter(read, tmp_path.glob("rank-*"))]) == 2)
+    pids = [int(read(path)) for path in tmp_path.glob("rank-*")]
     until(lambda: not any(alive(pid) for pid in pids))
+    assert len(pids) == 2
 
 
 def test_ranks_of_a_launcher_that_is_killed_before_the_fork_do_not_begin(tmp_path):
     prepare = '(folder / "forking").write_text(str(os.getpid())); time.sleep(1)'
-    killed(tmp_path, worker(tmp_path, '(folder / f"rank-{rank}").touch()', prepare), (tmp_path / "forking").exists)
-    until(lambda: not alive(int((tmp_path / "forking").read_text())))
+    killed(tmp_path, worker(tmp_path, '(folder / f"rank-{rank}").touch()', prepare), lambda: read(tmp_path / "forking"))
+    until(lambda: not alive(int(read(tmp_path / "forking"))))
     assert not list(tmp_path.glob("rank-*"))
 
 
@@ -171,3 +173,7 @@ def killed(folder, command, when):
     until(when)
     launcher.kill()
     launcher.wait()
+
+
+def read(path):
+    return path.read_text() if path.exists() else ""
