@@ -15,8 +15,8 @@ from tests.pool import RankFailure
 from titanlab.checkpoint.blocks import checksum
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile
-from titanlab.checkpoint.folders import latest
-from titanlab.checkpoint.index import INDEX, read_index, signed
+from titanlab.checkpoint.folders import INDEX, latest
+from titanlab.checkpoint.index import read_index, signed
 from titanlab.cli import main
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder

@@ -99,3 +99,5 @@ print("loaded", *sys.modules)
     assert "titanlab.launch.execute" in run.split()
     # The package itself is looked into for options; it is empty.
     assert [name for name in run.split() if name.startswith("titanlab.sweep.")] == []
+    # The command starts the ranks; only they need what takes long to import.
+    assert {"numpy", "torch"} & set(run.split()) == set()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from titanlab.checkpoint.blocks import checksum, read_regular
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
-from titanlab.checkpoint.folders import another, has_pickle
-from titanlab.checkpoint.index import INDEX, Index, OtherFormat, read_index
+from titanlab.checkpoint.folders import INDEX, another, has_pickle
+from titanlab.checkpoint.index import Index, OtherFormat, read_index
 from titanlab.checkpoint.older.metadata import SavedState, read_saved
 from titanlab.checkpoint.position import (
     MOST_BYTES,

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.index import INDEX
 from titanlab.checkpoint.older.metadata import METADATA
 from titanlab.errors import ConfigError
 
+# Of the checkpoint, written by `titanlab.checkpoint.index`.
+INDEX = "index.json"
 PART = ".part"
 # Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
 ASIDE = ".aside"

@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from titanlab.checkpoint.blocks import blocks_of, checksum, read_regular
 from titanlab.checkpoint.damage import DamagedFile
+from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.tiling import fills, overlap
 
-INDEX = "index.json"
 FORMAT = 1
 # The index of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
 MOST_BYTES = 1 << 29

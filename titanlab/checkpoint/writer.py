@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titanlab.checkpoint.blocks import BlockWriter
-from titanlab.checkpoint.index import INDEX, IndexedFile, index_bytes
+from titanlab.checkpoint.folders import INDEX
+from titanlab.checkpoint.index import IndexedFile, index_bytes
 from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, dtype_named, shard_of
