@@ -16,7 +16,8 @@ from titanlab.checkpoint.blocks import checksum
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile
 from titanlab.checkpoint.folders import INDEX, latest
-from titanlab.checkpoint.index import read_index, signed
+from titanlab.checkpoint.index.format import signed
+from titanlab.checkpoint.index.reader import read_index
 from titanlab.cli import main
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlab.checkpoint import blocks
 from titanlab.checkpoint.blocks import BLOCK
-from titanlab.checkpoint.index import ITEM_BYTES, read_index
+from titanlab.checkpoint.index.format import ITEM_BYTES
+from titanlab.checkpoint.index.reader import read_index
 from titanlab.checkpoint.reader import JsonPlanner
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.savers.saving import Plans, write_and_publish

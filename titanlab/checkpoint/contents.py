@@ -9,7 +9,7 @@ from pathlib import Path
 from titanlab.checkpoint.blocks import checksum, read_regular
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
 from titanlab.checkpoint.folders import INDEX, another, has_pickle
-from titanlab.checkpoint.index import Index, OtherFormat, read_index
+from titanlab.checkpoint.index.format import Index, OtherFormat
 from titanlab.checkpoint.older.metadata import SavedState, read_saved
 from titanlab.checkpoint.position import (
     MOST_BYTES,
@@ -69,6 +69,9 @@ def indexed(checkpoint: Path, key: str) -> Index:
         DamagedCheckpoint: it is missing or damaged.
         ConfigError: it is of a later format.
     """
+    # Imported here: it needs numpy, and a command that starts a new run reads no index.
+    from titanlab.checkpoint.index.reader import read_index
+
     try:
         return read_index(checkpoint)
     except DamagedFile as error:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from titanlab.checkpoint.contents import read_contents
-from titanlab.checkpoint.index import Index
+from titanlab.checkpoint.index.format import Index
 from titanlab.checkpoint.position import POSITION, position_bytes
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
 from titanlab.system.atomic_file import write_bytes

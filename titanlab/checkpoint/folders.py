@@ -12,7 +12,7 @@ from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.older.metadata import METADATA
 from titanlab.errors import ConfigError
 
-# Of the checkpoint, written by `titanlab.checkpoint.index`.
+# Of the checkpoint, written by `titanlab.checkpoint.index.format`.
 INDEX = "index.json"
 PART = ".part"
 # Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.

@@ -10,7 +10,7 @@ from titanlab.checkpoint.blocks import BlockReader
 from titanlab.checkpoint.contents import damaged, read_contents
 from titanlab.checkpoint.damage import DamagedFile
 from titanlab.checkpoint.folders import ASIDE, DAMAGED, PART, has_pickle, is_checkpoint
-from titanlab.checkpoint.index import Index
+from titanlab.checkpoint.index.format import Index
 from titanlab.errors import ConfigError
 
 _NAME = re.compile(r"step-([0-9]+)((?:\.[a-z]+)?)(?:-[0-9]+)?")

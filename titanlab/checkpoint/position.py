@@ -13,7 +13,7 @@ from typing import Any
 
 from titanlab.checkpoint.blocks import read_regular
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
-from titanlab.checkpoint.index import strict_json
+from titanlab.checkpoint.index.format import strict_json
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import finite
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from titanlab.checkpoint.contents import Contents
 from titanlab.checkpoint.folders import another
-from titanlab.checkpoint.index import Index
+from titanlab.checkpoint.index.format import Index
 from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader, set_in
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.errors import ConfigError

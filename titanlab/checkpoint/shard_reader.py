@@ -26,9 +26,9 @@ from torch.futures import Future
 from titanlab.checkpoint.blocks import BLOCK, BlockReader
 from titanlab.checkpoint.contents import damaged
 from titanlab.checkpoint.damage import DamagedFile
-from titanlab.checkpoint.index import BYTES, FILE, ITEM_BYTES, START, Index, IndexedTensor
+from titanlab.checkpoint.index.format import BYTES, FILE, ITEM_BYTES, START, Index, IndexedTensor
+from titanlab.checkpoint.index.tiling import needed_spans
 from titanlab.checkpoint.shards import bytes_of, dtype_named
-from titanlab.checkpoint.tiling import needed_spans
 
 
 class ShardReader(dcp.StorageReader):

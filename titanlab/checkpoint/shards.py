@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from titanlab.checkpoint.index import ITEM_BYTES
+from titanlab.checkpoint.index.format import ITEM_BYTES
 
 # By the dtype's name in torch. Bytes of other dtypes are saved as U8; the index has their dtype.
 _SAFETENSORS: Mapping[str, str] = {

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from titanlab.checkpoint.blocks import BlockWriter
 from titanlab.checkpoint.folders import INDEX
-from titanlab.checkpoint.index import IndexedFile, index_bytes
+from titanlab.checkpoint.index.format import IndexedFile, index_bytes
 from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, dtype_named, shard_of

@@ -1,30 +1,15 @@
-"""index.json of a checkpoint: where the bytes of each tensor are, and the checksums of all files.
-
-Free of torch. The file may come from an untrusted source: every value's type and range is checked.
-
-    {"checksum": "…",                      of all bytes that follow this key's comma
-     "format": 1,
-     "position": {"bytes": 812, "checksum": "…"},
-     "objects": {"optimizer.state.x": 3},  entries that are not tensors
-     "tensors": {"model.norm.weight": {"dtype": "float32", "shape": [64], "chunks": [[0, 192, 256, 0, 64]]}},
-     "files": [{"name": "rank-00000.safetensors", "bytes": 448, "checksums": "…"}]}
-
-A chunk is `[file, first byte, bytes, *offsets, *sizes]`; the chunks of a tensor fill it without overlap. `checksums`
-has eight bytes for each block of 1 MiB, little-endian, as base64.
-"""
+"""Reads index.json of a checkpoint. It may come from an untrusted source: every value's type and range is checked."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import itertools
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,151 +17,29 @@ import numpy.typing as npt
 from titanlab.checkpoint.blocks import blocks_of, checksum, read_regular
 from titanlab.checkpoint.damage import DamagedFile
 from titanlab.checkpoint.folders import INDEX
-from titanlab.checkpoint.tiling import fills, overlap
+from titanlab.checkpoint.index.format import (
+    BYTES,
+    FILE,
+    FIRST_OFFSET,
+    FORMAT,
+    ITEM_BYTES,
+    START,
+    Index,
+    IndexedFile,
+    IndexedTensor,
+    OtherFormat,
+    strict_json,
+)
+from titanlab.checkpoint.index.tiling import fills, overlap
 
-FORMAT = 1
 # The index of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
 MOST_BYTES = 1 << 29
 # Prevents overflow of 64 bits in the arithmetic of offsets.
 _MOST_TENSOR_BYTES = 1 << 60
 _MOST_DIMS = 32
-
-ITEM_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "complex64": 8,
-    "complex128": 16,
-    "bool": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
-}
-"""Bytes of an element, by the dtype's name in torch."""
-
-FILE, START, BYTES, FIRST_OFFSET = range(4)
-"""Columns of a chunk."""
 _PREFIX = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
 _FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{16}")
-
-
-class OtherFormat(Exception):
-    """The checkpoint has a format that this version does not know; it may be whole."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexedTensor:
-    """A tensor in a checkpoint.
-
-    Attributes:
-        dtype: its name in torch.
-        shape: of the full tensor.
-        chunks: [chunk, 3 + 2 * dims], as in the file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: npt.NDArray[np.int64]
-
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]:
-        """[chunk, dims]."""
-        return self.chunks[:, FIRST_OFFSET : FIRST_OFFSET + len(self.shape)]
-
-    def chunk_at(self, offsets: Sequence[int]) -> int:
-        """The number of the chunk that begins at the offsets."""
-        (numbers,) = (self.offsets == np.array(offsets, np.int64)).all(axis=1).nonzero()
-        return int(numbers[0])
-
-    @property
-    def sizes(self) -> npt.NDArray[np.int64]:
-        """[chunk, dims]."""
-        return self.chunks[:, FIRST_OFFSET + len(self.shape) :]
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexedFile:
-    """A file of tensors.
-
-    Attributes:
-        name: without a folder.
-        size: in bytes.
-        checksums: of each block.
-    """
-
-    name: str
-    size: int
-    checksums: Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Index:
-    """The content of index.json.
-
-    Attributes:
-        position_bytes, position_checksum: of position.json.
-        objects: JSON values of the entries that are not tensors.
-        tensors: by name.
-        files: in the order that the chunks refer to.
-    """
-
-    position_bytes: int
-    position_checksum: int
-    objects: Mapping[str, Any]
-    tensors: Mapping[str, IndexedTensor]
-    files: Sequence[IndexedFile]
-
-
-def index_bytes(
-    *,
-    position: bytes,
-    objects: Mapping[str, Any],
-    tensors: Mapping[str, tuple[str, Sequence[int], Sequence[Sequence[int]]]],
-    files: Sequence[IndexedFile],
-) -> bytes:
-    """The bytes of index.json.
-
-    Args:
-        position: content of position.json.
-        tensors: dtype, shape and chunks, by name.
-    """
-    content = {
-        "format": FORMAT,
-        "position": {"bytes": len(position), "checksum": f"{checksum(position):016x}"},
-        "objects": dict(objects),
-        "tensors": {
-            name: {"dtype": dtype, "shape": list(shape), "chunks": chunks}
-            for name, (dtype, shape, chunks) in tensors.items()
-        },
-        "files": [
-            {
-                "name": file.name,
-                "bytes": file.size,
-                "checksums": base64.b64encode(np.array(file.checksums, "<u8").tobytes()).decode(),
-            }
-            for file in files
-        ],
-    }
-    return signed(json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
-
-
-def signed(content: bytes) -> bytes:
-    """A JSON object with its checksum as the first key."""
-    body = content[1:]
-    return b'{"checksum":"%016x",' % checksum(body) + body
 
 
 def read_index(checkpoint: Path) -> Index:
@@ -199,27 +62,6 @@ def read_index(checkpoint: Path) -> Index:
         if isinstance(error, DamagedFile):
             raise DamagedFile(f"its file {INDEX} {error}") from error
         raise DamagedFile(f"its file {INDEX} is no JSON ({type(error).__name__})") from error
-
-
-def strict_json(content: bytes) -> Any:
-    """Parse JSON without NaN, infinity and repeated keys.
-
-    Raises:
-        ValueError: the content is something else.
-        RecursionError: it is nested too deep.
-    """
-    return json.loads(content, object_pairs_hook=_object, parse_constant=_refuse_constant)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        raise ValueError("a key stands twice in it")
-    return mapping
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _index(node: Any) -> Index:
