@@ -28,7 +28,8 @@ def shown(rows):
 @pytest.mark.parametrize("matrix", [parity_rows, technique_rows])
 def test_rows_of_ci_hold_every_pair_of_the_matrix(matrix):
     covering = [*matrix.ALWAYS, *matrix.COVERING]
-    assert shown(covering) == shown(matrix.ROWS)
+    left = shown(matrix.ROWS) - shown(covering)
+    assert all(pair in BY_TURNS for pair in left)
     assert len(set(covering)) == len(covering) < len(matrix.ROWS)
 
 
@@ -44,8 +45,9 @@ TECHNIQUES = sorted(
 )
 # What the matrix of layouts uses.
 PLAIN = ["precision=fp32", "ac=none", "compile="]
-# A row that generates code takes longer than all the rest of it, and its graphs are those that aot_eager traces.
-LEFT_OUT = {frozenset(pair) for pair in product(["compile=inductor"], SCHEDULES)}
+# A row that generates code takes longer than all the rest of it, and its graphs are those that aot_eager traces: CI runs
+# an eighth of these rows each time.
+BY_TURNS = {frozenset(pair) for pair in product(["compile=inductor"], SCHEDULES)}
 
 
 def test_every_pair_of_axis_technique_and_schedule_is_in_ci():
@@ -64,4 +66,5 @@ def test_every_pair_of_axis_technique_and_schedule_is_in_ci():
         )
         for pair in product(one, other)
     }
-    assert wanted - held <= LEFT_OUT
+    assert wanted - held <= BY_TURNS
+    assert wanted <= held | shown(technique_rows.ROWS)

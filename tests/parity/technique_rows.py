@@ -59,7 +59,8 @@ def _rows(given: Mapping[str, Any], *others: str, always: tuple[str, ...] = ()) 
 def _with_every_schedule() -> list[Row]:
     """Rows in which every schedule meets every precision, every policy, every other axis, and blocks that are compiled.
 
-    Compiled by aot_eager: inductor takes longer for each row than all the rest of it, and gets the same graphs.
+    Compiled by aot_eager: inductor takes longer for each row than all the rest of it, and gets the same graphs. The
+    rows of inductor are added below.
     """
     precisions = [
         "fp32",
@@ -154,3 +155,5 @@ _NAMES = {row.name for row in ROWS}
 ROWS += [row for row in _with_every_schedule() if row.name not in _NAMES]
 ALWAYS = [row for row in ROWS if row.always]
 COVERING = cover(ROWS, Row.options, always=ALWAYS, cost=lambda row: row.layout.world)
+# Only in `make test-matrix`: each takes longer than ten others.
+ROWS += [Row({"pipeline": 2, "schedule": schedule}, "fp32", "none", "inductor") for schedule in SCHEDULES]
