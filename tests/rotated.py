@@ -1,7 +1,7 @@
 """Tests of the slower layer that are rows of products: the same proof for another layout, technique or size.
 
 They run with `make test-matrix`, and `.ci/run` runs another eighth of them for each commit. Each file keeps its rows in
-`make test`, and the covering rows of tests/parity run in every `.ci/run`.
+`make test`, and the covering rows of tests/parity run in every `.ci/run`. TESTS are single tests of files without such rows.
 """
 
 import pytest
@@ -24,14 +24,24 @@ FILES = (
     "tests/recipe/test_recipes.py",
     "tests/training/test_bad_steps.py",
     "tests/training/test_elastic.py",
+    "tests/training/test_resume.py",
     "tests/training/faults/test_rank_times.py",
     "tests/training/faults/test_repeated_step.py",
     "tests/weights/huggingface/test_runs.py",
 )
+TESTS = (
+    # Longer trainings in each precision; what a step computes is compared in tests/precision/test_layouts.py and beside it.
+    "tests/precision/test_curves.py::test_a_precision_learns_as_fp32_does",
+    "tests/precision/test_float8_curves.py::test_it_learns_as_fp32_does",
+    # The ones with jobs on this host stay: killed submitters, and jobs that run.
+    "tests/sweep/test_killed.py::test_slurm_has_every_job_once",
+    "tests/sweep/test_killed.py::test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is",
+)
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Mark the slower rows of these files as rows of the matrix."""
+    """Mark the slower rows of these files, and these tests, as rows of the matrix."""
     for item in items:
-        if item.nodeid.partition("::")[0] in FILES and item.get_closest_marker("full"):
+        listed = item.nodeid.partition("::")[0] in FILES or item.nodeid.partition("[")[0] in TESTS
+        if listed and item.get_closest_marker("full"):
             item.add_marker("matrix")
