@@ -12,6 +12,10 @@ PART ?=
 # a test that hangs ends the run. ARGS="-n 0" runs all tests in one process, as a debugger needs it.
 TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 
+# Python keeps compiled source beside it, in __pycache__, also where the environment forbids it: else each of the thousands
+# of processes that tests start would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
