@@ -1,12 +1,14 @@
 """Time and memory of rank 0 when it plans a save of Llama 3.1 405B with AdamW, for some numbers of ranks.
 
-The plans of eight ranks, those of one host, are made as a run makes them, on torch's fake process group. A layout of
-FSDP2 over hosts and tensor parallelism of 8 in each gives the others: the same entries at other offsets. Rank 0 then
-does what it does in a save: it unpickles all plans, makes the global plan, keeps the places in every file, pickles the
-answers, and writes the index. Each number of ranks has a process of its own. Prints one JSON object.
+The layout is that of the recipe llama3_1_405b_512gpus: tensor parallelism of 8 in a host, a pipeline of 8 stages, and
+FSDP2 over what is left; `--pipeline 1` is FSDP2 and tensor parallelism alone, where every rank has a part of every
+parameter. The plans of eight ranks, those of the first host, are made as a run makes them, on torch's fake process
+group, for each stage. They give the others: the same entries at other offsets. Rank 0 then does what it does in a
+save: it unpickles all plans, makes the global plan, keeps the places in every file, pickles the answers, and writes the
+index. Each number of ranks has a process of its own. Prints one JSON object.
 
     python benchmarks/save_planning.py                     256 and 512 ranks
-    python benchmarks/save_planning.py --ranks 64,128 --write
+    python benchmarks/save_planning.py --ranks 64,128 --pipeline 1
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
@@ -43,6 +46,7 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.model.llama_schema import Llama
 from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.tensor import TensorParallel, parallelise
+from titanlab.recipe.stage_pieces import stage_pieces
 
 TENSOR = 8
 SEQ_LEN = 8192
@@ -57,14 +61,17 @@ def main() -> None:
     """Measure each number of ranks in a process of its own, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="256,512", help="numbers of ranks, multiples of 8")
+    parser.add_argument("--pipeline", type=int, default=8, help="stages, one a rank")
     parser.add_argument("--write", action="store_true", help=f"also write {RESULT.name}")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(measured(given.one)))
+        print(json.dumps(measured(given.one, given.pipeline)))
         return
     rows = {
-        ranks: json.loads(subprocess.check_output([sys.executable, __file__, "--one", ranks]))
+        ranks: json.loads(
+            subprocess.check_output([sys.executable, __file__, "--one", ranks, "--pipeline", str(given.pipeline)])
+        )
         for ranks in given.ranks.split(",")
     }
     text = json.dumps(
@@ -72,6 +79,7 @@ def main() -> None:
             "date": datetime.date.today().isoformat(),
             "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
             "torch": torch.__version__,
+            "pipeline": given.pipeline,
             "ranks": rows,
         },
         indent=2,
@@ -81,18 +89,24 @@ def main() -> None:
         RESULT.write_text(text + "\n")
 
 
-def measured(ranks: int) -> dict[str, Any]:
+def measured(ranks: int, pipeline: int) -> dict[str, Any]:
     """Seconds of each step and the memory that they add, in MB."""
-    hosts = ranks // TENSOR
+    # Of one stage.
+    hosts = ranks // TENSOR // pipeline
     # As during training.
     gc.disable()
     begin = time.perf_counter()
     # A process for each: torch keeps what it has computed for a mesh, and a mesh of another rank equals it.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processes:
-        first = processes.starmap(_plan_of, [(rank, ranks) for rank in range(TENSOR)], chunksize=1)
-    local_seconds = (time.perf_counter() - begin) / TENSOR
+        first = processes.starmap(_plans_of, [(rank, ranks, pipeline) for rank in range(TENSOR)], chunksize=1)
+    local_seconds = (time.perf_counter() - begin) / TENSOR / pipeline
     # Plans arrive as bytes from each rank; rank 0 holds them all, as gather_object does.
-    arrived = [pickle.dumps(_moved(first[rank % TENSOR], rank // TENSOR, hosts)) for rank in range(ranks)]
+    arrived = [
+        pickle.dumps(_moved(first[rank][stage], host, hosts))
+        for stage in range(pipeline)
+        for host in range(hosts)
+        for rank in range(TENSOR)
+    ]
     planner, writer = SavePlannerOfJson(), CheckpointWriter(Path("unused"), 0)
     before, seconds = _peak_mb(), {}
 
@@ -134,10 +148,11 @@ def measured(ranks: int) -> dict[str, Any]:
     }
 
 
-def _plan_of(rank: int, ranks: int) -> SavePlan:
-    """The local plan of a rank of the first host, of tensors without data."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    mesh = build_mesh(Layout(shard=ranks // TENSOR, tensor=TENSOR, replicate=1, context=1, pipeline=1), "cpu")
+def _plans_of(rank: int, ranks: int, pipeline: int) -> list[SavePlan]:
+    """The local plan of a rank of the first host of each stage, of tensors without data."""
+    # The ranks of one stage: only they share parameters.
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks // pipeline)
+    mesh = build_mesh(Layout(shard=ranks // TENSOR // pipeline, tensor=TENSOR), "cpu")
     config = LLAMA_405B
     with shapes_only():
         model = config.implementation().build(seq_len=SEQ_LEN)
@@ -145,7 +160,31 @@ def _plan_of(rank: int, ranks: int) -> SavePlan:
     parallelise(model, config.account().tensor_plan, cut)
     for layer in (*model.layers.values(), model):
         torch.distributed.fsdp.fully_shard(layer, mesh=mesh.data_parallel)
+    stages = stage_pieces(
+        config.account(),
+        split=None,
+        placement=range(pipeline),
+        block=config.block_operations(batch=1, seq_len=SEQ_LEN),
+        edges=config.edge_operations(batch=1, seq_len=SEQ_LEN),
+    )
     parameters = dict(model.named_parameters())
+    plans = [
+        _plan_of(
+            {
+                name: parameter
+                for name, parameter in parameters.items()
+                if any(name.startswith(f"{piece}.") for piece in pieces)
+            },
+            leads=rank == number == 0,
+        )
+        for number, pieces in enumerate(stages)
+    ]
+    dist.destroy_process_group()
+    return plans
+
+
+def _plan_of(parameters: dict[str, nn.Parameter], *, leads: bool) -> SavePlan:
+    """The plan of a rank with these parameters and their two moments."""
     assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
     moments = {
         f"state.{name}.{kind}": torch.empty_like(parameter)
@@ -153,10 +192,8 @@ def _plan_of(rank: int, ranks: int) -> SavePlan:
         for kind in ("exp_avg", "exp_avg_sq")
     }
     planner = SavePlannerOfJson()
-    planner.set_up_planner({"model": parameters, "optimizer": moments}, None, rank == 0)
-    plan = planner.create_local_plan()
-    dist.destroy_process_group()
-    return plan
+    planner.set_up_planner({"model": parameters, "optimizer": moments}, None, leads)
+    return planner.create_local_plan()
 
 
 def _moved(plan: SavePlan, host: int, hosts: int) -> SavePlan:
