@@ -3,6 +3,7 @@
 import json
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,13 @@ def jobs(tmp_path):
     made = Jobs(tmp_path)
     yield made
     made.close()
+
+
+def catches(pid, number):
+    """Whether a process has a handler for a signal (proc(5): SigCgt)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def rows(run):
@@ -73,6 +81,8 @@ def test_one_that_is_preempted_before_its_first_step_loses_nothing_and_says_so(j
     run = jobs.run(2, steps=3)
     ranks = jobs.start(run, 2)
     until(lambda: (run.attempt_folder(1) / "rendezvous.json").exists(), START_SECONDS)
+    # Before that, Python itself is starting, and the signal ends it.
+    until(lambda: all(catches(rank.pid, signal.SIGTERM) for rank in ranks), START_SECONDS)
     send(ranks, signal.SIGTERM)
     codes, said = ended(ranks)
     assert codes == [75, 75], said
