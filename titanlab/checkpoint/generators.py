@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.older.metadata import SavedState
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.distributed.world import World
 
 _MOST_BYTES = 1 << 16
@@ -52,7 +52,7 @@ def states_of_bytes(states: Mapping[str, bytes], current: Mapping[str, Tensor]) 
 
 
 def saved_states(
-    current: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Path, key: str
+    current: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Place, key: str
 ) -> dict[str, Any]:
     """Make the tensors into which the states of a rank in an older checkpoint are read; empty if it has none.
 
@@ -74,7 +74,7 @@ def saved_states(
     return states
 
 
-def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Path, key: str) -> None:
+def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Place, key: str) -> None:
     """Set the generators to the states.
 
     Raises:

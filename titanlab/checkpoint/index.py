@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -31,6 +30,7 @@ import numpy.typing as npt
 
 from titanlab.checkpoint.blocks import blocks_of, checksum, read_regular
 from titanlab.checkpoint.damage import DamagedFile
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.tiling import fills, overlap
 
 INDEX = "index.json"
@@ -179,7 +179,7 @@ def signed(content: bytes) -> bytes:
     return b'{"checksum":"%016x",' % checksum(body) + body
 
 
-def read_index(checkpoint: Path) -> Index:
+def read_index(checkpoint: Place) -> Index:
     """Read and check index.json.
 
     Raises:

@@ -9,10 +9,10 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from titanlab.checkpoint.folders import put_back
 from titanlab.checkpoint.parent import parent_of
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
@@ -84,7 +84,13 @@ def execute(ready: Ready, console: Console) -> Outcome:
 
 
 def continue_run(
-    run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None, console: Console, *, checkpoint: Path | None = None
+    run: RunFolder,
+    recipe: Recipe,
+    host: Host,
+    ranks: Ranks | None,
+    console: Console,
+    *,
+    checkpoint: Place | None = None,
 ) -> Outcome:
     """Begin the next attempt at a run with the given recipe, from its latest checkpoint if there is one.
 
@@ -101,7 +107,7 @@ def continue_run(
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         run.withdraw_cancel()
-        put_aside: list[Path] = []
+        put_aside: list[Place] = []
         if checkpoint is not None:
             put_aside = go_back(run, recipe, checkpoint, console.note)
         elif missed := missed_checkpoint(run):
@@ -132,7 +138,7 @@ def _attempted(
     ranks: Ranks | None,
     console: Console,
     *,
-    checkpoint: Path | None,
+    checkpoint: Place | None,
     restart: Restart | None,
 ) -> Outcome:
     """Make one attempt at a claimed run."""

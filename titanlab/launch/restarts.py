@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlab.checkpoint.folders import latest, step_of
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
@@ -99,7 +100,7 @@ class Restarts:
         return gained
 
     def _next(self, outcome: Outcome, recipe: Recipe) -> Restart:
-        checkpoint = latest(self._run.checkpoints)
+        checkpoint = latest(checkpoints_of(self._run))
         place = "the beginning" if checkpoint is None else f"step {step_of(checkpoint)}"
         rank = "" if outcome.rank is None else f", rank {outcome.rank}"
         why = (

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from titanlab.checkpoint.contract import Target
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.data import source
 from titanlab.distributed.flight_recorder import topology
 from titanlab.distributed.mesh import build_mesh
@@ -127,7 +128,7 @@ def train(
             recorder.warn(warning)
         position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
         target = Target(
-            folder=run.checkpoints,
+            folder=checkpoints_of(run),
             model=model,
             optimizer=optimizer,
             world=world,
