@@ -49,13 +49,12 @@ class StoreSink:
         if self._is_finished or getattr(self._file, "closed", False):
             return
         discard: Callable[[], None] | None = getattr(self._file, "discard", None)
-        try:
+        # The error that is under way says more than one of the clean-up.
+        with contextlib.suppress(Exception):
             if discard is not None:
-                # The error that is under way says more than one of the clean-up.
-                with contextlib.suppress(Exception):
-                    discard()
-        finally:
-            # Else fsspec would complete the upload when the file is collected as garbage.
+                discard()
+        # Else a buffered file of fsspec would complete the upload when it is collected as garbage.
+        with contextlib.suppress(AttributeError):
             self._file.closed = True
 
 
