@@ -267,11 +267,8 @@ def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Ou
         )
     # After the last step there is nothing left to stop.
     if totals.stop and outcome.kind is OutcomeKind.DONE and step != outcome.steps:
-        # The cause is known only if this rank has received the signal.
-        cause = stop.cause if stop.signal == totals.stop else None
-        return replace(
-            outcome, kind=STOPS[totals.stop], step=step, cause=cause or _STOPPED[signal.Signals(totals.stop)]
-        )
+        cause = stop.cause_of(totals.stop) or _STOPPED[signal.Signals(totals.stop)]
+        return replace(outcome, kind=STOPS[totals.stop], step=step, cause=cause)
     return outcome
 
 
