@@ -220,6 +220,10 @@ def _recorded(
         return outcome
     if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
         console.note(outcome.traceback.rstrip())
+    if outcome.kind is OutcomeKind.INFEASIBLE:
+        # As before the start: one line with the key, the value, the rule and the cure.
+        console.error(outcome.cause or outcome.kind.meaning)
+        return outcome
     console.end(
         f"{outcome.kind.value}: {outcome.kind.meaning}",
         [
