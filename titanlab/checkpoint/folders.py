@@ -32,6 +32,8 @@ ASIDE = ".aside"
 DAMAGED = ".damaged"
 _STEP = re.compile(r"step-([0-9]+)")
 _ANOTHER = "give another checkpoint of the run"
+# There is none before it, or the folder is of another tool and of no run.
+_COPY = "give another checkpoint, or a whole copy of this one"
 
 
 def step_folder(folder: Place, step: int) -> Place:
@@ -258,4 +260,4 @@ def another(checkpoint: Place) -> str:
         older = before(checkpoint)
     except StoreFault:
         older = None
-    return _ANOTHER if older is None else f"{_ANOTHER}: the one before it is {older}"
+    return _COPY if older is None else f"{_ANOTHER}: the one before it is {older}"
