@@ -66,7 +66,9 @@ def test_a_damaged_one_is_renamed_if_there_is_one_before_it(tmp_path):
     assert (checkpoints(tmp_path), (tmp_path / "step-00000002.damaged").is_dir()) == ([old], True)
     made(tmp_path, 2)
     assert fall_back(damaged).endswith("it is kept as step-00000002.damaged-2")
-    with pytest.raises(DamagedCheckpoint, match="step-00000001: is damaged; give another checkpoint, or a whole copy of this one$"):
+    with pytest.raises(
+        DamagedCheckpoint, match="step-00000001: is damaged; give another checkpoint, or a whole copy of this one$"
+    ):
         fall_back(DamagedCheckpoint("run", old, "is damaged", another(old)))
     assert checkpoints(tmp_path) == [old]
 

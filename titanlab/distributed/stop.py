@@ -84,7 +84,10 @@ def caught_signals() -> tuple[int, ...]:
 def stopped_early(request: StopRequest, *, rank: int, attempt: int) -> Outcome:
     """The outcome of a rank that was asked to stop while its first step was compiled."""
     kind = STOPS[request.signal]
-    cause = request.cause_of(request.signal) or f"asked to end by {signal.Signals(request.signal).name}; the run can be resumed"
+    cause = (
+        request.cause_of(request.signal)
+        or f"asked to end by {signal.Signals(request.signal).name}; the run can be resumed"
+    )
     return Outcome(
         kind=kind,
         rank=rank,

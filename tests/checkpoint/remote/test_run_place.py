@@ -290,6 +290,16 @@ def test_the_place_stays_when_the_folder_of_the_run_moves(tmp_path, server):
     assert checkpoints_of(RunFolder(Path(moved))) == place
 
 
+@pytest.mark.parametrize("folder", ["file:///etc", "simplecache::file:///etc", "http://host/x", "emu://a:pa55@b/c"])
+def test_the_config_of_a_stranger_names_no_other_place(tmp_path, server, folder):
+    run = tiny.begin(tiny.recipe(tmp_path, steps=2, folder=FOLDER))
+    config = run.path / "config.yaml"
+    config.write_text(config.read_text().replace(FOLDER, folder))
+    with pytest.raises(ConfigError, match="checkpoint.folder=") as error:
+        checkpoints_of(run)
+    assert "pa55" not in str(error.value)
+
+
 def test_a_store_that_is_down_ends_before_anything_starts(tmp_path, server, capsys):
     run = tiny.begin(tiny.recipe(tmp_path, steps=2, folder=FOLDER))
     server.store.faults = [Fault("GET", "", "503", -1), Fault("HEAD", "", "503", -1)]

@@ -14,7 +14,8 @@ from titanlab.errors import ConfigError
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = ("file", "local")
 # These of fsspec have no files that can be written, or wrap another store.
-_UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar", "libarchive", "generic")
+_UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar", "libarchive", "generic", "dir")
+_WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
 _SECRET = "***"
 
 
@@ -98,7 +99,7 @@ def check_address(key: str, text: str) -> None:
     if protocol in _LOCAL:
         rule = "is of this host, where checkpoints are in the run's folder"
         raise ConfigError(key, text, rule, "leave it out; runs=FOLDER chooses the disk")
-    if "::" in text or protocol in _UNUSABLE:
+    if "::" in text or protocol in (*_UNUSABLE, *_WRAPPERS):
         raise ConfigError(key, text, "takes no checkpoints", "give the address of a store, such as s3://bucket/folder")
     parts = rest.rstrip("/").split("/")
     if text.strip() != text or any(character < " " for character in text) or any(p in ("", ".", "..") for p in parts):

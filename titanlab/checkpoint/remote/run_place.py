@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from titanlab.checkpoint.remote import objects
-from titanlab.checkpoint.remote.address_schema import Place, StorePath
+from titanlab.checkpoint.remote.address_schema import Place, StorePath, check_address
 from titanlab.errors import ConfigError
 from titanlab.records.run_records import RunRecords
 
@@ -33,6 +33,8 @@ def checkpoints_of(run: RunRecords) -> Place:
     identity = run.identity()
     if not isinstance(folder, str) or identity is None:
         return run.checkpoints
+    # The run may be a stranger's.
+    check_address("checkpoint.folder", folder)
     return StorePath(folder.rstrip("/")) / str(found["sweep"]) / f"{found['name']}-{identity.hash8}"
 
 
