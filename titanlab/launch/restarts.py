@@ -21,10 +21,10 @@ from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_records import RESTART
 from titanlab.system.atomic_file import write_json
 from titanlab.system.disk import tells_of_disk
 
-FILE = "restart.json"
 # Ends of single processes or machines: another attempt may not have them.
 _RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
 # Restarts in a row that gain nothing, after which the cause is the run's.
@@ -147,7 +147,7 @@ def hide_device(restart: Restart, recipe: Recipe) -> None:
 def note(run: RunFolder, attempt: int, restart: Restart, after: int) -> None:
     """Record in an attempt's folder that it is a restart, and why."""
     write_json(
-        run.attempt_folder(attempt) / FILE,
+        run.attempt_folder(attempt) / RESTART,
         {
             "schema": 1,
             "number": restart.number,
