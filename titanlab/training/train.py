@@ -34,7 +34,7 @@ from titanlab.training.assemble import assemble
 from titanlab.training.faults.rank_times import RankTimes
 from titanlab.training.faults.repeated_step import RepeatedStep
 from titanlab.training.faults.rollback import Rollbacks
-from titanlab.training.profiling import named_consumers, profiled, profiler_of
+from titanlab.training.profiling import named_before_steps, named_consumers, profiled, profiler_of
 from titanlab.training.recorder import open_recorder
 from titanlab.training.saves import Saves
 from titanlab.training.start import load_start
@@ -100,6 +100,7 @@ def train(
                 deterministic=recipe.training.deterministic,
             )
         )
+        stack.enter_context(named_before_steps())
         attempt = world.share(max(run.attempts(), default=1)) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
