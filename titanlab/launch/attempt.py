@@ -18,7 +18,7 @@ from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
-from titanlab.records.outcome import Outcome, from_exit
+from titanlab.records.outcome import KillEvidence, Outcome, from_exit
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.disk import disk_fault
@@ -158,12 +158,12 @@ def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
     keep(tokenizer.file, run.tokenizer)
 
 
-def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: str | None = None) -> Outcome:
+def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: KillEvidence | None = None) -> Outcome:
     """Record and return the outcome of an attempt whose ranks ended without recording one.
 
     Args:
         exits: exit codes of the ranks that failed, by rank; a rank's own record of its failure has priority.
-        memory: the evidence that the kernel has killed ranks because memory ran out; None: there is no evidence.
+        memory: evidence about a SIGKILL; None: there is none.
 
     Raises:
         OSError: the outcome cannot be written.

@@ -28,7 +28,7 @@ from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
 from titanlab.recipe.recipe_rules import check
 from titanlab.records.end_file import write_elsewhere
 from titanlab.records.identity import Identity, identify
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.system.disk import disk_fault, tells_of_disk
 from titanlab.terminal.console import Console
@@ -156,7 +156,7 @@ def _attempted(
     else:
         failures = launch.implementation().start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
     terminal = {0} if ranks is None else set(range(ranks.world))
-    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.rose())
+    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.evidence())
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
@@ -196,13 +196,13 @@ def _recorded(
     console: Console,
     *,
     terminal: Collection[int],
-    memory: str | None,
+    memory: KillEvidence | None,
 ) -> Outcome:
     """The outcome of the attempt; written here if no rank lived long enough to write it.
 
     Args:
         terminal: ranks whose output is on the terminal already.
-        memory: the evidence that the kernel has killed a process of this attempt because memory ran out.
+        memory: evidence about a SIGKILL; None: there is none.
     """
     recorded = run.result(attempt)
     if recorded is not None:
