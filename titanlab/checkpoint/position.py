@@ -14,10 +14,9 @@ from titanlab.checkpoint.blocks import read_regular
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
 from titanlab.checkpoint.index import strict_json
 from titanlab.checkpoint.remote.address_schema import Place, StorePath
-from titanlab.checkpoint.remote.objects import size_of
+from titanlab.checkpoint.remote.objects import objects_below
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import finite
-from titanlab.system.disk import StoreFault
 
 POSITION = "position.json"
 MODEL = "model"
@@ -173,21 +172,18 @@ def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: 
 
     Raises:
         DamagedCheckpoint: a file is missing, or has another size.
+        StoreFault: the store does not answer, or refuses.
     """
+    # One list of a store, because every rank checks every file.
+    known = objects_below(checkpoint) if isinstance(checkpoint, StorePath) else {}
     for name, size in files.items():
         try:
-            actual = _size_of(checkpoint / name)
-        except StoreFault:
-            raise
-        except OSError:
+            actual = known[name].size if isinstance(checkpoint, StorePath) else (checkpoint / name).stat().st_size
+        except (OSError, KeyError):
             raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} is missing", cure) from None
         if actual != size:
             rule = f"is damaged: its file {name} has {actual} bytes, and had {size} when it was saved"
             raise DamagedCheckpoint(key, checkpoint, rule, cure)
-
-
-def _size_of(path: Place) -> int:
-    return size_of(path) if isinstance(path, StorePath) else path.stat().st_size
 
 
 def _step_in_name(checkpoint: Place) -> int | None:

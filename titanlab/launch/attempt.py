@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from titanlab.records.hang_file import read_hang
 from titanlab.records.outcome import KillEvidence, Outcome, from_exit
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.disk import disk_fault
+from titanlab.system.disk import StoreFault, disk_fault
 
 
 def begin(
@@ -180,7 +181,7 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
         if disk_fault(error) is None:
             raise
         # All ranks have ended: nothing writes to unfinished checkpoints any more, and their space is needed.
-        remove_unfinished(checkpoints_of(run))
+        remove_unfinished(run.checkpoints)
         run.write_result(outcome)
     return outcome
 
@@ -201,7 +202,10 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     status = status if status is not None and status.attempt == outcome.attempt else None
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
     first_steps = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
-    saved = latest(checkpoints_of(run))
+    saved = None
+    # A store that is down may be what has ended the run; the step is in the other records too.
+    with contextlib.suppress(StoreFault):
+        saved = latest(checkpoints_of(run))
     steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]
     steps += [row["step"] for row in rows]
     last = {key: value for key, value in rows[-1].items() if key not in _ROW} if rows else outcome.metrics

@@ -18,6 +18,7 @@ from tests.object_store.server import Fault
 from tests.pool import RankFailure
 from titanlab.checkpoint import store
 from titanlab.checkpoint.blocks import BLOCK
+from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import checkpoints, fall_back, find, latest, of_step, put_aside, put_back, step_of
 from titanlab.checkpoint.index import read_index
@@ -31,9 +32,10 @@ from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.cli import main
 from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
-from titanlab.launch.attempt import begin, pass_over_damaged
-from titanlab.records.outcome import OutcomeKind
+from titanlab.launch.attempt import begin, conclude, pass_over_damaged
+from titanlab.records.outcome import OutcomeKind, from_exception
 from titanlab.records.run_folder import RunFolder
+from titanlab.system.disk import StoreFault
 
 MEMORY = "memory://titanlab-tests"
 
@@ -307,6 +309,25 @@ def test_a_store_that_is_down_ends_before_anything_starts(tmp_path, server, caps
     err = capsys.readouterr().err
     assert err.startswith("error: the store cannot be used (emu://")
     assert err.count("\n") == 1
+
+
+def test_a_run_that_a_store_has_ended_gets_its_result_while_the_store_is_down(tmp_path, server):
+    _made, run = saved_twice(tmp_path)
+    server.store.faults = [Fault("GET", "", "503", -1), Fault("HEAD", "", "503", -1)]
+    fault = StoreFault(FOLDER, "it is down")
+    run.write_failure(from_exception(fault, rank=0, attempt=1))
+    ended = conclude(run, 1, {0: 1})
+    assert ended == run.result()
+    assert (ended.kind, ended.step) == (OutcomeKind.CRASH, 6)
+    assert ended.cause.startswith(f"the store cannot be used ({FOLDER}: it is down): check its address")
+
+
+def test_every_rank_checks_all_files_with_one_request(tmp_path, server):
+    _made, run = saved_twice(tmp_path)
+    newest = latest(checkpoints_of(run))
+    server.store.faults = [Fault("HEAD", "rank-", "503", -1)]
+    read_contents(newest, "run")
+    assert server.store.faults[0].count == -1
 
 
 def test_a_checkpoint_of_a_store_starts_another_run(tmp_path, server):
