@@ -66,7 +66,9 @@ def test_a_damaged_one_is_renamed_if_there_is_one_before_it(tmp_path):
     assert (checkpoints(tmp_path), (tmp_path / "step-00000002.damaged").is_dir()) == ([old], True)
     made(tmp_path, 2)
     assert fall_back(damaged).endswith("it is kept as step-00000002.damaged-2")
-    with pytest.raises(DamagedCheckpoint, match="step-00000001: is damaged; give another checkpoint of the run$"):
+    with pytest.raises(
+        DamagedCheckpoint, match="step-00000001: is damaged; give another checkpoint, or a whole copy of this one$"
+    ):
         fall_back(DamagedCheckpoint("run", old, "is damaged", another(old)))
     assert checkpoints(tmp_path) == [old]
 
@@ -179,7 +181,7 @@ def test_a_step_s_checkpoint(tmp_path):
 
 def test_the_advice_names_the_one_before(tmp_path):
     first, second = made(tmp_path, 2), made(tmp_path, 4)
-    assert another(first) == "give another checkpoint of the run"
+    assert another(first) == "give another checkpoint, or a whole copy of this one"
     assert another(second) == f"give another checkpoint of the run: the one before it is {first}"
 
 

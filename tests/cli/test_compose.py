@@ -381,6 +381,10 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
         ("titanlab retry study --outcome ", sorted(OutcomeKind)),
         ("titanlab resume one-1 parallelism.sha", ["parallelism.shard="]),
         ("titanlab retry study launch.th", ["launch.threads="]),
+        ("titanlab train --from ", ["again/one-1", "toy-0123abcd", "study/one-1", "two-2"]),
+        ("titanlab train training.steps=3 --runs $ELSEWHERE --from ", ["three-3"]),
+        ("titanlab train --from two-2 parallelism.sha", ["parallelism.shard="]),
+        ("titanlab train --from two-2 --", ["--from", "--help", "--runs"]),
         ("titanlab completion ", ["bash"]),
         ("titanlab schedule 'an open quotation mark", []),
     ],
@@ -430,12 +434,19 @@ def test_completion_of_options_has_those_of_the_help(monkeypatch, capsys, verb):
     assert words <= shown | {"bash"}
 
 
+def test_completion_of_flags_names_the_flag_of_new_runs(monkeypatch, capsys):
+    for verb in ("train", "sweep"):
+        monkeypatch.setenv("COMP_LINE", f"titanlab {verb} --fr")
+        assert main(["completion", "query"]) == 0
+        assert ("--from" in capsys.readouterr().out.split()) is (verb == "train")
+
+
 def test_completion_of_flags_names_flags(monkeypatch, capsys):
     monkeypatch.setenv("COMP_LINE", "titanlab train --c")
     assert main(["completion", "query"]) == 0
     flags = capsys.readouterr().out.split()
     assert "--cfg" in flags
-    assert set(flags) <= {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert set(flags) <= {name for action in get_args_parser()._actions for name in action.option_strings} | {"--from"}
 
 
 def test_bash_completes(here, tmp_path):

@@ -125,6 +125,31 @@ def test_the_end_of_the_launcher_is_named(monkeypatch):
         assert (request.signal, request.cause) == (signal.SIGTERM, None)
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+def test_the_end_of_the_launcher_is_named_when_linux_shows_it_late(monkeypatch, arrives):
+    """The signal comes when a thread of the launcher ends, and until the last one has ended it is still the parent.
+
+    Another rank may have the signal before this one.
+    """
+    monkeypatch.setenv("TITANLAB_PARENT", str(os.getppid()))
+    with stop_request() as request:
+        if arrives:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert request.cause_of(signal.SIGTERM) is None
+        monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
+        assert request.cause_of(signal.SIGTERM) == "its launcher is gone; the run can be resumed"
+        assert request.cause_of(signal.SIGINT) is None
+    early = stop.stopped_early(request, rank=0, attempt=1) if arrives else None
+    assert early is None or early.cause.startswith("its launcher is gone")
+
+
+def test_a_cause_that_was_told_is_kept(monkeypatch):
+    monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
+    request = stop.StopRequest()
+    request.note(signal.SIGTERM, "preempted by another job")
+    assert request.cause_of(signal.SIGTERM) == "preempted by another job"
+
+
 def test_while_a_first_step_is_compiled_a_signal_ends_it_at_once():
     with stop_request() as request:
         with pytest.raises(stop.StoppedEarly), request.at_once(active=True):

@@ -29,7 +29,7 @@ from titanlab.launch.attempt import (
 )
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
-from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.records.run_status import Status
 
@@ -183,7 +183,7 @@ def test_a_rank_s_own_record_has_priority_over_its_exit_code(tmp_path):
 
 def test_ranks_without_a_record_end_by_their_exit_codes(tmp_path):
     run = tiny.begin(tiny.recipe(tmp_path))
-    assert conclude(run, 1, {2: -9}, memory="the kernel killed a process").kind is OutcomeKind.OOM
+    assert conclude(run, 1, {2: -9}, memory=KillEvidence(by_kernel=True, words="seen")).kind is OutcomeKind.OOM
     run = tiny.begin(tiny.recipe(tmp_path / "other"))
     outcome = conclude(run, 1, {2: -9})
     assert (outcome.kind, outcome.rank) == (OutcomeKind.CRASH, 2)

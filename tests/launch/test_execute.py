@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
+from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.data.files_schema import Files
 from titanlab.distributed.host import Host
@@ -296,6 +297,27 @@ def test_later_checkpoints_count_again_if_the_chosen_one_cannot_be_loaded(tmp_pa
     starts.then(ends(OutcomeKind.INFEASIBLE))
     continue_run(run, recipe, HOST, None, console, checkpoint=step_folder(run.checkpoints, 2))
     assert latest(run.checkpoints) == step_folder(run.checkpoints, 6)
+
+
+def test_damage_that_ranks_find_in_the_chosen_checkpoint_is_one_line(tmp_path, starts, console, said):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped_at(recipe, starts, console, [2, 4], noted=True)
+    chosen = step_folder(run.checkpoints, 4)
+
+    def ranks(folder):
+        attempt = max(run.attempts())
+        error = DamagedCheckpoint("run", chosen, "is damaged: its file a has other bytes", "give another checkpoint")
+        for rank in (0, 1):
+            run.write_failure(from_exception(error, rank=rank, attempt=attempt))
+        return [Failure(rank=rank, exit_code=2) for rank in (0, 1)]
+
+    starts.then(ranks)
+    said.truncate(0)
+    said.seek(0)
+    ended = continue_run(run, recipe, HOST, None, console, checkpoint=chosen)
+    assert said.getvalue() == f"error: run={chosen}: is damaged: its file a has other bytes; give another checkpoint\n"
+    assert ended.kind.exit_code == 2
+    assert run.result().cause == said.getvalue().removeprefix("error: ").rstrip()
 
 
 def test_damaged_checkpoints_are_passed_over_in_a_line_each(tmp_path, starts, console, said):

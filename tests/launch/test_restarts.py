@@ -16,9 +16,10 @@ from titanlab.errors import ConfigError
 from titanlab.launch import restarts as module
 from titanlab.launch.execute import continue_run
 from titanlab.launch.local_schema import Local
-from titanlab.launch.restarts import FILE, Restarts, hide_device, reduced
+from titanlab.launch.restarts import Restarts, hide_device, reduced
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_records import RESTART
 from titanlab.terminal.console import Console
 
 IN_VAIN = "not restarted: 2 restarts in a row have reached no further step and saved no checkpoint"
@@ -164,7 +165,7 @@ def losses(run):
 
 
 def record(run, attempt):
-    return json.loads((run.attempt_folder(attempt) / FILE).read_text())
+    return json.loads((run.attempt_folder(attempt) / RESTART).read_text())
 
 
 def test_a_rank_that_is_killed_costs_no_step(installed, pool, tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Memory by phase, snapshots, and what memory holds when it is used up."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from tests import tiny
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.profiler.consumers import consumers, described, failing_module, named_consumers
+from titanlab.profiler.consumers import consumers, described, failing_module, living, named_consumers
 from titanlab.profiler.contract import Links
 from titanlab.profiler.memory import RANK, MemoryProfiler, largest, metric, resident_bytes
 from titanlab.profiler.memory_schema import Memory
@@ -149,3 +151,42 @@ def test_consumers_and_modules_of_other_errors():
 def test_rules(given, line):
     with pytest.raises(ConfigError, match=line):
         Memory(**given)
+
+
+def test_living_tensors_are_told_apart_and_counted_once():
+    before = living()
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    others = [torch.zeros(1 << 10), model.weight.data.view(-1), torch.empty(1 << 30, device="meta")]
+    found = {name: size - before[name] for name, size in living().items()}
+    weight = 256 * 256 * 4
+    # The optimizer's count of steps has four bytes.
+    assert found == {
+        "parameters": weight,
+        "gradients": weight,
+        "optimizer state": 2 * weight + 4,
+        "other tensors": 4096,
+    }
+    del others
+
+
+@pytest.mark.parametrize("when", ["build", "load"])
+def test_before_the_first_step_the_cause_names_what_the_memory_holds(tmp_path, monkeypatch, when):
+    made = tiny.recipe(tmp_path, steps=2)
+    run = tiny.begin(made)
+
+    def fails(*given, **named):
+        raise torch.OutOfMemoryError(CUDA.replace("8.00 MiB", "8.00 GiB"))
+
+    if when == "build":
+        monkeypatch.setattr(type(made.optimizer.implementation()), "build", fails)
+    else:
+        monkeypatch.setattr("titanlab.training.train.load_start", fails)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        tiny.as_rank(made, run)
+    cause = from_exception(caught.value).cause
+    start = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; before its first step this rank holds: "
+    assert cause.startswith(f"{start}the rest 8 GiB, ")
+    assert re.search(r"parameters [\d.]+ MiB", cause)

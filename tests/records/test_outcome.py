@@ -10,6 +10,7 @@ import torch
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records import outcome
 from titanlab.records.outcome import (
+    KillEvidence,
     Outcome,
     OutcomeKind,
     classify,
@@ -205,12 +206,18 @@ def test_a_process_that_left_nothing_is_named_by_its_exit(code, kind, words):
 
 
 def test_a_kill_is_want_of_memory_where_something_shows_it():
-    memory = "the kernel has killed a process of this machine for want of memory"
+    memory = KillEvidence(by_kernel=True, words="the kernel has killed a process of this machine for want of memory")
     found = from_exit(-signal.SIGKILL, rank=1, memory=memory)
-    assert (found.kind, found.cause, found.exit_code) == (OutcomeKind.OOM, f"killed by SIGKILL: {memory}", -9)
+    assert (found.kind, found.cause, found.exit_code) == (OutcomeKind.OOM, f"killed by SIGKILL: {memory.words}", -9)
     # A process that left by itself, or of another signal, is not the one that was killed.
     assert from_exit(1, memory=memory).kind is OutcomeKind.CRASH
     assert from_exit(-signal.SIGTERM, memory=memory).kind is OutcomeKind.CANCELLED
+
+
+def test_a_kill_by_hand_is_told_where_the_kernel_shows_that_it_was_not_the_sender():
+    memory = KillEvidence(by_kernel=False, words="the kernel has killed nothing")
+    found = from_exit(-signal.SIGKILL, rank=1, memory=memory)
+    assert (found.kind, found.cause) == (OutcomeKind.CRASH, "killed by SIGKILL: the kernel has killed nothing")
 
 
 def test_every_kinds_own_exit_code_leads_back_to_it():

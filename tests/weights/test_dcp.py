@@ -98,3 +98,18 @@ def test_a_folder_that_names_its_model_takes_no_other(tmp_path, capsys, more):
     (theirs / "config.json").write_text("{}")
     assert main(["import", str(theirs), *more, "--into", str(tmp_path / "ours"), "--name", "mine"]) == 2
     assert "leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kept", [None, 100])
+def test_missing_data_has_a_hint_that_fits_a_folder_of_another_tool(tmp_path, capsys, kept):
+    theirs = tmp_path / "theirs"
+    saved(theirs, "")
+    for path in theirs.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:kept]) if kept else path.unlink()
+    assert main(["import", str(theirs), *MODEL, "--into", str(tmp_path / "ours"), "--name", "mine"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith(f"error: source={theirs}: cannot be read (")
+    assert err.endswith("; give another checkpoint, or a whole copy of this one\n")
+    assert not (tmp_path / "ours").exists()

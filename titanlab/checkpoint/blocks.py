@@ -8,17 +8,20 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import xxhash
 
 from titanlab.checkpoint.damage import DamagedFile
+from titanlab.checkpoint.remote import objects
+from titanlab.checkpoint.remote.address_schema import Place, StorePath
+from titanlab.checkpoint.remote.files import StoreSink, StoreSource
 from titanlab.system.regular_file import read_at_most
 
 BLOCK = 1 << 20
 """Bytes of a block; the last block of a file may be shorter."""
 # Small enough to stay in the processor's cache between copying, hashing and writing.
 _BUFFER = 4 * BLOCK
-_READ = 8 * BLOCK
 
 
 def checksum(content: bytes | bytearray | memoryview) -> int:
@@ -31,16 +34,98 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
+class Sink(Protocol):
+    """A new file."""
+
+    def write(self, content: memoryview) -> None:
+        """Append bytes."""
+
+    def finish(self) -> None:
+        """Wait until all of the file is durable."""
+
+    def close(self) -> None:
+        """Give up what is not finished."""
+
+
+class Source(Protocol):
+    """A file that is read in ranges.
+
+    Attributes:
+        size: of the file, in bytes.
+        most: bytes that are read at once.
+    """
+
+    size: int
+    most: int
+
+    def read(self, target: memoryview, at: int) -> None:
+        """Fill bytes with the range that begins at `at`."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class DiskSink:
+    """A new file of this host."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, content: memoryview) -> None:
+        """Append bytes."""
+        while len(content):
+            content = content[os.write(self._descriptor, content) :]
+
+    def finish(self) -> None:
+        """Wait until the file is on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close it; what was written stays."""
+        os.close(self._descriptor)
+
+
+class DiskSource:
+    """A file of this host.
+
+    Raises:
+        DamagedFile: it is missing, or not a regular file.
+    """
+
+    most = 8 * BLOCK
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self._descriptor = open_regular(path)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read(self, target: memoryview, at: int) -> None:
+        """Fill bytes with the range that begins at `at`."""
+        filled = 0
+        while filled < len(target):
+            count = os.preadv(self._descriptor, [target[filled:]], at + filled)
+            if count == 0:
+                raise DamagedFile(f"its file {self._name} is shorter than it was when it was saved")
+            filled += count
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._descriptor)
+
+
 class BlockWriter:
     """Writes a new file in sequence.
+
+    Args:
+        size: of the file, in bytes; only a store needs it.
 
     Attributes:
         size: bytes written so far.
         checksums: of the complete blocks; of all blocks after `close`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    def __init__(self, path: Place, size: int = 0) -> None:
+        self._sink = _sink(path, size)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._filled = 0
         self.size = 0
@@ -65,13 +150,13 @@ class BlockWriter:
     def finish(self) -> None:
         """Write what is buffered, and wait until all of the file is on the disk."""
         self._flush()
-        os.fsync(self._descriptor)
+        self._sink.finish()
 
     def __enter__(self) -> BlockWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        os.close(self._descriptor)
+        self._sink.close()
 
     def _flush(self) -> None:
         self._put(self._buffer[: self._filled])
@@ -82,8 +167,7 @@ class BlockWriter:
         self.size += len(content)
         for start in range(0, len(content), BLOCK):
             self.checksums.append(checksum(content[start : start + BLOCK]))
-        while len(content):
-            content = content[os.write(self._descriptor, content) :]
+        self._sink.write(content)
 
 
 class BlockReader:
@@ -98,14 +182,14 @@ class BlockReader:
         DamagedFile: the file is missing, is not a regular file, or has another size.
     """
 
-    def __init__(self, path: Path, size: int, checksums: Sequence[int]) -> None:
+    def __init__(self, path: Place, size: int, checksums: Sequence[int]) -> None:
         self._name, self._size, self._checksums = path.name, size, checksums
-        self._descriptor = open_regular(path)
+        self._source = _source(path)
         self._edge_number, self._edge = -1, memoryview(b"")
         self.blocks_read = 0
-        actual = os.fstat(self._descriptor).st_size
+        actual = self._source.size
         if actual != size:
-            os.close(self._descriptor)
+            self._source.close()
             raise DamagedFile(f"its file {self._name} has {actual} bytes, and had {size} when it was saved")
 
     def __enter__(self) -> BlockReader:
@@ -114,7 +198,7 @@ class BlockReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
+        self._source.close()
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill bytes with the range of the file that begins at `start`.
@@ -127,7 +211,7 @@ class BlockReader:
             number, inside = divmod(at, BLOCK)
             if inside == 0 and stop - at >= BLOCK and number != self._edge_number:
                 # Whole blocks need no copy.
-                count = min((stop - at) // BLOCK, _READ // BLOCK)
+                count = min((stop - at) // BLOCK, self._source.most // BLOCK)
                 self._read(number, target[at - start : at - start + count * BLOCK])
                 at += count * BLOCK
                 continue
@@ -145,24 +229,32 @@ class BlockReader:
         Raises:
             DamagedFile: a block is not what was written.
         """
-        buffer = memoryview(bytearray(min(_READ, self._size)))
-        for start in range(0, self._size, _READ):
-            self._read(start // BLOCK, buffer[: min(_READ, self._size - start)])
+        most = self._source.most
+        buffer = memoryview(bytearray(min(most, self._size)))
+        for start in range(0, self._size, most):
+            self._read(start // BLOCK, buffer[: min(most, self._size - start)])
 
     def _read(self, number: int, target: memoryview) -> None:
         """Read blocks from the block `number` on, and verify them."""
-        filled = 0
-        while filled < len(target):
-            count = os.preadv(self._descriptor, [target[filled:]], number * BLOCK + filled)
-            if count == 0:
-                raise DamagedFile(f"its file {self._name} is shorter than it was when it was saved")
-            filled += count
+        self._source.read(target, number * BLOCK)
         for start in range(0, len(target), BLOCK):
             block = number + start // BLOCK
             self.blocks_read += 1
             if checksum(target[start : start + BLOCK]) != self._checksums[block]:
                 place = f"in its block {block} of 1 MiB"
                 raise DamagedFile(f"its file {self._name} has other bytes than were saved, {place}")
+
+
+def _sink(path: Place, size: int) -> Sink:
+    if not isinstance(path, StorePath):
+        return DiskSink(path)
+    return StoreSink(path, size)
+
+
+def _source(path: Place) -> Source:
+    if not isinstance(path, StorePath):
+        return DiskSource(path)
+    return StoreSource(path)
 
 
 def open_regular(path: Path) -> int:
@@ -195,15 +287,21 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
+def read_regular(path: Place, most_bytes: int) -> bytes:
     """The content of a file of a checkpoint.
 
     Raises:
         DamagedFile: the file is missing, too large, or not a regular file.
         OSError: the file cannot be read, and may be whole.
     """
-    with open(open_regular(path), "rb") as file:
-        content = read_at_most(file, most_bytes + 1)
+    if isinstance(path, StorePath):
+        try:
+            content = objects.read_all(path, most_bytes + 1)
+        except FileNotFoundError:
+            raise DamagedFile(f"its file {path.name} is missing") from None
+    else:
+        with open(open_regular(path), "rb") as file:
+            content = read_at_most(file, most_bytes + 1)
     if len(content) > most_bytes:
         raise DamagedFile(f"its file {path.name} has more than {most_bytes} bytes")
     return content

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from titanlab.checkpoint.blocks import checksum, read_regular
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
@@ -18,6 +17,7 @@ from titanlab.checkpoint.position import (
     check_files,
     read_position,
 )
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class Contents:
     entries: Index | SavedState
 
 
-def read_contents(checkpoint: Path, key: str) -> Contents:
+def read_contents(checkpoint: Place, key: str) -> Contents:
     """Read a checkpoint's index and position, and check them and the sizes of its other files.
 
     Raises:
@@ -62,7 +62,7 @@ def read_contents(checkpoint: Path, key: str) -> Contents:
     return Contents(saved=saved, entries=index)
 
 
-def indexed(checkpoint: Path, key: str) -> Index:
+def indexed(checkpoint: Place, key: str) -> Index:
     """The index of a checkpoint.
 
     Raises:
@@ -82,12 +82,12 @@ def indexed(checkpoint: Path, key: str) -> Index:
         raise _unreadable(checkpoint, key, INDEX, error) from error
 
 
-def damaged(checkpoint: Path, key: str, reason: object) -> DamagedCheckpoint:
+def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
     """The error about a damaged checkpoint, which names the one before it."""
     return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", another(checkpoint))
 
 
-def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]], key: str) -> SavedPosition:
+def check_checkpoint(checkpoint: Place, parameters: Mapping[str, tuple[int, ...]], key: str) -> SavedPosition:
     """Check that a checkpoint fits a model, and that its entries can be read, before any rank starts.
 
     Returns:
@@ -107,7 +107,7 @@ def check_checkpoint(checkpoint: Path, parameters: Mapping[str, tuple[int, ...]]
     raise ConfigError(key, checkpoint, f"is of another model: {shapes}", "choose the model that it was trained as")
 
 
-def check_whole(checkpoint: Path, saved: SavedPosition, key: str) -> None:
+def check_whole(checkpoint: Place, saved: SavedPosition, key: str) -> None:
     """Check that a run can resume from a checkpoint.
 
     Raises:
@@ -120,7 +120,7 @@ def check_whole(checkpoint: Path, saved: SavedPosition, key: str) -> None:
         )
 
 
-def check_step(checkpoint: Path, saved: SavedPosition, steps: int) -> None:
+def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
     """Check that a new run has steps left after the checkpoint from which it starts.
 
     Raises:
@@ -133,7 +133,7 @@ def check_step(checkpoint: Path, saved: SavedPosition, steps: int) -> None:
         )
 
 
-def _unreadable(checkpoint: Path, key: str, name: str, error: OSError) -> ConfigError:
+def _unreadable(checkpoint: Place, key: str, name: str, error: OSError) -> ConfigError:
     # The file may be whole: the disk or its permissions are at fault.
     reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
     return ConfigError(key, checkpoint, reason, another(checkpoint))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from titanlab.checkpoint.remote.address_schema import Place, check_address, check_installed, is_address
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 
@@ -34,6 +34,7 @@ class CheckpointConfig(Protocol):
     last: str
     last_dtype: str | None
     load_from: str | None
+    folder: str | None
 
     def check(self, setting: Setting) -> None:
         """Check that the rest of the recipe fits.
@@ -42,6 +43,14 @@ class CheckpointConfig(Protocol):
             ConfigError: it does not fit.
         """
         return  # the default; mypy takes an empty body for an abstract method
+
+    def check_installed(self) -> None:
+        """Check that what the checkpoints are saved with is installed.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        return
 
     @abstractmethod
     def implementation(self, target: Target) -> Saver:
@@ -61,7 +70,7 @@ class Target:
         saved: is called on rank 0 with the step of each complete checkpoint, maybe by another thread.
     """
 
-    folder: Path
+    folder: Place
     model: nn.Module
     optimizer: Optimizer
     world: World
@@ -147,6 +156,8 @@ class Intervals(CheckpointConfig):
         last_dtype: dtype of the parameters for last=model, by torch's name; null: as they are.
         load_from: a run or a checkpoint; a new run takes model, optimizer and position in the data from it. null: start
             from initial values.
+        folder: the address of a folder in a remote store, such as `s3://bucket/folder`, below which each run has its
+            checkpoints; null: they are in the run's folder.
     """
 
     every: int = field(default=0, metadata={"identity": False})
@@ -157,8 +168,17 @@ class Intervals(CheckpointConfig):
     last: str = field(default="full", metadata={"identity": False})
     last_dtype: str | None = field(default=None, metadata={"identity": False})
     load_from: str | None = None
+    folder: str | None = field(default=None, metadata={"identity": False})
+
+    def check_installed(self) -> None:
+        if self.folder is not None:
+            check_installed("checkpoint.folder", self.folder)
 
     def __post_init__(self) -> None:
+        if self.folder is not None:
+            check_address("checkpoint.folder", self.folder)
+        if self.load_from is not None and is_address(self.load_from):
+            check_address("checkpoint.load_from", self.load_from)
         for name in ("every", "minutes", "keep", "keep_every"):
             value = getattr(self, name)
             if value < 0:

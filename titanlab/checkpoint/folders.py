@@ -7,10 +7,22 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeGuard
 
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.older.metadata import METADATA
+from titanlab.checkpoint.remote import objects
+from titanlab.checkpoint.remote.address_schema import (
+    Place,
+    StorePath,
+    check_address,
+    check_installed,
+    is_address,
+    place_of,
+)
+from titanlab.checkpoint.remote.run_place import checkpoints_of_folder
 from titanlab.errors import ConfigError
+from titanlab.system.disk import StoreFault
 
 # Of the checkpoint, written by `titanlab.checkpoint.index.format`.
 INDEX = "index.json"
@@ -21,45 +33,78 @@ ASIDE = ".aside"
 DAMAGED = ".damaged"
 _STEP = re.compile(r"step-([0-9]+)")
 _ANOTHER = "give another checkpoint of the run"
+# There is none before it, or the folder is of another tool and of no run.
+_COPY = "give another checkpoint, or a whole copy of this one"
 
 
-def step_folder(folder: Path, step: int) -> Path:
+def step_folder(folder: Place, step: int) -> Place:
     """The folder of one step's checkpoint."""
-    return folder / f"step-{step:08d}"
+    return folder / step_name(step)
 
 
-def step_of(checkpoint: Path) -> int:
+def step_name(step: int) -> str:
+    """The name of one step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Place) -> int:
     """The step in a checkpoint's name."""
     return int(checkpoint.name.partition("-")[2])
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def checkpoints(folder: Place) -> list[Place]:
     """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored.
 
     A checkpoint gets its name when it is complete. One that has lost files since counts too, so that it is found
-    damaged and not passed over.
+    damaged and not passed over. In a store, one is complete when its index is there, which is written as the last.
+
+    Raises:
+        StoreFault: the store does not answer, or refuses.
     """
+    complete: list[Place]
+    if isinstance(folder, StorePath):
+        complete = [folder / name for name, files in steps_in_store(folder).items() if INDEX in files]
+        return sorted((path for path in complete if _STEP.fullmatch(path.name)), key=step_of)
     complete = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and is_checkpoint(path)]
     return sorted(complete, key=lambda path: (step_of(path), path.name))
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder has files of a checkpoint."""
+def steps_in_store(folder: StorePath) -> dict[str, dict[str, objects.StoredObject]]:
+    """The objects of each folder `step-…` in a store, by the names of folders and objects."""
+    steps: dict[str, dict[str, objects.StoredObject]] = {}
+    for name, about in objects.objects_below(folder).items():
+        step, slash, file = name.partition("/")
+        if slash and step.startswith("step-"):
+            steps.setdefault(step, {})[file] = about
+    return steps
+
+
+def is_checkpoint(path: Place) -> bool:
+    """Whether a folder has files of a checkpoint; in a store, whether it has the index."""
+    if isinstance(path, StorePath):
+        return objects.exists(path / INDEX)
     return has_pickle(path) or os.path.lexists(path / INDEX) or any(path.glob("rank-*.safetensors"))
 
 
-def has_pickle(checkpoint: Path) -> bool:
-    """Whether a checkpoint is of the older format: entries of torch.distributed.checkpoint, and a pickle about them."""
-    return os.path.lexists(checkpoint / METADATA) and not os.path.lexists(checkpoint / INDEX)
+def has_pickle(checkpoint: Place) -> TypeGuard[Path]:
+    """Whether a checkpoint is of the older format: entries of torch.distributed.checkpoint, and a pickle about them.
+
+    No store has ever had one.
+    """
+    return (
+        isinstance(checkpoint, Path)
+        and os.path.lexists(checkpoint / METADATA)
+        and not os.path.lexists(checkpoint / INDEX)
+    )
 
 
-def latest(folder: Path) -> Path | None:
+def latest(folder: Place) -> Place | None:
     """The newest complete checkpoint, or None."""
     known = checkpoints(folder)
     return known[-1] if known else None
 
 
-def of_step(folder: Path, step: int, key: str, value: object) -> Path:
+def of_step(folder: Place, step: int, key: str, value: object) -> Place:
     """The complete checkpoint of one step in a run's folder of checkpoints.
 
     Args:
@@ -78,36 +123,56 @@ def of_step(folder: Path, step: int, key: str, value: object) -> Path:
     )
 
 
-def find(text: str, key: str) -> Path:
+def find(text: str, key: str) -> Place:
     """The checkpoint at a path, whose name may be short (`step-8`), or the newest checkpoint of the run at the path.
+
+    A path may also be an address in a store: of a checkpoint, or of a run's folder of checkpoints.
 
     Raises:
         ConfigError: there is no checkpoint.
+        StoreFault: the store does not answer, or refuses.
     """
+    if is_address(text):
+        return _find_in_store(text, key)
     path = Path(text).expanduser()
     step = _STEP.fullmatch(path.name)
     if step is not None and not path.exists():
-        path = step_folder(path.parent, int(step[1]))
+        path = path.parent / step_name(int(step[1]))
     if not path.exists():
         raise ConfigError(
             key, text, "there is no such folder", "give the folder of a run, or of one of its checkpoints"
         )
     if is_checkpoint(path):
         return path
-    newest = latest(path / "checkpoints") or latest(path)
+    newest = latest(checkpoints_of_folder(path)) or latest(path)
     if newest is None:
         raise ConfigError(key, text, "holds no complete checkpoint", "give the folder of a run that has saved one")
     return newest
 
 
-def remove(checkpoint: Path) -> OSError | None:
+def _find_in_store(text: str, key: str) -> Place:
+    check_address(key, text)
+    check_installed(key, text)
+    path = StorePath(text.rstrip("/"))
+    step = _STEP.fullmatch(path.name)
+    known = [path] if step is None else [path, step_folder(path.parent, int(step[1]))]
+    found = next((checkpoint for checkpoint in known if is_checkpoint(checkpoint)), None) or latest(path)
+    if found is None:
+        cure = "give the address of a checkpoint, or of the folder that holds the checkpoints of a run"
+        raise ConfigError(key, text, "holds no complete checkpoint", cure)
+    return found
+
+
+def remove(checkpoint: Place) -> OSError | None:
     """Remove a complete or incomplete checkpoint; of a symbolic link only the link, never its target.
 
     Returns:
         the error if it cannot be removed; it is not raised, because an old checkpoint must not end a run.
     """
     try:
-        if checkpoint.is_symlink() or not checkpoint.is_dir():
+        if isinstance(checkpoint, StorePath):
+            objects.remove_objects(checkpoint, first=INDEX)
+        elif checkpoint.is_symlink() or not checkpoint.is_dir():
             checkpoint.unlink(missing_ok=True)
         else:
             shutil.rmtree(checkpoint)
@@ -116,23 +181,29 @@ def remove(checkpoint: Path) -> OSError | None:
     return None
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Place) -> None:
     """Remove the incomplete checkpoints of any step, which processes leave that die while they save."""
+    if isinstance(folder, StorePath):
+        for name, files in steps_in_store(folder).items():
+            # A save, or a copy to another name, that has not ended.
+            if INDEX not in files:
+                remove(folder / name)
+        return
     for unfinished in folder.glob(f"step-*{PART}"):
         remove(unfinished)
 
 
-def put_aside(folder: Path, *, after: int) -> list[Path]:
+def put_aside(folder: Place, *, after: int) -> list[Place]:
     """Rename the checkpoints after a step, so that none of them is the run's newest. Returns their new names."""
     return [_renamed(path, ASIDE) for path in checkpoints(folder) if step_of(path) > after]
 
 
-def put_back(renamed: Iterable[Path]) -> None:
+def put_back(renamed: Iterable[Place]) -> None:
     """Give checkpoints their names again that `put_aside` has renamed."""
     for aside in renamed:
         path = aside.with_name(aside.name.partition(ASIDE)[0])
-        if not os.path.lexists(path):
-            aside.rename(path)
+        if not _is_taken(path):
+            rename(aside, path)
 
 
 def fall_back(error: DamagedCheckpoint) -> str:
@@ -146,7 +217,7 @@ def fall_back(error: DamagedCheckpoint) -> str:
     Raises:
         DamagedCheckpoint: there is no checkpoint before it; nothing was changed.
     """
-    checkpoint = Path(str(error.value))
+    checkpoint = place_of(str(error.value))
     older = before(checkpoint)
     if older is None:
         raise error
@@ -154,22 +225,40 @@ def fall_back(error: DamagedCheckpoint) -> str:
     return f"goes on from step {step_of(older)}: {checkpoint.name} {error.rule}; it is kept as {renamed.name}"
 
 
-def before(checkpoint: Path) -> Path | None:
+def before(checkpoint: Place) -> Place | None:
     """The checkpoint before another one in its folder; None if there is none."""
     known = checkpoints(checkpoint.parent)
     older = known[: known.index(checkpoint)] if checkpoint in known else []
     return older[-1] if older else None
 
 
-def _renamed(checkpoint: Path, suffix: str) -> Path:
+def rename(checkpoint: Place, to: Place) -> None:
+    """Give a checkpoint another name. A store copies it: it has no rename."""
+    if isinstance(checkpoint, StorePath):
+        assert isinstance(to, StorePath)
+        objects.move_objects(checkpoint, to, last=INDEX)
+    else:
+        assert isinstance(to, Path)
+        checkpoint.rename(to)
+
+
+def _renamed(checkpoint: Place, suffix: str) -> Place:
     renamed, number = checkpoint.with_name(checkpoint.name + suffix), 1
-    while os.path.lexists(renamed):
+    while _is_taken(renamed):
         number += 1
         renamed = checkpoint.with_name(f"{checkpoint.name}{suffix}-{number}")
-    return checkpoint.rename(renamed)
+    rename(checkpoint, renamed)
+    return renamed
 
 
-def another(checkpoint: Path) -> str:
+def _is_taken(path: Place) -> bool:
+    return is_checkpoint(path) if isinstance(path, StorePath) else os.path.lexists(path)
+
+
+def another(checkpoint: Place) -> str:
     """The hint for a checkpoint that cannot be used: the checkpoint before it, if there is one."""
-    older = before(checkpoint)
-    return _ANOTHER if older is None else f"{_ANOTHER}: the one before it is {older}"
+    try:
+        older = before(checkpoint)
+    except StoreFault:
+        older = None
+    return _COPY if older is None else f"{_ANOTHER}: the one before it is {older}"

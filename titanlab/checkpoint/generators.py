@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor
 
 from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.folders import another
 from titanlab.checkpoint.older.metadata import SavedState
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.distributed.world import World
 
 _MOST_BYTES = 1 << 16
 """Size limit of one generator's state; the largest, as JSON, takes 8 KiB."""
 _WORDS = 624
-_CURE = "give another checkpoint of the run"
 
 
 def generator_states(world: World) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ def states_of_bytes(states: Mapping[str, bytes], current: Mapping[str, Tensor]) 
 
 
 def saved_states(
-    current: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Path, key: str
+    current: Mapping[str, Tensor], saved: SavedState, rank: int, checkpoint: Place, key: str
 ) -> dict[str, Any]:
     """Make the tensors into which the states of a rank in an older checkpoint are read; empty if it has none.
 
@@ -69,12 +69,12 @@ def saved_states(
         elif entry in saved.tensors:
             tensor = saved.tensors[entry]
             if tensor.dtype != "uint8" or len(tensor.size) != 1 or tensor.size[0] > _MOST_BYTES:
-                raise DamagedCheckpoint(key, checkpoint, f"{entry} is no state of a generator", _CURE)
+                raise DamagedCheckpoint(key, checkpoint, f"{entry} is no state of a generator", another(checkpoint))
             states[name] = torch.empty(tensor.size, dtype=state.dtype)
     return states
 
 
-def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Path, key: str) -> None:
+def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Place, key: str) -> None:
     """Set the generators to the states.
 
     Raises:
@@ -84,7 +84,7 @@ def restore_generators(states: Mapping[str, Any], world: World, checkpoint: Path
         set_generators(states, world)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:
         rule = f"holds no state of a generator ({type(error).__name__})"
-        raise DamagedCheckpoint(key, checkpoint, rule, _CURE) from error
+        raise DamagedCheckpoint(key, checkpoint, rule, another(checkpoint)) from error
 
 
 def set_generators(states: Mapping[str, Any], world: World) -> None:

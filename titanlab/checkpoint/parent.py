@@ -22,6 +22,8 @@ def parent_of(load_from: str | None) -> dict[str, Any]:
     except ConfigError:
         # The run may be made again when its checkpoint is gone; it has begun then, and has its record.
         return {}
-    run = Path(checkpoint).parent.parent
-    name = f"{run.parent.name}/{run.name}" if (run / "config.yaml").is_file() else str(checkpoint)
+    name = str(checkpoint)
+    if isinstance(checkpoint, Path):
+        run = checkpoint.parent.parent
+        name = f"{run.parent.name}/{run.name}" if (run / "config.yaml").is_file() else name
     return {"parent_run": name, "parent_step": step_of(checkpoint)}

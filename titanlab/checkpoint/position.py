@@ -8,12 +8,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from titanlab.checkpoint.blocks import read_regular
 from titanlab.checkpoint.damage import DamagedCheckpoint, DamagedFile, one_line
 from titanlab.checkpoint.index.format import strict_json
+from titanlab.checkpoint.remote.address_schema import Place, StorePath
+from titanlab.checkpoint.remote.objects import objects_below
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import finite
 
@@ -89,7 +90,7 @@ def position_bytes(saved: SavedPosition) -> bytes:
     return (json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def read_position(checkpoint: Path, key: str, *, cure: str, content: bytes | None = None) -> SavedPosition:
+def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | None = None) -> SavedPosition:
     """Read position.json, and check every value in it.
 
     Args:
@@ -140,7 +141,7 @@ def read_position(checkpoint: Path, key: str, *, cure: str, content: bytes | Non
 
 
 def check_progress(
-    position: Position, *, steps: int, tokens_per_step: int, global_batch: int, checkpoint: Path, key: str, cure: str
+    position: Position, *, steps: int, tokens_per_step: int, global_batch: int, checkpoint: Place, key: str, cure: str
 ) -> None:
     """Check that the position of a run's own checkpoint is possible in its recipe.
 
@@ -166,23 +167,26 @@ def check_progress(
         raise DamagedCheckpoint(key, checkpoint, rule, cure)
 
 
-def check_files(checkpoint: Path, files: Mapping[str, int], key: str, *, cure: str) -> None:
+def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: str) -> None:
     """Check that a checkpoint's files have the sizes that they had when it was saved.
 
     Raises:
         DamagedCheckpoint: a file is missing, or has another size.
+        StoreFault: the store does not answer, or refuses.
     """
+    # One list of a store, because every rank checks every file.
+    known = objects_below(checkpoint) if isinstance(checkpoint, StorePath) else {}
     for name, size in files.items():
         try:
-            actual = (checkpoint / name).stat().st_size
-        except OSError:
+            actual = known[name].size if isinstance(checkpoint, StorePath) else (checkpoint / name).stat().st_size
+        except (OSError, KeyError):
             raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} is missing", cure) from None
         if actual != size:
             rule = f"is damaged: its file {name} has {actual} bytes, and had {size} when it was saved"
             raise DamagedCheckpoint(key, checkpoint, rule, cure)
 
 
-def _step_in_name(checkpoint: Path) -> int | None:
+def _step_in_name(checkpoint: Place) -> int | None:
     """The step in a folder's name; None for a folder with a name of the user's choice."""
     word, _, digits = checkpoint.name.partition("-")
     return int(digits) if word == "step" and digits.isdecimal() and digits.isascii() else None

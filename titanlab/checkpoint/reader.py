@@ -15,6 +15,7 @@ from titanlab.checkpoint.contents import Contents
 from titanlab.checkpoint.folders import another
 from titanlab.checkpoint.index.format import Index
 from titanlab.checkpoint.older.reader import PickledPlanner, PickledReader, set_in
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.shard_reader import ShardReader
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind, classify, first_line
@@ -30,11 +31,12 @@ class JsonPlanner(dcp.DefaultLoadPlanner):
         set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], json.loads(value.read()))
 
 
-def reader_of(checkpoint: Path, contents: Contents, key: str) -> Reader:
+def reader_of(checkpoint: Place, contents: Contents, key: str) -> Reader:
     """The reader of a checkpoint whose contents are known."""
     entries = contents.entries
     if isinstance(entries, Index):
         return ShardReader(checkpoint, entries, key)
+    assert isinstance(checkpoint, Path), "a store has no checkpoint of the older format"
     return PickledReader(checkpoint, entries, key)
 
 

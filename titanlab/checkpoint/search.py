@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 
 from titanlab.checkpoint.folders import of_step
+from titanlab.checkpoint.remote.address_schema import Place
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 
 _STEP = re.compile(r"step-([0-9]+)")
 
 
-def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tuple[RunFolder, Path | None]:
+def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tuple[RunFolder, Place | None]:
     """Find the named run, and the checkpoint if a checkpoint is named.
 
     `RUN/checkpoints/step-00000008` is a checkpoint, `RUN/checkpoints/step-8` the same; `RUN/checkpoints` is the run.
@@ -29,5 +31,5 @@ def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tup
             if folder.name != "checkpoints" or not (folder.parent / "config.yaml").is_file():
                 continue
             run = RunFolder(folder.parent)
-            return run, None if step is None else of_step(run.checkpoints, int(step[1]), key, text)
+            return run, None if step is None else of_step(checkpoints_of(run), int(step[1]), key, text)
     return find_run(text, runs), None

@@ -7,7 +7,6 @@ import io
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from titanlab.checkpoint.contents import damaged
 from titanlab.checkpoint.damage import DamagedFile
 from titanlab.checkpoint.index.format import BYTES, FILE, ITEM_BYTES, START, Index, IndexedTensor
 from titanlab.checkpoint.index.tiling import needed_spans
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.shards import bytes_of, dtype_named
 
 
@@ -44,7 +44,7 @@ class ShardReader(dcp.StorageReader):
         blocks_read: how many blocks this rank has read and verified.
     """
 
-    def __init__(self, checkpoint: Path, index: Index, key: str) -> None:
+    def __init__(self, checkpoint: Place, index: Index, key: str) -> None:
         self.checkpoint, self.named_by = checkpoint, key
         self.blocks_read = 0
         self._index = index

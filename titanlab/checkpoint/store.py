@@ -1,7 +1,8 @@
 """A run's checkpoints on disk: one folder per step, complete or absent.
 
 All ranks write a checkpoint into `step-N.part`. When all files are on the disk, rank 0 renames it to `step-N`, so a
-folder without the suffix is complete.
+folder without the suffix is complete. A remote store has no rename: there all ranks write to `step-N`, which is
+complete when it has its index, the last file that is written.
 
     step-00000100/
         rank-00000.safetensors   the tensors of model and optimizer that this rank has written
@@ -29,7 +30,16 @@ from titanlab.checkpoint.agreement import together
 from titanlab.checkpoint.contents import Contents, check_whole, read_contents
 from titanlab.checkpoint.contract import OnlyModel
 from titanlab.checkpoint.damage import DamagedCheckpoint
-from titanlab.checkpoint.folders import PART, checkpoints, remove, remove_unfinished, step_folder, step_of
+from titanlab.checkpoint.folders import (
+    PART,
+    checkpoints,
+    is_checkpoint,
+    remove,
+    remove_unfinished,
+    rename,
+    step_folder,
+    step_of,
+)
 from titanlab.checkpoint.generators import (
     generator_states,
     restore_generators,
@@ -40,6 +50,7 @@ from titanlab.checkpoint.generators import (
 from titanlab.checkpoint.older.metadata import SavedState
 from titanlab.checkpoint.position import MODEL, Position, SavedPosition
 from titanlab.checkpoint.reader import load_state, reader_of
+from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.savers.saving import Planned, Plans, write_and_publish
 from titanlab.checkpoint.shards import dtype_named
 from titanlab.checkpoint.writer import Staged, sync_folder
@@ -60,12 +71,12 @@ class Begun:
     """
 
     planned: Planned
-    part: Path
-    final: Path
+    part: Place
+    final: Place
 
 
 def save(
-    folder: Path,
+    folder: Place,
     position: Position,
     *,
     model: nn.Module,
@@ -78,7 +89,7 @@ def save(
     warn: Callable[[str], None] = lambda text: None,
     saved: Callable[[int], None] = lambda step: None,
     only_model: OnlyModel | None = None,
-) -> Path:
+) -> Place:
     """Write `folder/step-N` together with all ranks, and remove all but the newest `keep` checkpoints (0: keep all).
 
     Args:
@@ -110,7 +121,7 @@ def save(
 
 
 def begin(
-    folder: Path,
+    folder: Place,
     position: Position,
     *,
     model: nn.Module,
@@ -126,8 +137,10 @@ def begin(
         OSError: the disk takes no more; nothing of the checkpoint is left.
     """
     final = step_folder(folder, position.step)
-    part = final.with_name(final.name + PART)
-    together(world, lambda: _make(folder, part) if world.logs else None)
+    made = together(world, lambda: _make(folder, final) if world.logs else None)
+    # Only rank 0 asks the store which of the two it is.
+    part = world.share(made) if isinstance(final, StorePath) else final.with_name(final.name + PART)
+    assert part is not None
     with _removed_after_errors(part, world):
         planned = plan_save(
             part,
@@ -173,7 +186,7 @@ def complete(
 
 
 def plan_save(
-    part: Path,
+    part: Place,
     position: Position,
     *,
     model: nn.Module,
@@ -202,7 +215,7 @@ def plan_save(
 
 
 def load(
-    folder: Path,
+    folder: Place,
     key: str,
     *,
     model: nn.Module,
@@ -256,7 +269,7 @@ def load(
     return found.saved.position
 
 
-def load_model(folder: Path, key: str, model: nn.Module) -> None:
+def load_model(folder: Place, key: str, model: nn.Module) -> None:
     """Read only the model of a checkpoint.
 
     Args:
@@ -300,13 +313,19 @@ def _model_part(state: Mapping[str, Any], only_model: OnlyModel) -> dict[str, An
     return {"model": {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}}
 
 
-def _make(folder: Path, part: Path) -> None:
+def _make(folder: Place, final: Place) -> Place:
+    """Make the folder into which all ranks write, and remove what earlier saves have left."""
     remove_unfinished(folder)
-    part.mkdir(parents=True)
+    part = final.with_name(final.name + PART)
+    if isinstance(part, Path):
+        part.mkdir(parents=True)
+        return part
+    # In a store a rename copies all bytes. The folder counts as a checkpoint only when it has its index.
+    return part if is_checkpoint(final) else final
 
 
 @contextlib.contextmanager
-def _removed_after_errors(part: Path, world: World) -> Iterator[None]:
+def _removed_after_errors(part: Place, world: World) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -322,15 +341,18 @@ def _removed_after_errors(part: Path, world: World) -> Iterator[None]:
 
 def _publish(begun: Begun) -> None:
     """Give a checkpoint whose files are all on the disk its name."""
+    if begun.part == begun.final:
+        return
     # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
     failure = remove(begun.final)
     if failure is not None:
         raise failure
-    begun.part.rename(begun.final)
-    sync_folder(begun.final.parent)
+    rename(begun.part, begun.final)
+    if isinstance(begun.final, Path):
+        sync_folder(begun.final.parent)
 
 
-def _remove_old(folder: Path, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
+def _remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
     for old in checkpoints(folder)[:-keep] if keep else []:
         if keep_every and step_of(old) % keep_every == 0:
             continue

@@ -23,9 +23,12 @@ from titanlab.checkpoint.blocks import BlockWriter
 from titanlab.checkpoint.folders import INDEX
 from titanlab.checkpoint.index.format import IndexedFile, index_bytes
 from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
+from titanlab.checkpoint.remote import objects
+from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, dtype_named, shard_of
 from titanlab.system.atomic_file import write_bytes
+from titanlab.system.disk import StoreFault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ class CheckpointWriter(dcp.StorageWriter):
         shards: layouts of all ranks' files, on the coordinator only; `prepare_global_plan` sets them.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Place, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.position = SavedPosition(position=Position(), parameters={}, files={})
         self.shards: Sequence[Shard] = ()
@@ -138,6 +141,9 @@ class CheckpointWriter(dcp.StorageWriter):
         files = [rank.file for rank in written]
         position = position_bytes(replace(self.position, files={file.name: file.size for file in files}))
         index = index_bytes(position=position, objects=objects, tensors=tensors, files=files)
+        if isinstance(self.folder, StorePath):
+            _publish_in_store(self.folder, files, position, index)
+            return
         for name, content in ((POSITION, position), (INDEX, index)):
             write_bytes(self.folder / name, content, durable=True)
         sync_folder(self.folder)
@@ -176,16 +182,23 @@ def stage(plan: SavePlan, planner: SavePlanner, rank: int, into: HostBuffer | No
     return Staged(shard=shard, tensors=tensors, objects=objects, content=buffer)
 
 
-def write(staged: Staged, folder: Path) -> Written:
-    """Write a rank's file, and wait until it is on the disk.
+def write(staged: Staged, folder: Place) -> Written:
+    """Write a rank's file, and wait until it is on the disk or in the store.
 
     Raises:
-        OSError: the disk takes no more.
+        OSError: the disk takes no more, or the store does not answer.
     """
-    shard = staged.shard
+    if isinstance(folder, StorePath):
+        # A new upload after an error: nothing can be appended to one that was broken off.
+        return objects.gone_is_fault(lambda: objects.again(lambda: _written(staged, folder)), folder)
     # Rank 0 has made the folder, but a host may not see it yet, and a caller may give each rank a folder of its own.
     folder.mkdir(parents=True, exist_ok=True)
-    with BlockWriter(folder / shard.name) as file:
+    return _written(staged, folder)
+
+
+def _written(staged: Staged, folder: Place) -> Written:
+    shard = staged.shard
+    with BlockWriter(folder / shard.name, shard.size) as file:
         if staged.content is not None:
             file.write(bytes_of(staged.content))
         else:
@@ -198,6 +211,21 @@ def write(staged: Staged, folder: Path) -> Written:
     return Written(
         file=IndexedFile(name=shard.name, size=file.size, checksums=file.checksums), objects=dict(staged.objects)
     )
+
+
+def _publish_in_store(folder: StorePath, files: Sequence[IndexedFile], position: bytes, index: bytes) -> None:
+    """Write position.json and the index, which makes the checkpoint complete, after a look at what the store has.
+
+    Raises:
+        StoreFault: the store has not all bytes, does not answer, or refuses.
+    """
+    found = objects.objects_below(folder)
+    for file in files:
+        size = found[file.name].size if file.name in found else 0
+        if size != file.size:
+            raise StoreFault(folder.address, f"it has {size} bytes of {file.name}, and {file.size} were written")
+    objects.put(folder / POSITION, position)
+    objects.put(folder / INDEX, index)
 
 
 def sync_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from titanlab.checkpoint.listing import ListedCheckpoint, list_checkpoints
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.cli.arguments import Arguments
 from titanlab.records.run_search import find_run
 from titanlab.sweep.table.listing import aligned
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     run = find_run(given.run, given.runs)
-    rows = list_checkpoints(run.checkpoints, verifies=given.verify)
+    rows = list_checkpoints(checkpoints_of(run), verifies=given.verify)
     with Console() as console:
         if given.json:
             console.note(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))

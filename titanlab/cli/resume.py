@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from titanlab.checkpoint.folders import latest, of_step
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
@@ -64,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.step is not None:
         if checkpoint is not None:
             raise ConfigError("--step", given.step, f"{checkpoint} is of a step already", "leave one of the two out")
-        checkpoint = of_step(run.checkpoints, given.step, "--step", given.step)
-    newest = checkpoint or latest(run.checkpoints)
+        checkpoint = of_step(checkpoints_of(run), given.step, "--step", given.step)
+    newest = checkpoint or latest(checkpoints_of(run))
     with Console() as console:
         recipe = _changed(run, given.overrides, console)
         if not recipe.launch.starts_directly and joined(os.environ) is None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from titanlab.checkpoint.folders import latest, step_of
 from titanlab.checkpoint.parent import parent_of
+from titanlab.checkpoint.remote.address_schema import Place
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
 from titanlab.data import source
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     parent, checkpoint = find_run_or_checkpoint(given.run, given.runs, FLAG)
-    checkpoint = checkpoint or latest(parent.checkpoints)
+    checkpoint = checkpoint or latest(checkpoints_of(parent))
     if checkpoint is None:
         raise ConfigError(FLAG, given.run, "has no checkpoint", "train it until it has saved one, or begin without it")
     with Console() as console:
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         return _submitted(recipe, console)
 
 
-def _branched(parent: RunFolder, checkpoint: Path, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
     """The recipe of the new run, and lines for the user."""
     config = parent.config()
     for override in overrides:
@@ -62,7 +64,7 @@ def _branched(parent: RunFolder, checkpoint: Path, overrides: Sequence[str]) -> 
         if key in _FIXED:
             raise ConfigError(key, value, f"follows from {FLAG}", "leave it out")
     # Not under another path the next time: the path is part of the new run's identity.
-    start = {"load_from": str(checkpoint.resolve())}
+    start = {"load_from": str(checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint)}
     begun = {**config, "init_from": None, "checkpoint": {**config["checkpoint"], **start}}
     recipe = new_recipe(begun, overrides, file=parent.path / "config.yaml")
     recipe, line = adapted(recipe, from_mapping(config), overrides)

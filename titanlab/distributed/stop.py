@@ -50,6 +50,15 @@ class StopRequest:
         finally:
             self._ends_at_once = False
 
+    def cause_of(self, number: int) -> str | None:
+        """What is known now about a signal that this rank or another one has received.
+
+        It is asked for when the run ends: Linux sends SIGTERM when a thread of the launcher ends, and shows another
+        parent only when its last thread has ended. A rank of another process may have its signal earlier than this one.
+        """
+        told = self.cause if self.signal == number else None
+        return told or _cause(number)
+
     def note(self, number: int, cause: str | None) -> None:
         """Set the flag; any thread may call it."""
         self.cause, self.signal = cause, number
@@ -75,7 +84,10 @@ def caught_signals() -> tuple[int, ...]:
 def stopped_early(request: StopRequest, *, rank: int, attempt: int) -> Outcome:
     """The outcome of a rank that was asked to stop while its first step was compiled."""
     kind = STOPS[request.signal]
-    cause = request.cause or f"asked to end by {signal.Signals(request.signal).name}; the run can be resumed"
+    cause = (
+        request.cause_of(request.signal)
+        or f"asked to end by {signal.Signals(request.signal).name}; the run can be resumed"
+    )
     return Outcome(
         kind=kind,
         rank=rank,
@@ -144,7 +156,7 @@ def _cause(number: int) -> str | None:
         return "its terminal was closed (SIGHUP); the run can be resumed"
     parent = os.environ.get("TITANLAB_PARENT")
     if number == signal.SIGTERM and parent is not None and os.getppid() != int(parent):
-        # Linux sends it when the launcher has died (`_end_with_parent` in titanlab/worker.py).
+        # Linux sends it when the launcher has died (`end_with_parent` in titanlab/worker/fork.py).
         return "its launcher is gone; the run can be resumed"
     return None
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from titanlab.checkpoint.contents import check_checkpoint, check_whole
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import another, fall_back, latest, put_aside, remove_unfinished, step_of
 from titanlab.checkpoint.position import check_progress
+from titanlab.checkpoint.remote.address_schema import Place, StorePath
+from titanlab.checkpoint.remote.run_place import checkpoints_of, claim_place
 from titanlab.data import source
 from titanlab.data.tokenizers.tokenizer import keep
 from titanlab.distributed.host import Host
@@ -17,10 +19,10 @@ from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
-from titanlab.records.outcome import Outcome, from_exit
+from titanlab.records.outcome import KillEvidence, Outcome, from_exit
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.disk import disk_fault
+from titanlab.system.disk import StoreFault, disk_fault
 
 
 def begin(
@@ -30,7 +32,7 @@ def begin(
     *,
     started_by: str,
     report: Callable[[str], None],
-    checkpoint: Path | None = None,
+    checkpoint: Place | None = None,
 ) -> int:
     """Begin the next attempt at a claimed run. Returns its number.
 
@@ -60,14 +62,15 @@ def pass_over_damaged(run: RunFolder, recipe: Recipe, report: Callable[[str], No
     Raises:
         ConfigError: the only checkpoint that is left is damaged, or one is missing or of another model.
     """
+    claim_place(run)
     while True:
         try:
-            return check_own_checkpoint(run, recipe, latest(run.checkpoints))
+            return check_own_checkpoint(run, recipe, latest(checkpoints_of(run)))
         except DamagedCheckpoint as error:
             report(fall_back(error))
 
 
-def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None) -> None:
+def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | None) -> None:
     """Check the checkpoint from which a run will resume against its recipe and against the steps that it has saved.
 
     Args:
@@ -79,7 +82,9 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None
     if checkpoint is None:
         saved = run.saved_step() or _resumed_step(run)
         if saved:
-            rule = f"had saved step {saved}, and {run.checkpoints.name}/ has no checkpoint any more"
+            place = checkpoints_of(run)
+            name = place if isinstance(place, StorePath) else f"{place.name}/"
+            rule = f"had saved step {saved}, and {name} has no checkpoint any more"
             cure = f"bring that folder back; or remove {run.path}, and train anew from step 1"
             raise ConfigError("run", run.path, rule, cure)
         return
@@ -102,7 +107,7 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Path | None
     )
 
 
-def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path, report: Callable[[str], None]) -> list[Path]:
+def go_back(run: RunFolder, recipe: Recipe, checkpoint: Place, report: Callable[[str], None]) -> list[Place]:
     """Make a checkpoint of a claimed run its newest one: rename all later checkpoints.
 
     Args:
@@ -114,9 +119,10 @@ def go_back(run: RunFolder, recipe: Recipe, checkpoint: Path, report: Callable[[
     Raises:
         ConfigError: the run cannot resume from that checkpoint; nothing was changed.
     """
+    claim_place(run)
     check_own_checkpoint(run, recipe, checkpoint)
     step = step_of(checkpoint)
-    renamed = put_aside(run.checkpoints, after=step)
+    renamed = put_aside(checkpoints_of(run), after=step)
     for path in renamed:
         report(f"goes on from step {step}: {path.stem}, which is later, is put aside as {path.name}")
     return renamed
@@ -129,7 +135,7 @@ def has_loaded(run: RunFolder, attempt: int) -> bool:
 
 def missed_checkpoint(run: RunFolder) -> str | None:
     """A line for the user if a checkpoint that the run had saved is missing; None if none is missing."""
-    newest, saved = latest(run.checkpoints), run.saved_step()
+    newest, saved = latest(checkpoints_of(run)), run.saved_step()
     if newest is None or step_of(newest) >= saved:
         return None
     rule = f"the checkpoint of step {saved}, which was saved later, is not among its checkpoints"
@@ -153,12 +159,12 @@ def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
     keep(tokenizer.file, run.tokenizer)
 
 
-def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: str | None = None) -> Outcome:
+def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: KillEvidence | None = None) -> Outcome:
     """Record and return the outcome of an attempt whose ranks ended without recording one.
 
     Args:
         exits: exit codes of the ranks that failed, by rank; a rank's own record of its failure has priority.
-        memory: the evidence that the kernel has killed ranks because memory ran out; None: there is no evidence.
+        memory: evidence about a SIGKILL; None: there is none.
 
     Raises:
         OSError: the outcome cannot be written.
@@ -196,7 +202,10 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     status = status if status is not None and status.attempt == outcome.attempt else None
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
     first_steps = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
-    saved = latest(run.checkpoints)
+    saved = None
+    # A store that is down may be what has ended the run; the step is in the other records too.
+    with contextlib.suppress(StoreFault):
+        saved = latest(checkpoints_of(run))
     steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]
     steps += [row["step"] for row in rows]
     last = {key: value for key, value in rows[-1].items() if key not in _ROW} if rows else outcome.metrics

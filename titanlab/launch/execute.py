@@ -9,10 +9,10 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from titanlab.checkpoint.folders import put_back
 from titanlab.checkpoint.parent import parent_of
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
@@ -28,7 +28,7 @@ from titanlab.recipe.recipe import Recipe, resolve, shortened_warmup, to_mapping
 from titanlab.recipe.recipe_rules import check
 from titanlab.records.end_file import write_elsewhere
 from titanlab.records.identity import Identity, identify
-from titanlab.records.outcome import Outcome, OutcomeKind, from_exit
+from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_exit
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.system.disk import disk_fault, tells_of_disk
 from titanlab.terminal.console import Console
@@ -84,7 +84,13 @@ def execute(ready: Ready, console: Console) -> Outcome:
 
 
 def continue_run(
-    run: RunFolder, recipe: Recipe, host: Host, ranks: Ranks | None, console: Console, *, checkpoint: Path | None = None
+    run: RunFolder,
+    recipe: Recipe,
+    host: Host,
+    ranks: Ranks | None,
+    console: Console,
+    *,
+    checkpoint: Place | None = None,
 ) -> Outcome:
     """Begin the next attempt at a run with the given recipe, from its latest checkpoint if there is one.
 
@@ -101,7 +107,7 @@ def continue_run(
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         run.withdraw_cancel()
-        put_aside: list[Path] = []
+        put_aside: list[Place] = []
         if checkpoint is not None:
             put_aside = go_back(run, recipe, checkpoint, console.note)
         elif missed := missed_checkpoint(run):
@@ -132,7 +138,7 @@ def _attempted(
     ranks: Ranks | None,
     console: Console,
     *,
-    checkpoint: Path | None,
+    checkpoint: Place | None,
     restart: Restart | None,
 ) -> Outcome:
     """Make one attempt at a claimed run."""
@@ -150,7 +156,7 @@ def _attempted(
     else:
         failures = launch.implementation().start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
     terminal = {0} if ranks is None else set(range(ranks.world))
-    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.rose())
+    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.evidence())
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
@@ -190,13 +196,13 @@ def _recorded(
     console: Console,
     *,
     terminal: Collection[int],
-    memory: str | None,
+    memory: KillEvidence | None,
 ) -> Outcome:
     """The outcome of the attempt; written here if no rank lived long enough to write it.
 
     Args:
         terminal: ranks whose output is on the terminal already.
-        memory: the evidence that the kernel has killed a process of this attempt because memory ran out.
+        memory: evidence about a SIGKILL; None: there is none.
     """
     recorded = run.result(attempt)
     if recorded is not None:
@@ -214,6 +220,10 @@ def _recorded(
         return outcome
     if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
         console.note(outcome.traceback.rstrip())
+    if outcome.kind is OutcomeKind.INFEASIBLE:
+        # As before the start: one line with the key, the value, the rule and the cure.
+        console.error(outcome.cause or outcome.kind.meaning)
+        return outcome
     console.end(
         f"{outcome.kind.value}: {outcome.kind.meaning}",
         [

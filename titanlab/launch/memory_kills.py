@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlab.records.outcome import KillEvidence
+
 _ROOT = Path("/")
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -22,17 +24,27 @@ class MemoryKills:
     Attributes:
         place: what was counted: `its control group` or `this machine`; empty if the kernel has no counter.
         count: number of processes.
+        machine: number on the whole machine; None if the kernel has no counter of it.
     """
 
     place: str
     count: int
+    machine: int | None = None
 
-    def rose(self, root: Path = _ROOT) -> str | None:
-        """The kernel's kills since then, as an end for "killed by SIGKILL: …"; None if there were none."""
+    def evidence(self, root: Path = _ROOT) -> KillEvidence | None:
+        """Whether the kernel has sent a SIGKILL since then; None if that is not known.
+
+        It is ruled out only if the kernel has killed nothing on the whole machine: the process may have been in another
+        control group.
+        """
         now = memory_kills(root)
-        if not self.place or now.place != self.place or now.count <= self.count:
-            return None
-        return f"the kernel has killed a process of {self.place} for want of memory"
+        if self.place and now.place == self.place and now.count > self.count:
+            words = f"the kernel has killed a process of {self.place} for want of memory"
+            return KillEvidence(by_kernel=True, words=words)
+        if self.machine is not None and now.machine == self.machine and now.place == self.place:
+            words = "the kernel has killed nothing for want of memory, so a person or another program has sent it"
+            return KillEvidence(by_kernel=False, words=words)
+        return None
 
 
 def memory_kills(root: Path = _ROOT) -> MemoryKills:
@@ -41,6 +53,7 @@ def memory_kills(root: Path = _ROOT) -> MemoryKills:
     Args:
         root: of the file system; tests give another one.
     """
+    machine = _count(root / "proc/vmstat")
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -57,9 +70,8 @@ def memory_kills(root: Path = _ROOT) -> MemoryKills:
         for folder in (mount / path.lstrip("/"), mount):
             count = _count(folder / file)
             if count is not None:
-                return MemoryKills("its control group", count)
-    count = _count(root / "proc/vmstat")
-    return MemoryKills("", 0) if count is None else MemoryKills("this machine", count)
+                return MemoryKills("its control group", count, machine)
+    return MemoryKills("", 0) if machine is None else MemoryKills("this machine", machine, machine)
 
 
 def _count(path: Path) -> int | None:

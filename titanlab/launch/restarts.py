@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlab.checkpoint.folders import latest, step_of
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
@@ -20,10 +21,10 @@ from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_records import RESTART
 from titanlab.system.atomic_file import write_json
 from titanlab.system.disk import tells_of_disk
 
-FILE = "restart.json"
 # Ends of single processes or machines: another attempt may not have them.
 _RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
 # Restarts in a row that gain nothing, after which the cause is the run's.
@@ -99,7 +100,7 @@ class Restarts:
         return gained
 
     def _next(self, outcome: Outcome, recipe: Recipe) -> Restart:
-        checkpoint = latest(self._run.checkpoints)
+        checkpoint = latest(checkpoints_of(self._run))
         place = "the beginning" if checkpoint is None else f"step {step_of(checkpoint)}"
         rank = "" if outcome.rank is None else f", rank {outcome.rank}"
         why = (
@@ -146,7 +147,7 @@ def hide_device(restart: Restart, recipe: Recipe) -> None:
 def note(run: RunFolder, attempt: int, restart: Restart, after: int) -> None:
     """Record in an attempt's folder that it is a restart, and why."""
     write_json(
-        run.attempt_folder(attempt) / FILE,
+        run.attempt_folder(attempt) / RESTART,
         {
             "schema": 1,
             "number": restart.number,

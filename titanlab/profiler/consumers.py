@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from collections.abc import Iterable, Iterator
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from titanlab.profiler.memory import resident_bytes
 
 _CUDA_ALLOCATED = re.compile(r"([\d.]+) ([KMG])iB is allocated by PyTorch")
+_HOLDS = "this rank holds: "
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -30,20 +32,35 @@ def named_consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
         raise
 
 
+@contextlib.contextmanager
+def named_before_steps() -> Iterator[None]:
+    """As `named_consumers` before there is a model: what the memory holds is found among the living objects."""
+    try:
+        yield
+    except Exception as error:
+        if _is_out_of_memory(error) and _HOLDS not in str(error):
+            error.args = (_described(error, living(), rest="the rest", when="before its first step "),)
+        raise
+
+
 def described(error: BaseException, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """The error's message, with this rank's consumers in its first line."""
+    module = failing_module(error, model)
+    where = f"; in the forward of {module}" if module else ""
+    return _described(error, consumers(model, optimizer), rest="activations and the rest", where=where)
+
+
+def _described(error: BaseException, sizes: dict[str, int], *, rest: str, when: str = "", where: str = "") -> str:
     message = str(error)
     line = message.splitlines()[0] if message else "out of memory"
     # CUDA's message goes on with a paragraph of advice.
     head = re.split(r"\.? GPU \d|\. Error code", line)[0].rstrip(". ")
-    sizes = consumers(model, optimizer)
     found = _CUDA_ALLOCATED.search(message)
     whole = float(found[1]) * _UNITS[found[2]] if found else resident_bytes()
-    sizes["activations and the rest"] = max(0, int(whole) - sum(sizes.values()))
+    sizes[rest] = max(0, int(whole) - sum(sizes.values()))
     parts = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
     held = ", ".join(f"{name} {_size(size)}" for size, name in parts)
-    module = failing_module(error, model)
-    return f"{head}; this rank holds: {held}{f'; in the forward of {module}' if module else ''}\n{message}"
+    return f"{head}; {when}{_HOLDS}{held}{where}\n{message}"
 
 
 def consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -55,6 +72,40 @@ def consumers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
         "gradients": _bytes([parameter.grad for parameter in parameters]),
         "optimizer state": _bytes(states),
     }
+
+
+def living() -> dict[str, int]:
+    """Bytes of this process's parameters, gradients, optimizer state and other tensors; shared bytes count once."""
+    # Not isinstance: that asks proxies of libraries for their class, and may import what they stand for.
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    kinds: dict[str, Iterable[object]] = {
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer state": [
+            value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+        ],
+        "other tensors": tensors,
+    }
+    seen = set[int]()
+    return {name: _bytes_of_new(values, seen) for name, values in kinds.items()}
+
+
+def _bytes_of_new(values: Iterable[object], seen: set[int]) -> int:
+    """Bytes of the storages that are not in `seen`, to which they are added."""
+    total = 0
+    for value in values:
+        # Some kinds of tensors have no storage.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if not isinstance(local, torch.Tensor) or local.device.type == "meta":
+                continue
+            storage = local.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += storage.nbytes()
+    return total
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str:

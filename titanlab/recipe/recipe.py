@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from titanlab.checkpoint.remote.address_schema import check_address, is_address
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.costs.layout import Layout, resolve_layout
@@ -82,6 +83,8 @@ class Recipe:
     launch: Any = field(default=MISSING, metadata={"identity": False})
 
     def __post_init__(self) -> None:
+        if self.init_from not in (None, MISSING) and is_address(self.init_from):
+            check_address("init_from", self.init_from)
         if self.profiler == MISSING:
             self.profiler = Off()
 

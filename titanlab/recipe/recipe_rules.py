@@ -41,6 +41,7 @@ def check_all_but_data(recipe: Recipe) -> None:
         rule(recipe)
     # Otherwise a missing package would be noticed only after the model has been built.
     recipe.tracker.check_installed()
+    recipe.checkpoint.check_installed()
 
 
 def check_data(recipe: Recipe) -> None:
@@ -162,7 +163,7 @@ def _options(recipe: Recipe) -> None:
     """Apply the rules that options have about the rest of the recipe."""
     values = setting(recipe)
     options = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
-    for option in (*options, recipe.data, recipe.tracker, recipe.profiler, recipe.launch):
+    for option in (*options, recipe.data, recipe.checkpoint, recipe.tracker, recipe.profiler, recipe.launch):
         option.check(values)
 
 

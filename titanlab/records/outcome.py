@@ -179,14 +179,27 @@ def exit_code(error: BaseException) -> int:
     return classify(error).exit_code
 
 
+@dataclass(frozen=True)
+class KillEvidence:
+    """What is known about who has sent SIGKILL.
+
+    Attributes:
+        by_kernel: whether it was the kernel, because memory ran out.
+        words: an end for "killed by SIGKILL: …".
+    """
+
+    by_kernel: bool
+    words: str
+
+
 def from_exit(
-    code: int, *, step: int = 0, rank: int | None = None, attempt: int = 1, memory: str | None = None
+    code: int, *, step: int = 0, rank: int | None = None, attempt: int = 1, memory: KillEvidence | None = None
 ) -> Outcome:
     """The outcome of a process that wrote no result, from its exit code.
 
     Args:
         code: both 128+N (shells) and -N (Python) mean that signal N ended the process.
-        memory: evidence that the kernel sent SIGKILL because memory ran out, see `MemoryKills.rose`; None: no evidence.
+        memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: there is none.
     """
     number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
     # Exit code 0 without a result is no success: an out-of-memory handler may end a process with 0.
@@ -194,7 +207,7 @@ def from_exit(
     if number is not None:
         kind, cause, echo = _from_signal(number)
         if number == signal.SIGKILL and memory is not None:
-            kind, cause = OutcomeKind.OOM, f"killed by SIGKILL: {memory}"
+            kind, cause = (OutcomeKind.OOM if memory.by_kernel else kind), f"killed by SIGKILL: {memory.words}"
     elif kind is OutcomeKind.CRASH:
         cause, echo = f"ended with exit code {code} and left no result; its log says more", False
     else:

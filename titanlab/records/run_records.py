@@ -22,6 +22,7 @@ SCHEMA = 1
 FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
 SAVED = "saved.json"
 CHOSEN = "chosen.json"
+RESTART = "restart.json"
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,10 @@ class RunRecords:
         except FileNotFoundError:
             return []
         return sorted(int(name) for name in names if name.isdecimal())
+
+    def restarts(self) -> int:
+        """How many attempts have begun by themselves, because a rank of the attempt before had died."""
+        return sum((self.attempt_folder(attempt) / RESTART).exists() for attempt in self.attempts())
 
     def job(self, attempt: int | None = None) -> dict[str, Any] | None:
         """The job that ran the latest attempt, or the given attempt; None if no job did."""

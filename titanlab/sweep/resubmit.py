@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from titanlab.checkpoint.folders import put_back
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import go_back, missed_checkpoint, pass_over_damaged
@@ -59,7 +59,7 @@ def submitted_with(run: RunFolder) -> Mapping[str, Any] | None:
 
 
 def resubmit(
-    run: RunFolder, recipe: Recipe, report: Callable[[str], None], *, checkpoint: Path | None = None
+    run: RunFolder, recipe: Recipe, report: Callable[[str], None], *, checkpoint: Place | None = None
 ) -> Submission | None:
     """Submit the next attempt of a run that has ended. Returns None if the run is done.
 
@@ -87,7 +87,7 @@ def resubmit(
             rule = f"is {word} already"
             raise ConfigError("run", run.path.name, rule, f"wait for its end, or titanlab cancel {folder.name}")
         check_jobs([(item.launch, item.shape)])
-        renamed: list[Path] = []
+        renamed: list[Place] = []
         with run.claim():
             if checkpoint is not None:
                 renamed = go_back(run, recipe, checkpoint, report)

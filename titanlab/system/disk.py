@@ -1,4 +1,4 @@
-"""Recognises errors of a full or read-only disk or a used-up quota, and describes them in one line."""
+"""Recognises errors of a full or read-only disk, a used-up quota or a remote store, and describes them in one line."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _CURES = {
     errno.EROFS: "have it made writable again",
     errno.EFBIG: "raise the limit (ulimit -f)",
 }
+_STORE = "the store cannot be used"
 _PROBE_BYTES = 1 << 16
 # A library may keep only the text of an error, without its number.
 _MESSAGES = (
@@ -30,29 +31,47 @@ _MESSAGES = (
 )
 
 
+class StoreFault(OSError):
+    """A remote store does not answer, refuses, or is gone.
+
+    Args:
+        address: of the folder or the object.
+        reason: one line.
+    """
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"{address}: {reason}")
+        self.address, self.reason = address, reason
+
+    def __reduce__(self) -> tuple[type[StoreFault], tuple[str, str]]:
+        return (type(self), (self.address, self.reason))
+
+
 def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
-    """The fault of the disk and its cure, in one line; None if the error has another cause.
+    """The fault of the disk or the store, and its cure, in one line; None if the error has another cause.
 
     It also looks at the causes of the error, and at the other ranks' errors in torch's CheckpointException.
 
     Args:
         ends_run: whether the run has to be resumed when the cause is mended.
     """
+    then = ", then go on with titanlab resume or retry" if ends_run else ""
     for cause in _causes(error):
+        if isinstance(cause, StoreFault):
+            return f"{_STORE} ({cause.address}: {cause.reason}): check its address, your access and the network{then}"
         number = cause.errno if isinstance(cause, OSError) else None
         if number not in _WORDS:
             number = next((number for text, number in _MESSAGES if text.search(str(cause))), None)
         if number is not None:
             file = cause.filename if isinstance(cause, OSError) else None
             where = f" ({file})" if isinstance(file, str) else ""
-            then = ", then go on with titanlab resume or retry" if ends_run else ""
             return f"{_WORDS[number]}{where}: {_CURES[number]}{then}"
     return None
 
 
 def tells_of_disk(cause: str | None) -> bool:
     """Whether the cause of an outcome is a text that `disk_fault` has returned."""
-    return cause is not None and cause.startswith(tuple(_WORDS.values()))
+    return cause is not None and cause.startswith((_STORE, *_WORDS.values()))
 
 
 def refusal(folder: Path) -> OSError | None:

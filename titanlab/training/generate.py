@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titanlab.checkpoint.folders import find
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.store import load_model
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.distributed.ranks import ALONE
@@ -95,7 +96,7 @@ def _tokenizer_folder(run: Path) -> Path:
     return folder
 
 
-def _load(recipe: Recipe, checkpoint: Path, device: torch.device) -> LanguageModel:
+def _load(recipe: Recipe, checkpoint: Place, device: torch.device) -> LanguageModel:
     model = _empty(recipe.model, recipe.training.seq_len, dtypes_of(recipe).master, device)
     load_model(checkpoint, "run", model)
     return model

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.traffic import axis_groups, marked
 from titanlab.distributed.world import World
-from titanlab.profiler.consumers import named_consumers
+from titanlab.profiler.consumers import named_before_steps, named_consumers
 from titanlab.profiler.contract import Links, Profiler
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
 from titanlab.training.recorder import Recorder
 
-__all__ = ["named_consumers", "profiled", "profiler_of"]
+__all__ = ["named_before_steps", "named_consumers", "profiled", "profiler_of"]
 
 
 def profiler_of(recipe: Recipe) -> Profiler:

@@ -12,6 +12,7 @@ from titanlab.checkpoint.agreement import together
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import fall_back, find, latest
 from titanlab.checkpoint.position import Position
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.distributed.world import World
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
@@ -28,7 +29,7 @@ def load_start(
     """
     warnings: list[str] = []
     # Rank 0 chooses, because hosts may see a new folder of a shared file system at different times.
-    while (own := world.share(latest(run.checkpoints) if world.logs else None)) is not None:
+    while (own := world.share(latest(checkpoints_of(run)) if world.logs else None)) is not None:
         try:
             return store.load(own, "run", model=model, optimizer=optimizer, world=world), warnings
         except DamagedCheckpoint as error:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from titanlab.checkpoint.contract import Target
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.data import source
 from titanlab.distributed.flight_recorder import topology
 from titanlab.distributed.mesh import build_mesh
@@ -33,7 +34,7 @@ from titanlab.training.assemble import assemble
 from titanlab.training.faults.rank_times import RankTimes
 from titanlab.training.faults.repeated_step import RepeatedStep
 from titanlab.training.faults.rollback import Rollbacks
-from titanlab.training.profiling import named_consumers, profiled, profiler_of
+from titanlab.training.profiling import named_before_steps, named_consumers, profiled, profiler_of
 from titanlab.training.recorder import open_recorder
 from titanlab.training.saves import Saves
 from titanlab.training.start import load_start
@@ -99,6 +100,7 @@ def train(
                 deterministic=recipe.training.deterministic,
             )
         )
+        stack.enter_context(named_before_steps())
         attempt = world.share(max(run.attempts(), default=1)) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
@@ -127,7 +129,7 @@ def train(
             recorder.warn(warning)
         position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
         target = Target(
-            folder=run.checkpoints,
+            folder=checkpoints_of(run),
             model=model,
             optimizer=optimizer,
             world=world,
@@ -266,11 +268,8 @@ def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Ou
         )
     # After the last step there is nothing left to stop.
     if totals.stop and outcome.kind is OutcomeKind.DONE and step != outcome.steps:
-        # The cause is known only if this rank has received the signal.
-        cause = stop.cause if stop.signal == totals.stop else None
-        return replace(
-            outcome, kind=STOPS[totals.stop], step=step, cause=cause or _STOPPED[signal.Signals(totals.stop)]
-        )
+        cause = stop.cause_of(totals.stop) or _STOPPED[signal.Signals(totals.stop)]
+        return replace(outcome, kind=STOPS[totals.stop], step=step, cause=cause)
     return outcome
 
 

@@ -13,6 +13,7 @@ from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.older.metadata import read_saved
 from titanlab.checkpoint.older.reader import PickledReader
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.weights.source import DTYPES, Entry
@@ -21,7 +22,7 @@ from titanlab.weights.source import DTYPES, Entry
 PREFIXES = ("model.", "")
 
 
-def run_source(checkpoint: Path, model: ModelConfig, key: str) -> CheckpointSource:
+def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSource:
     """The weights in a checkpoint of titanlab.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 
 from titanlab.checkpoint.contents import check_checkpoint
 from titanlab.checkpoint.folders import find, of_step
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
@@ -79,7 +80,7 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
     run, named = find_run_or_checkpoint(text, runs)
     checkpoint = named or find(str(run.path), "run")
     if step is not None:
-        checkpoint = of_step(run.checkpoints, step, "--step", step)
+        checkpoint = of_step(checkpoints_of(run), step, "--step", step)
     config = run.config()
     try:
         model = ours.model_of(config["model"])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed
 from titanlab.checkpoint.folders import find, has_pickle
+from titanlab.checkpoint.remote.address_schema import Place, is_address
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
@@ -60,7 +61,7 @@ def check_start(recipe: Recipe) -> None:
         rule = "checkpoint.load_from says already what the run starts with"
         raise ConfigError(KEY, recipe.init_from, rule, "give one of the two")
     path = Path(recipe.init_from).expanduser()
-    source = open_folder(path, KEY)
+    source = _folder(recipe.init_from)
     if source is None:
         checkpoint = _checkpoint(recipe.init_from)
         _check_model(recipe.init_from, _model_of_run(checkpoint), recipe.model)
@@ -80,6 +81,11 @@ def open_folder(path: Path, key: str) -> SafetensorsSource | None:
     return open_hf(path, key) if is_hf_folder(path) else None
 
 
+def _folder(text: str) -> SafetensorsSource | None:
+    """The weights in a folder of this host; None if `init_from` names a checkpoint."""
+    return None if is_address(text) else open_folder(Path(text).expanduser(), KEY)
+
+
 def start_fingerprint(recipe: Recipe) -> str | None:
     """A hash of the starting weights that does not depend on their path; None if they come from the seed.
 
@@ -88,7 +94,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     if recipe.init_from is None:
         return None
     path = Path(recipe.init_from).expanduser()
-    source = open_folder(path, KEY)
+    source = _folder(recipe.init_from)
     if source is not None and source.digest:
         return source.digest
     if source is not None:
@@ -106,7 +112,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
 def fill_start(recipe: Recipe, model: nn.Module) -> None:
     """Fill a materialised model, or this rank's part of it, with the weights of `init_from`; all ranks call it."""
     assert recipe.init_from is not None
-    source = open_folder(Path(recipe.init_from).expanduser(), KEY)
+    source = _folder(recipe.init_from)
     if source is not None:
         importlib.import_module("titanlab.weights.fill").fill(model, source)
     else:
@@ -114,7 +120,9 @@ def fill_start(recipe: Recipe, model: nn.Module) -> None:
         store.load_model(_checkpoint(recipe.init_from), KEY, model)
 
 
-def _checkpoint(text: str) -> Path:
+def _checkpoint(text: str) -> Place:
+    if is_address(text):
+        return find(text, KEY)
     path = Path(text).expanduser()
     if not path.exists():
         owner, slash, name = text.partition("/")
@@ -125,8 +133,10 @@ def _checkpoint(text: str) -> Path:
     return find(str(path), KEY)
 
 
-def _model_of_run(checkpoint: Path) -> ModelConfig | None:
+def _model_of_run(checkpoint: Place) -> ModelConfig | None:
     """The model of the run that contains a checkpoint; None if the checkpoint is outside of a run folder."""
+    if not isinstance(checkpoint, Path):
+        return None
     run = checkpoint.parent.parent
     if not (run / "config.yaml").is_file():
         return None

@@ -69,7 +69,7 @@ def watched(run, worker, **given):
 @pytest.mark.parametrize(
     ("code", "said", "kind", "cause"),
     [
-        (-9, "", "crash", "killed by SIGKILL; who sent it is not known"),
+        (-9, "", "crash", "killed by SIGKILL"),
         (0, "", "crash", "ended with exit code 0 and left no result"),
         (-6, "terminate called after throwing an instance of 'std::bad_alloc'\n", "oom", "terminate called"),
         (1, "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n", "oom", "OpenBLAS error"),

@@ -131,6 +131,9 @@ def test_a_preempted_run_that_waits_to_go_on_has_not_ended(made):
     train(run)
     row = row_of(made, run, {(submitted.token, 0): word("running")})
     assert (row["state"], row["attempt"], row["previous_outcome"]) == ("running", 2, "preempted")
+    assert row["restarts"] == 0
+    (run.attempt_folder(2) / "restart.json").write_text("{}")
+    assert row_of(made, run)["restarts"] == 1
     end(run)
     row = row_of(made, run, {(submitted.token, 0): word("ended", "COMPLETED")})
     assert (row["state"], row["outcome"], row["previous_outcome"]) == ("ended", "done", "preempted")

@@ -8,7 +8,6 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from titanlab.checkpoint.index.format import (
     strict_json,
 )
 from titanlab.checkpoint.index.tiling import fills, overlap
+from titanlab.checkpoint.remote.address_schema import Place
 
 # The index of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
 MOST_BYTES = 1 << 29
@@ -42,7 +42,7 @@ _FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 
-def read_index(checkpoint: Path) -> Index:
+def read_index(checkpoint: Place) -> Index:
     """Read and check index.json.
 
     Raises:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from titanlab.checkpoint.agreement import attempted, raise_first
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.shards import Shard
 from titanlab.checkpoint.writer import CheckpointWriter, SavePlannerOfJson, Staged, stage, write
@@ -50,7 +50,7 @@ class Plans:
     def __init__(self) -> None:
         self._last: _LastPlan | None = None
 
-    def plan(self, state: Mapping[str, Any], folder: Path, world: World) -> Planned:
+    def plan(self, state: Mapping[str, Any], folder: Place, world: World) -> Planned:
         """Agree with all ranks on who writes what; `dcp.save` does the same at its beginning.
 
         Args:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint.folders import find, of_step
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.files.import_weights import option_name
@@ -74,7 +75,7 @@ def _export_dcp(given: argparse.Namespace) -> int:
     run, named = find_run_or_checkpoint(given.run, given.runs)
     checkpoint = named or find(str(run.path), "run")
     if given.step is not None:
-        checkpoint = of_step(run.checkpoints, given.step, "--step", given.step)
+        checkpoint = of_step(checkpoints_of(run), given.step, "--step", given.step)
     if given.into.exists() and (not given.into.is_dir() or any(given.into.iterdir())):
         raise ConfigError("--into", given.into, "is not an empty folder", "give a new folder")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.

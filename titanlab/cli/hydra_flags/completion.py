@@ -14,6 +14,8 @@ from pathlib import Path
 
 from titanlab.cli.arguments import Arguments, parser_of
 from titanlab.cli.hydra_flags.answers import answer
+from titanlab.cli.train_from import FLAG
+from titanlab.cli.train_from import main as train_from
 from titanlab.cli.verbs import VERBS
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
@@ -71,6 +73,8 @@ def _words(line: str) -> Sequence[str]:
     if len(before) < 2:
         return list(VERBS)
     verb, given = before[1], before[2:]
+    if verb == "train" and any(word.partition("=")[0] == FLAG for word in given):
+        return _complete_arguments(parser_of(train_from), given, current)
     if verb in ("train", "sweep"):
         return _complete_recipe(verb, given, current)
     if verb == "completion":
@@ -108,6 +112,8 @@ def _complete_arguments(parser: Arguments, given: Sequence[str], current: str) -
             values[options[name].dest] = value
             option = None if equals else options[name]
     if option is not None:
+        if option.dest == "run":
+            return _run_names(_expanded(values.get("runs", "runs")))
         return sorted(OutcomeKind) if option.dest == "outcome" else []
     if current.startswith("-"):
         return sorted(name for name in options if name.startswith("--"))
@@ -181,7 +187,7 @@ def _complete_recipe(verb: str, given: Sequence[str], current: str) -> Sequence[
     if flag:
         return ["hydra", "job", "all"] if flag in ("--cfg", "-c") else []
     if current.startswith("-"):
-        return [*_FLAGS, *(_SWEEP_FLAGS if verb == "sweep" else ())]
+        return [*_FLAGS, *(_SWEEP_FLAGS if verb == "sweep" else (FLAG,))]
     return _hydra(config_flags, overrides, current)
 
 

@@ -123,7 +123,7 @@ class RankWatch:
         self._run.write_failure(self._judged(code))
 
     def _judged(self, code: int) -> Outcome:
-        outcome = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._kills.rose())
+        outcome = from_exit(code, rank=self._rank, attempt=self._attempt, memory=self._kills.evidence())
         if self._reason is not None and code < 0:
             return replace(
                 outcome,

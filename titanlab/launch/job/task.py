@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint.folders import latest
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.data import source
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import TitanlabError
@@ -106,9 +107,9 @@ def _lead(job: Job) -> int:
             return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code)
         if job.is_done():
             return _nothing_to_do(job, "is done")
-        before = latest(job.run.checkpoints)
+        before = latest(checkpoints_of(job.run))
         outcome = _attempts(job)
-        requeue_after(job, outcome, has_saved=latest(job.run.checkpoints) != before)
+        requeue_after(job, outcome, has_saved=latest(checkpoints_of(job.run)) != before)
     return _exit_code(outcome)
 
 

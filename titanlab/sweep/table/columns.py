@@ -57,6 +57,7 @@ COLUMNS: tuple[Column, ...] = (
         step="optimizer steps done",
         steps="how many there are to be",
         attempt="number of the latest attempt",
+        restarts="attempts that began by themselves after a rank had died, with `launch.restarts`",
     ),
     *_columns(TEXT, parent_run="the run from whose checkpoint it started, as `sweep/folder`; empty: from none"),
     *_columns(WHOLE, parent_step="the step of that checkpoint"),

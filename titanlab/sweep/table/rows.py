@@ -133,6 +133,8 @@ class Table:
             "step": end.step if end else status.step,
             "steps": (end.steps if end else status.steps) or began.config["training"]["steps"],
             "attempt": status.attempt,
+            # The first attempt is none: most runs need no look into their folders.
+            "restarts": run.restarts() if status.attempt > 1 else 0,
             "updated": status.updated or None,
             "folder": str(run.path),
             **dict(zip(("parent_run", "parent_step"), run.parent() or (None, None), strict=True)),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from titanlab.checkpoint.folders import latest
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.distributed.world import World
 from titanlab.recipe.training_schema import Training
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -33,7 +34,7 @@ class Rollbacks:
         if not self._left:
             return False
         after()
-        if self._world.share(latest(self._run.checkpoints) if self._world.logs else None) is None:
+        if self._world.share(latest(checkpoints_of(self._run)) if self._world.logs else None) is None:
             self._warn(f"{outcome.cause}; there is no checkpoint to go back to")
             return False
         return True

@@ -1,0 +1,138 @@
+import pickle
+
+import pytest
+
+from tests.object_store.running import FOLDER
+from tests.object_store.server import Fault
+from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter
+from titanlab.checkpoint.damage import DamagedFile
+from titanlab.checkpoint.remote import objects
+from titanlab.checkpoint.remote.address_schema import StorePath
+from titanlab.system.disk import StoreFault, disk_fault, tells_of_disk
+
+PLACE = StorePath(FOLDER)
+CONTENT = bytes(range(256)) * (3 * BLOCK // 256) + b"end"
+
+
+def written(name="file", content=CONTENT):
+    with BlockWriter(PLACE / name, len(content)) as file:
+        file.write(content)
+        file.finish()
+    return file
+
+
+def test_bytes_return_as_they_were_written(server):
+    file = written()
+    assert server.store.objects["bucket/checkpoints/file"] == CONTENT
+    target = bytearray(2 * BLOCK)
+    with BlockReader(PLACE / "file", file.size, file.checksums) as reader:
+        reader.read_into(BLOCK - 5, memoryview(target))
+        assert reader.blocks_read == 3
+        reader.verify()
+    assert target == CONTENT[BLOCK - 5 : 3 * BLOCK - 5]
+
+
+def test_a_file_that_is_not_finished_is_not_there(server):
+    with pytest.raises(KeyError), BlockWriter(PLACE / "file", 100) as file:
+        file.write(b"some")
+        raise KeyError
+    del file
+    assert server.store.objects == {}
+
+
+@pytest.mark.parametrize("kind", ["503", "cut", "short"])
+def test_requests_that_fail_twice_are_made_again(server, kind):
+    file = written()
+    server.store.faults = [Fault("GET", "file", kind, 2), Fault("HEAD", "file", "503", 2)]
+    with BlockReader(PLACE / "file", file.size, file.checksums) as reader:
+        reader.verify()
+    assert [fault.count for fault in server.store.faults] == [0, 0]
+
+
+def test_a_store_that_stays_down_is_one_line(server):
+    file = written()
+    server.store.faults = [Fault("GET", "file", "503", -1)]
+    with pytest.raises(StoreFault) as caught, BlockReader(PLACE / "file", file.size, file.checksums) as reader:
+        reader.verify()
+    line = disk_fault(caught.value)
+    assert line is not None
+    assert tells_of_disk(line)
+    assert "\n" not in line
+    assert line.startswith(f"the store cannot be used ({FOLDER}/file: StoreError: 503 ")
+    assert "check its address, your access and the network, then go on with titanlab resume" in line
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_refusal_is_not_tried_again(server):
+    server.store.faults = [Fault("PUT", "file", "403", -1)]
+    with pytest.raises(StoreFault, match="PermissionError: access denied"):
+        objects.put(PLACE / "file", b"x")
+    assert server.store.faults[0].count == -2
+
+
+def test_a_store_that_keeps_other_bytes_is_noticed(server):
+    server.store.faults = [Fault("PUT", "small", "short", -1)]
+    with pytest.raises(StoreFault, match="it has kept other bytes than were written"):
+        objects.put(PLACE / "small", b"twelve bytes")
+
+
+def test_a_server_that_is_gone_is_one_line(server):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(StoreFault, match="ConnectionRefusedError"):
+        objects.objects_below(PLACE)
+
+
+def test_other_bytes_and_missing_objects_are_damage(server):
+    file = written()
+    store = server.store.objects
+    store["bucket/checkpoints/file"] = CONTENT[:-1] + b"?"
+    with pytest.raises(DamagedFile, match="other bytes than were saved, in its block 3"):
+        with BlockReader(PLACE / "file", file.size, file.checksums) as reader:
+            reader.verify()
+    store["bucket/checkpoints/file"] = CONTENT[:-1]
+    with pytest.raises(DamagedFile, match="bytes, and had"):
+        BlockReader(PLACE / "file", file.size, file.checksums)
+    del store["bucket/checkpoints/file"]
+    with pytest.raises(DamagedFile, match="its file file is missing"):
+        BlockReader(PLACE / "file", file.size, file.checksums)
+
+
+def test_a_folder_is_listed_without_those_whose_names_only_begin_like_it(server):
+    for name in ("a/x", "a/b/y", "ab/z"):
+        objects.put(PLACE / name, b"12")
+    assert {name: about.size for name, about in objects.objects_below(PLACE / "a").items()} == {"x": 2, "b/y": 2}
+    assert objects.objects_below(PLACE / "none") == {}
+
+
+@pytest.mark.parametrize("dies_at", range(1, 9))
+def test_one_of_two_folders_is_whole_whenever_a_move_ends(server, monkeypatch, dies_at):
+    whole = {"one": b"1", "index": b"i", "two": b"2"}
+    for name, content in whole.items():
+        objects.put(PLACE / "from" / name, content)
+    count = 0
+    real = objects.tried
+
+    def tried(action, path):
+        nonlocal count
+        count += 1
+        if count == dies_at:
+            raise InterruptedError
+        return real(action, path)
+
+    monkeypatch.setattr(objects, "tried", tried)
+    try:
+        objects.move_objects(PLACE / "from", PLACE / "to", last="index")
+    except InterruptedError:
+        pass
+    else:
+        pytest.fail("the move has fewer requests than this test assumes")
+    monkeypatch.setattr(objects, "tried", real)
+
+    def complete(name):
+        below = objects.objects_below(PLACE / name)
+        return "index" in below, set(below) == set(whole)
+
+    states = [complete("from"), complete("to")]
+    assert (True, True) in states
+    assert (True, False) not in states

@@ -1,0 +1,1 @@
+"""Checkpoints in remote stores, which fsspec reads and writes."""

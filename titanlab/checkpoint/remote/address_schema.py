@@ -1,0 +1,137 @@
+"""Addresses of remote stores, such as `s3://bucket/folder`, and what is refused about them. Free of torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_LOCAL = ("file", "local")
+# These of fsspec have no files that can be written, or wrap another store.
+_UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar", "libarchive", "generic", "dir")
+_WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
+_SECRET = "***"
+
+
+@dataclass(frozen=True, order=True)
+class StorePath:
+    """A folder or an object of a remote store; it has the attributes of `pathlib.Path` that need no store.
+
+    Attributes:
+        address: with the protocol, and without a slash at its end.
+    """
+
+    address: str
+
+    def __str__(self) -> str:
+        return self.address
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self.address}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the address."""
+        return self.address.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return Path(self.name).stem
+
+    @property
+    def parent(self) -> StorePath:
+        """The folder above."""
+        return StorePath(self.address.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StorePath:
+        """Another name in the same folder."""
+        return self.parent / name
+
+    @property
+    def protocol(self) -> str:
+        """The part before `://`."""
+        return self.address.partition("://")[0]
+
+
+Place = Path | StorePath
+"""Where a checkpoint is: a folder of this host, or the objects of a store whose names begin with an address."""
+
+
+def is_address(text: str) -> bool:
+    """Whether a text names a place in a remote store, and no path of this host."""
+    return _ADDRESS.match(text) is not None
+
+
+def place_of(text: str) -> Place:
+    """The place that a text names."""
+    return StorePath(text.rstrip("/")) if is_address(text) else Path(text).expanduser()
+
+
+def check_address(key: str, text: str) -> None:
+    """Check an address before it is written anywhere.
+
+    Raises:
+        ConfigError: it holds a secret, which would be written to config.yaml, or names no folder of a remote store.
+    """
+    match = _ADDRESS.match(text)
+    if match is None:
+        rule = "is no address of a remote store"
+        raise ConfigError(key, text, rule, "try s3://bucket/folder; on this host, checkpoints are in the run's folder")
+    protocol, rest = match[1].lower(), text[match.end() :]
+    authority = rest.partition("/")[0]
+    user, at, _ = authority.rpartition("@")
+    if at and ":" in user:
+        # The value of an error is shown.
+        shown = text.replace(user, _SECRET)
+        rule = "holds a password, and config.yaml, the logs and the tracker would hold it too"
+        raise ConfigError(key, shown, rule, _elsewhere(text.replace(f"{user}@", "")))
+    if "?" in rest or "#" in rest:
+        kept = text.partition("?")[0].partition("#")[0]
+        rule = "holds options after ? or #, which may be secret"
+        raise ConfigError(key, f"{kept}?{_SECRET}", rule, _elsewhere(kept))
+    if protocol in _LOCAL:
+        rule = "is of this host, where checkpoints are in the run's folder"
+        raise ConfigError(key, text, rule, "leave it out; runs=FOLDER chooses the disk")
+    if "::" in text or protocol in (*_UNUSABLE, *_WRAPPERS):
+        raise ConfigError(key, text, "takes no checkpoints", "give the address of a store, such as s3://bucket/folder")
+    parts = rest.rstrip("/").split("/")
+    if text.strip() != text or any(character < " " for character in text) or any(p in ("", ".", "..") for p in parts):
+        rule = "is no plain address: a part of it is empty, . or .., or it has spaces around it"
+        raise ConfigError(key, text, rule, "try s3://bucket/folder")
+    if any(character in rest for character in "*[]"):
+        # They are patterns in some methods of fsspec.
+        raise ConfigError(key, text, "has one of the characters * [ ]", "choose a name without them")
+
+
+def check_installed(key: str, text: str) -> None:
+    """Check that the package of a store is installed.
+
+    Raises:
+        ConfigError: it is not, or no package is known for the protocol.
+    """
+    protocol = StorePath(text).protocol
+    fsspec: Any = importlib.import_module("fsspec")
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        rule = f"no installed package knows {protocol}://"
+        raise ConfigError(key, text, rule, "install the package of fsspec for this store, or correct it") from None
+    except ImportError as error:
+        known: dict[str, Any] = importlib.import_module("fsspec.registry").known_implementations
+        package = str(known.get(protocol, {}).get("class", "")).partition(".")[0]
+        if package in ("", "fsspec") or importlib.util.find_spec(package) is not None:
+            # The store's module is there, and one that it imports is not.
+            raise ConfigError(key, text, f"{protocol}:// cannot be used ({error})", "install what is missing") from None
+        rule = f"needs the package {package}, which is not installed"
+        raise ConfigError(key, text, rule, f"pip install {package}") from None
+
+
+def _elsewhere(text: str) -> str:
+    return f"give {text}, and the secret to the store's own environment variables or files (AWS_ACCESS_KEY_ID …)"
