@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -248,7 +249,7 @@ def test_a_position_beyond_the_words_is_no_state_of_numpys_generator(copied):
     _, words, _, _, _ = np.random.RandomState(5).get_state()
     assert read_numpy_state(io.BytesIO(_saved(("MT19937", words, 700, 0, 0.0))))[2] == 700
     with pytest.raises(ConfigError, match="holds no state of a generator"):
-        restore_generators({"numpy": ("MT19937", words.tolist(), 700, 0, 0.0)}, None, "here", "run")
+        restore_generators({"numpy": ("MT19937", words.tolist(), 700, 0, 0.0)}, None, Path("here"), "run")
 
 
 def _with(content, change):
