@@ -66,7 +66,9 @@ class Machine:
         rates = self.product_flops
         return rates[dtype] if dtype in rates else min(rates.values())
 
-    def collective_seconds(self, axis: Axis, wire_bytes: float, *, count: float = 1.0, hops: int | None = None) -> float:
+    def collective_seconds(
+        self, axis: Axis, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
+    ) -> float:
         """Time of collectives on one axis: fixed + hops · latency + bytes / (bandwidth × efficiency).
 
         Args:
