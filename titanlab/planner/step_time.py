@@ -6,19 +6,17 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from titanlab.costs.account import Operation
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
-from titanlab.planner.block_time import ModelTime, exposed, model_time, shape_of
+from titanlab.planner.block_time import exposed, model_time, shape_of
 from titanlab.planner.exchange import Sharding, axis_in, sharding_of
 from titanlab.planner.machine import Machine
 from titanlab.planner.model_facts import Key, flops_per_token, key_of, model_facts
-from titanlab.planner.pipeline_time import Stages, StageTime, pipeline_time, stages_of
+from titanlab.planner.pipeline_time import Stages, pipeline_time
+from titanlab.planner.stage_time import RankTime, rank_stages
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
-from titanlab.recipe.stage_pieces import stage_pieces
 
 # How often a step reads or writes the gradients outside of the optimizer: for their norm 1, to scale them 2, to set
 # them to zero 1.
@@ -42,35 +40,6 @@ class StepTime:
     parts: Mapping[str, float]
     tokens_per_second: float
     mfu: float
-
-
-class _Stage(NamedTuple):
-    """Sums over the pieces of one stage, in seconds for one microbatch; of a block: the mean over all of it."""
-
-    blocks: int
-    compute: float
-    tensor: float
-    context: float
-    time: StageTime
-    block_forward: float
-    block_backward: float
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Stages:
-    """All stages of a recipe.
-
-    Attributes:
-        all: by number.
-        largest: the one with the most blocks.
-        busiest: the stages of the rank that computes longest.
-        pipeline: None without a pipeline.
-    """
-
-    all: tuple[_Stage, ...]
-    largest: _Stage
-    busiest: tuple[_Stage, ...]
-    pipeline: Stages | None
 
 
 def step_time(recipe: Recipe, machine: Machine, *, simulated: bool = False) -> StepTime:
@@ -106,24 +75,26 @@ class _Estimate:
     def step(self, *, simulated: bool) -> StepTime:
         """The estimate."""
         recipe, machine, layout = self.recipe, self.machine, self.layout
-        stages = _stages(
+        stages = rank_stages(
             self.times, self.model, key_of(recipe.schedule), key_of(recipe.parallelism.split), layout.pipeline,
             recipe.training.seq_len,
         )  # fmt: skip
+        busiest = stages.busiest
         parts = {
-            "compute": self.microbatches * sum(stage.compute for stage in stages.busiest),
+            "compute": self.microbatches * busiest.compute,
             "replicate": 0.0,
             "shard": 0.0,
-            "context": self.microbatches * sum(stage.context for stage in stages.busiest),
-            "tensor": self.microbatches * sum(stage.tensor for stage in stages.busiest),
+            "context": self.microbatches * busiest.context,
+            "tensor": self.microbatches * busiest.tensor,
             "pipeline": 0.0,
             "bubble": 0.0,
         }
         if stages.pipeline is not None:
             self._pipeline(stages.pipeline, parts, simulated=simulated)
-        slowest = stages.largest
-        self._data_parallel(slowest, parts)
-        parts["optimizer"] = self._optimizer(slowest)
+        block, edges = self._unit((self.facts.block,)), self._unit(busiest.edges)
+        parts["tensor"] += busiest.blocks * self.times.once
+        self._data_parallel(busiest, block, edges, parts)
+        parts["optimizer"] = self._optimizer(busiest, block, edges)
         world = axis_in(self.layout, "world", machine.per_node)
         parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
         # One straggler slows all: the largest of n equal distributions grows with the logarithm of n.
@@ -160,15 +131,14 @@ class _Estimate:
         axis = axis_in(self.layout, "pipeline", self.machine.per_node)
         return self.machine.collective_seconds(axis, math.prod(shape) * self.formats.compute_bytes, hops=1)
 
-    def _data_parallel(self, stage: _Stage, parts: dict[str, float]) -> None:
+    def _data_parallel(self, stage: RankTime, block: Sharding, edges: Sharding, parts: dict[str, float]) -> None:
         """Add what summing gradients and gathering parameters adds."""
         if not self.fsdp:
             if self.layout.replicate > 1:
                 self._ddp(stage, parts)
             return
-        block, edges = self._unit((self.facts.block,)), self._unit((*self.facts.before, *self.facts.after))
-        machine = self.machine
-        blocks, ahead, back = stage.blocks, stage.block_forward, stage.block_backward
+        machine, blocks = self.machine, stage.blocks
+        ahead, back = stage.block_forward / max(1, blocks), stage.block_backward / max(1, blocks)
         freed, kept = freed_and_kept(blocks, reshards=self.reshards)
         gather, reduce = block.gather, block.scatter + block.replicas
         ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
@@ -198,7 +168,7 @@ class _Estimate:
 
         return gather(block), block.elements * reduce / rate, gather(edges) + edges.elements * reduce / rate
 
-    def _ddp(self, stage: _Stage, parts: dict[str, float]) -> None:
+    def _ddp(self, stage: RankTime, parts: dict[str, float]) -> None:
         """Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed."""
         axis = axis_in(self.layout, "replicate", self.machine.per_node)
         size = self.facts.account.parameter_count * self.formats.master_bytes
@@ -208,9 +178,8 @@ class _Estimate:
         back = stage.time.inputs + stage.time.weights
         parts["replicate"] += exposed(back, whole * (1 - 1 / buckets), self.machine) + whole / buckets
 
-    def _optimizer(self, stage: _Stage) -> float:
-        """Time to read and write parameters, gradients and states, on the rank with the most parameters."""
-        block, edges = self._unit((self.facts.block,)), self._unit((*self.facts.before, *self.facts.after))
+    def _optimizer(self, stage: RankTime, block: Sharding, edges: Sharding) -> float:
+        """Time to read and write parameters, gradients and states, on the busiest rank."""
         shards = self.layout.fsdp if self.fsdp else 1
         elements = (stage.blocks * block.elements + edges.elements) / shards
         master = self.formats.master_bytes
@@ -257,58 +226,3 @@ def _units(
 ) -> Sharding:
     step = step_of(recipe.recipe, account=model_facts(model).sample)
     return sharding_of(step, pieces, machine)
-
-
-@functools.lru_cache(maxsize=16384)
-def _stages(times: ModelTime, model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -> _Stages:
-    """The stages of a recipe; without a pipeline, one."""
-    if ranks == 1:
-        stage = _stage(times, 0, len(times.kind_of), tuple(times.edges))
-        return _Stages(all=(stage,), largest=stage, busiest=(stage,), pipeline=None)
-    placement = schedule.value.placement(ranks=ranks)
-    stages = tuple(_stage(times, *part) for part in _split(model, schedule, split, ranks, seq_len))
-    pipeline = stages_of([stage.time for stage in stages], placement, ranks=ranks)
-    return _Stages(
-        all=stages,
-        largest=max(stages, key=lambda stage: stage.blocks),
-        busiest=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == pipeline.busiest),
-        pipeline=pipeline,
-    )
-
-
-def _stage(times: ModelTime, first: int, blocks: int, edges: tuple[str, ...]) -> _Stage:
-    """Sums over some blocks, from the first on, and other pieces."""
-    own = [times.kinds[kind] for kind in times.kind_of[first : first + blocks]]
-    pieces = [*own, *(times.edges[name] for name in edges if name in times.edges)]
-    weights = sum(piece.weights for piece in pieces)
-    return _Stage(
-        blocks=blocks,
-        compute=sum(piece.compute for piece in pieces),
-        tensor=sum(piece.tensor_forward + piece.tensor_backward for piece in pieces),
-        context=sum(piece.context_forward + piece.context_backward for piece in pieces),
-        time=StageTime(sum(piece.ahead for piece in pieces), sum(piece.back for piece in pieces) - weights, weights),
-        block_forward=sum(piece.ahead for piece in own) / max(1, blocks),
-        block_backward=sum(piece.back for piece in own) / max(1, blocks),
-    )
-
-
-@functools.lru_cache(maxsize=16384)
-def _split(model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -> list[tuple[int, int, tuple[str, ...]]]:
-    """By stage: number of its first block, number of its blocks, and its other pieces."""
-    facts = model_facts(model)
-    # The shares of the pieces do not depend on the microbatch.
-    sizes = {"batch": 1, "seq_len": seq_len}
-    block: list[Operation] = model.value.block_operations(**sizes)
-    stages = stage_pieces(
-        facts.account,
-        split=split.value,
-        placement=schedule.value.placement(ranks=ranks),
-        block=block,
-        edges=model.value.edge_operations(**sizes),
-    )
-    found, number = [], 0
-    for pieces in stages:
-        blocks = sum(piece.startswith("layers.") for piece in pieces)
-        found.append((number, blocks, tuple(piece for piece in pieces if not piece.startswith("layers."))))
-        number += blocks
-    return found
