@@ -35,7 +35,7 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["report"],
     [("cli", "__main__")],
 ]
-PLANNED = {"planner"}
+PLANNED: set[str] = set()
 
 # What takes long to import. Torch-free modules never name any of it.
 HEAVY = {

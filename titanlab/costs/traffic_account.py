@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.layout import Layout, hidden_shape
+from titanlab.costs.shard_account import gathered_part
 from titanlab.costs.tensor_styles import STYLES, cut_dim, parameter_style
 from titanlab.costs.traffic_table import Row, Traffic
 
@@ -274,14 +275,8 @@ def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
 
 
 def _padded(step: Step, rank: Coordinate, name: str) -> int:
-    """Elements of a parameter that FSDP2 gathers: this rank's part of it, padded so that all shards are equal."""
-    shape, ranks, tensor = list(step.account.parameters[name]), step.layout.fsdp, step.layout.tensor
-    dim = _cut_dim(step.account, name) if tensor > 1 else None
-    even = dim != 0 or shape[0] % (tensor * ranks) == 0
-    if dim is not None:
-        part = -(-shape[dim] // tensor)
-        shape[dim] = min(part, shape[dim] - rank.tensor * part)
-    if even:
-        # Otherwise it is cut by columns, which are divisible.
-        shape[0] = -(-shape[0] // ranks) * ranks
-    return math.prod(shape)
+    """Elements of a parameter that FSDP2 gathers."""
+    layout = step.layout
+    return math.prod(
+        gathered_part(step.account, name, tensor=layout.tensor, fsdp=layout.fsdp, number=rank.tensor)
+    )
