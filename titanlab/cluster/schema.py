@@ -28,8 +28,8 @@ class Cluster:
         network_gb_per_second: of one device's share of the network between nodes, one direction; null: not known.
         peak_tflops: dense peak of one device in the precision of the matrix products, for the MFU;
             null: from the device's datasheet, where it is known.
-        efficiencies: of the planner's model of time, by name, where they differ from those that were fitted to published
-            runs; see `titanlab.planner.efficiencies`.
+        efficiencies: of the planner's model of time, by name, where they differ from those that were fitted to
+            published runs; see `titanlab.planner.efficiencies`.
     """
 
     accelerator: str = "auto"

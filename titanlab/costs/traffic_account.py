@@ -249,6 +249,11 @@ def _element(step: Step, piece: str) -> int:
     return 4 if piece in step.fp32_parts else step.compute_bytes
 
 
+def parameter_elements(step: Step, rank: Coordinate, pieces: Sequence[str]) -> int:
+    """Elements of the parameters of some pieces after tensor parallelism, with FSDP2's padding, over all its shards."""
+    return sum(_padded(step, rank, name) for name in _names(step.account, pieces))
+
+
 def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
     """Parameters of some pieces."""
     return [name for name in account.parameters if any(name.startswith(f"{piece}.") for piece in pieces)]

@@ -100,9 +100,7 @@ def norm(name: str, inputs: Activation) -> Operation:
     )
 
 
-def _pointwise(
-    result: Activation, operator: str, keeps: tuple[Activation, ...] = (), passes: float = 3.0
-) -> Operation:
+def _pointwise(result: Activation, operator: str, keeps: tuple[Activation, ...] = (), passes: float = 3.0) -> Operation:
     return Operation(
         name=result.name,
         kind="pointwise",

@@ -150,8 +150,7 @@ class _Shaped:
         shape, machine = self.shape, self.machine
         work = work_of(operations, self.part, frozenset(recomputed))
         forward, inputs, weights, again = (
-            kernel_seconds(kernels, machine)
-            for kernels in (work.forward, work.inputs, work.weights, work.recomputed)
+            kernel_seconds(kernels, machine) for kernels in (work.forward, work.inputs, work.weights, work.recomputed)
         )
         rings = [kernel_seconds(kernels, machine) for kernels in (work.ring_forward, work.ring_backward)]
         context_forward, context_backward = self._context(rings[0], rings[1])
@@ -239,7 +238,6 @@ class _Shaped:
 def exposed(compute: float, exchange: float, machine: Machine) -> float:
     """Time that an exchange adds to a computation beside it: κ·min(C, X) + |C − X| − C."""
     return machine.efficiencies.overlap * min(compute, exchange) + abs(compute - exchange) - compute
-
 
 
 def model_time(shape: Shape, recipe: Recipe) -> ModelTime:

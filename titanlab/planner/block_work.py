@@ -87,9 +87,7 @@ def kernel_seconds(kernels: Sequence[Kernel], machine: Machine) -> float:
     """Time of kernels, one after another: max(FLOPs / rate, bytes / bandwidth) + launch for each."""
     shares, total = machine.efficiencies, 0.0
     for flops, rate, moved, launches, fused in kernels:
-        memory = moved / (
-            machine.memory_bytes_per_second * (shares.fused_memory if fused else shares.eager_memory)
-        )
+        memory = moved / (machine.memory_bytes_per_second * (shares.fused_memory if fused else shares.eager_memory))
         if flops == 0:
             total += memory
         elif rate == "attention":
@@ -111,10 +109,13 @@ def work_of(operations: Sequence[Operation], part: Part, recomputed: Collection[
     weights: list[Kernel] = []
     again: list[Kernel] = []
     rings: tuple[list[Kernel], list[Kernel]] = ([], [])
-    follows = False
+    follows, cast = False, set[str]()
     for operation in operations:
         if operation.kind == "matmul":
-            first, second, third = _product(operation, part)
+            # A compiler casts an input once for all products that read it.
+            source = operation.keeps[0].name if operation.keeps and part.fused else operation.name
+            first, second, third = _product(operation, part, casts_input=source not in cast)
+            cast.add(source)
             new = first
             inputs += second
             weights += third
@@ -150,7 +151,7 @@ def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel
     return Kernel(0.0, "", passes * math.prod(operation.output) * part.width / ranks, launches, part.fused)
 
 
-def _product(operation: Operation, part: Part) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
+def _product(operation: Operation, part: Part, *, casts_input: bool) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
     """Kernels of a linear layer: forward, gradient of the input, gradient of the weight."""
     path = f"{part.prefix}{operation.name}"
     rows = math.prod(operation.output[:-1]) / part.context
@@ -170,13 +171,11 @@ def _product(operation: Operation, part: Part) -> tuple[list[Kernel], list[Kerne
     flops = 2 * rows * inner * columns
     kernels = [
         [Kernel(flops * _waste(*shape), dtype, moved, 1, True)]
-        for dtype, shape in zip(
-            formats, ((rows, columns), (rows, inner), (inner, columns)), strict=True
-        )
+        for dtype, shape in zip(formats, ((rows, columns), (rows, inner), (inner, columns)), strict=True)
     ]
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
-        values = (rows * inner + inner * columns) * product.cast_bytes / 2
+        values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2
         launches = product.cast_kernels * (0.5 if part.fused else 1)
         kernels[0].append(Kernel(0.0, "", values, launches, part.fused))
         kernels[1].append(Kernel(0.0, "", values + rows * columns * product.cast_bytes, 2 * launches, part.fused))

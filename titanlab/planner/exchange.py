@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Coordinate, Step, add_context, add_sharding, add_tensor
+from titanlab.costs.traffic_account import Coordinate, Step, add_context, add_sharding, add_tensor, parameter_elements
 from titanlab.costs.traffic_table import Row, Traffic
 from titanlab.planner.machine import Axis, Machine, axis_of
 
@@ -61,7 +61,7 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
         replicas=seconds_of(sums, replicate, machine),
         gathered_bytes=sum(row.bytes for row in gathers),
         scattered_bytes=sum(row.bytes for row in scatters),
-        elements=sum(row.bytes for row in scatters) // step.reduce_bytes,
+        elements=parameter_elements(step, _FIRST, pieces),
     )
 
 

@@ -62,11 +62,13 @@ class Machine:
     efficiencies: Efficiencies = field(default_factory=fitted)
 
     def product_rate(self, dtype: str) -> float:
-        """Attainable FLOP/s of products; a device without the format multiplies in the widest that it has."""
+        """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
         rates = self.product_flops
-        return rates[dtype] if dtype in rates else min(rates.values())
+        return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
 
-    def collective_seconds(self, axis: Axis, wire_bytes: float, *, count: float = 1.0, hops: int | None = None) -> float:
+    def collective_seconds(
+        self, axis: Axis, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
+    ) -> float:
         """Time of collectives on one axis: fixed + hops · latency + bytes / (bandwidth × efficiency).
 
         Args:
