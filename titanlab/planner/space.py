@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from titanlab.costs.account import ModelAccount
 from titanlab.costs.divisors import divisors
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
@@ -16,6 +18,7 @@ from titanlab.parallelism.schema import Parallelism
 from titanlab.planner.model_facts import key_of, model_facts
 from titanlab.recipe import layout_rules
 from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe_rules import check_all_but_data
 
 # Reason for which a layout is left out although no rule forbids it.
 BEYOND_NODE = "tensor parallelism would leave its node"
@@ -65,6 +68,20 @@ class Point(NamedTuple):
     compile: Choice
 
 
+class _Lighter:
+    """A model's config with another account."""
+
+    def __init__(self, model: Any, account: ModelAccount) -> None:
+        self._model, self._own = model, account
+
+    def account(self) -> ModelAccount:
+        """The other account."""
+        return self._own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 @dataclass(kw_only=True)
 class Space:
     """The recipes that a world and a global batch allow.
@@ -98,20 +115,40 @@ class Space:
         return inside or beyond
 
     def points(self, layout: Layout) -> Iterator[Point]:
-        """The points of a layout; `recipe_of` and the rules of recipes say whether one of them is a recipe."""
+        """The points of a layout; `broken_rule` says whether one of them is a recipe."""
+        for microbatch, schedules in self.microbatches(layout):
+            for schedule in schedules:
+                for ac, precision, compile_ in self.others():
+                    yield Point(layout, microbatch, schedule, ac, precision, compile_)
+
+    def microbatches(self, layout: Layout) -> Iterator[tuple[int, Sequence[Choice]]]:
+        """Microbatches of a layout, each with the schedules that its pipeline can run."""
         local = self.recipe.training.global_batch // layout.data
-        choices = self.choices
-        schedules = choices.schedules if layout.pipeline > 1 else [Choice("", self.recipe.schedule)]
         for microbatch in divisors(local):
             if self._tokens_broken(layout, microbatch):
                 continue
-            for schedule in schedules:
-                if layout.pipeline > 1 and self._pipeline_broken(layout.pipeline, schedule, local // microbatch):
-                    continue
-                for ac in choices.acs:
-                    for precision in choices.precisions:
-                        for compile_ in choices.compiles:
-                            yield Point(layout, microbatch, schedule, ac, precision, compile_)
+            schedules = self.schedules(layout, local // microbatch)
+            if schedules:
+                yield microbatch, schedules
+
+    def schedules(self, layout: Layout, microbatches: int | None = None) -> Sequence[Choice]:
+        """The schedules of a layout's pipeline; without one, that of the recipe."""
+        if layout.pipeline == 1:
+            schedule: Sequence[Choice] = self._kept("schedule", lambda: [Choice("", self.recipe.schedule)])
+            return schedule
+        if microbatches is None:
+            return self.choices.schedules
+        found: Sequence[Choice] = self._kept(
+            ("schedules", layout.pipeline, microbatches), lambda: self._legal(layout.pipeline, microbatches)
+        )
+        return found
+
+    def _legal(self, pipeline: int, microbatches: int) -> list[Choice]:
+        return [choice for choice in self.choices.schedules if not self._pipeline_broken(pipeline, choice, microbatches)]
+
+    def others(self) -> Iterator[tuple[Choice, Choice, Choice]]:
+        """Policies of checkpointing, precisions and compilations."""
+        return itertools.product(self.choices.acs, self.choices.precisions, self.choices.compiles)
 
     def recipe_of(self, point: Point) -> Recipe:
         """The recipe of a point."""
@@ -126,6 +163,19 @@ class Space:
             precision=point.precision.value,
             compile=point.compile.value,
         )
+
+    def broken_rule(self, recipe: Recipe) -> str:
+        """The first rule of recipes that a recipe of the space breaks; empty: none."""
+        # Rules look at each parameter, and blocks are alike: an account with one block answers much sooner.
+        light = dataclasses.replace(recipe, model=_Lighter(recipe.model, self._account))
+        for model in (light, recipe):
+            try:
+                check_all_but_data(model)
+            except ConfigError as error:
+                found = f"{error.key} {error.rule}"
+            else:
+                return ""
+        return found
 
     def _broken(self, layout: Layout) -> str:
         """The rule that every point of a layout breaks; empty: none is known."""
