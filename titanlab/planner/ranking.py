@@ -8,6 +8,7 @@ of the fastest recipe.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -21,9 +22,10 @@ from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.planner.activations import Batch, block_bytes
 from titanlab.planner.block_time import ModelTime, model_time, shape_of
+from titanlab.planner.in_flight import peaks
 from titanlab.planner.machine import Machine, axis_of
 from titanlab.planner.memory import RankMemory, most_memory
-from titanlab.planner.model_facts import key_of, model_facts
+from titanlab.planner.model_facts import Key, key_of, model_facts
 from titanlab.planner.space import Choice, Point, Space
 from titanlab.planner.step_time import StepTime, step_time
 from titanlab.planner.stored import Sharding, added, stored_pieces
@@ -161,11 +163,14 @@ class Ranking:
                     else:
                         yield group
 
-    def _least_memory(self, group: _Group, recipe: Recipe) -> float:
-        """Bytes that the rank with most memory needs at least, under any schedule.
+    def _least_memory(self, group: _Group, recipe: Recipe, schedule: Choice | None = None) -> float:
+        """Bytes that the rank with most memory needs at least.
 
-        Parameters are sharded over all processes that read other sequences, ranks of a pipeline have equal parts of
-        the model, and each keeps one microbatch.
+        Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of
+        the model.
+
+        Args:
+            schedule: of the pipeline, which says how many microbatches a rank keeps; None: one.
         """
         layout, formats = group.layouts[0], recipe.precision.formats()
         sharding = Sharding(
@@ -190,10 +195,9 @@ class Ranking:
         )
         batch = Batch(key_of(recipe.model), key_of(recipe.ac), share, recipe.microbatch, recipe.training.seq_len)
         layers = model_facts(key_of(recipe.model)).account.layers
-        # At the end of the backward pass the gradients are there and activations are not, so that only one of both
-        # counts.
         saved = sum(block.saved for block in block_bytes(batch, layers))
-        return (needed + saved) / layout.pipeline
+        kept = 1.0 if schedule is None else _in_flight(key_of(schedule.value), layout.pipeline, recipe.microbatches)
+        return (needed + kept * saved) / layout.pipeline
 
     def _times(self, group: _Group, layout: Layout) -> tuple[Recipe, ModelTime]:
         recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
@@ -231,6 +235,12 @@ class Ranking:
     def _refine_schedule(self, item: tuple[_Group, Choice]) -> Iterator[tuple[float, Any]]:
         """The estimates of the recipes with one schedule."""
         group, schedule = item
+        if group.layouts[0].pipeline > 1:
+            recipe = self.space.recipe_of(group.point(group.layouts[0], schedule))
+            needed = round(self._least_memory(group, recipe, schedule) * self.excess)
+            if needed > self.limit:
+                self._leave_out(needed, recipe, len(group.layouts))
+                return
         for layout in group.layouts:
             point = group.point(layout, schedule)
             recipe = self.space.recipe_of(point)
@@ -242,6 +252,14 @@ class Ranking:
             yield time.seconds, (None, (point, recipe, time))
 
 
+@functools.lru_cache(maxsize=4096)
+def _in_flight(schedule: Key, ranks: int, microbatches: int) -> float:
+    """Microbatches that the rank with most of them keeps, if its stages are equal."""
+    found = peaks(schedule, ranks=ranks, microbatches=microbatches)
+    return max(sum(moment) / len(moment) for rank in found for moment in rank)
+
+
+@functools.lru_cache(maxsize=65536)
 def _sums(times: ModelTime) -> tuple[float, float]:
     """Forward and backward of the whole model for one microbatch."""
     pieces = [*(times.kinds[kind] for kind in times.kind_of), *times.edges.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -152,17 +153,16 @@ class Space:
 
     def recipe_of(self, point: Point) -> Recipe:
         """The recipe of a point."""
-        layout = point.layout
-        return dataclasses.replace(
-            self.recipe,
-            world=layout.world,
-            parallelism=self._parallelism(layout),
-            training=self._training(point.microbatch),
-            schedule=point.schedule.value,
-            ac=point.ac.value,
-            precision=point.precision.value,
-            compile=point.compile.value,
-        )
+        # A copy, because a new recipe would check each number again, and only numbers that are checked elsewhere change.
+        recipe = copy.copy(self.recipe)
+        recipe.world = point.layout.world
+        recipe.parallelism = self._parallelism(point.layout)
+        recipe.training = self._training(point.microbatch)
+        recipe.schedule = point.schedule.value
+        recipe.ac = point.ac.value
+        recipe.precision = point.precision.value
+        recipe.compile = point.compile.value
+        return recipe
 
     def broken_rule(self, recipe: Recipe) -> str:
         """The first rule of recipes that a recipe of the space breaks; empty: none."""
