@@ -16,6 +16,7 @@ from titanlab.costs.divisors import divisors
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
+from titanlab.planner.actions import Remembered
 from titanlab.planner.model_facts import key_of, model_facts
 from titanlab.recipe import layout_rules
 from titanlab.recipe.recipe import Recipe
@@ -167,7 +168,8 @@ class Space:
     def broken_rule(self, recipe: Recipe) -> str:
         """The first rule of recipes that a recipe of the space breaks; empty: none."""
         # Rules look at each parameter, and blocks are alike: an account with one block answers much sooner.
-        light = dataclasses.replace(recipe, model=_Lighter(recipe.model, self._account))
+        light = copy.copy(recipe)
+        light.model, light.schedule = _Lighter(recipe.model, self._account), Remembered(recipe.schedule)  # type: ignore[assignment]
         for model in (light, recipe):
             try:
                 check_all_but_data(model)
