@@ -144,7 +144,7 @@ def _values(one: Ranked) -> dict[str, Any]:
 
 
 def overrides(one: Ranked) -> list[str]:
-    """The arguments that make the recipe of the request this one."""
+    """The arguments that make the recipe of the request this one; precision and compile only if they vary."""
     degrees = [f"parallelism.{axis}={degree}" for axis, degree in one.recipe.layout.degrees().items()]
     found = [*degrees, f"training.microbatch={one.point.microbatch}", f"ac={one.point.ac.value.kind}"]
     if one.recipe.layout.pipeline > 1:
