@@ -95,6 +95,12 @@ def fitted() -> Efficiencies:
     return changed(Efficiencies(), json.loads(FILE.read_text())["efficiencies"])
 
 
+@functools.cache
+def allocator_excess() -> float:
+    """Reserved bytes for each allocated byte: what published runs had over the estimate of their tensors."""
+    return float(json.loads(FILE.read_text())["allocator_excess"])
+
+
 def _rounded(value: float) -> float:
     """Four digits: more are not known."""
     return 0.0 if value == 0 else round(value, 3 - math.floor(math.log10(abs(value))))
