@@ -1,5 +1,6 @@
 """Fits the efficiencies of the planner's time model to published runs, and prints the error of every run.
 
+    python benchmarks/planner_fit.py --memory    only the allocator's excess
     python benchmarks/planner_fit.py             the rows, the cross-validated error, the values
     python benchmarks/planner_fit.py --write     keeps them: titanlab/planner/efficiencies.json and
                                                  benchmarks/results/planner_fit.json
@@ -169,8 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the values and the errors")
     parser.add_argument("--only", nargs="+", default=list(FITTED), choices=list(LIMITS), help="parameters to fit")
+    parser.add_argument("--memory", action="store_true", help="only the memory's part; the rest as it is kept")
     arguments = parser.parse_args()
-    found = study(arguments.only)
+    if arguments.memory:
+        found = json.loads(RESULT.read_text())
+        found["memory"] = memory_study([run for run in published_runs() if run.fsdp])
+    else:
+        found = study(arguments.only)
     for row in found["rows"]:
         left_out = row["cross_validated_error"]
         text = "not fitted" if left_out is None else f"{left_out:+7.1%}"

@@ -25,6 +25,13 @@ class ACConfig(Protocol):
         """Whether block `number` keeps only its input and is recomputed in the backward pass."""
         return False
 
+    def treatment(self, number: int) -> object:
+        """A value that is equal for blocks that the other methods treat equally.
+
+        A policy whose methods depend on the number in another way than by `recomputes` returns a value of its own.
+        """
+        return self.recomputes(number)
+
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
         """Bytes of block `number` that one rank keeps between its forward and its backward."""
         return share.bytes_of([block_input(block)] if self.recomputes(number) else kept(block))

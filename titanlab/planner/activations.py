@@ -46,16 +46,15 @@ def block_bytes(batch: Batch, layers: int) -> tuple[BlockBytes, ...]:
     """By number of the block."""
     block, ac, share = _block(batch.model, batch.microbatch, batch.seq_len), batch.ac.value, batch.share
     whole = share.bytes_of(kept(block))
-    known: dict[tuple[str, ...], int] = {}
+    known: dict[object, BlockBytes] = {}
     found = []
     for number in range(layers):
-        saved = ac.saved_bytes(block, share, number=number)
-        again = 0
-        if saved < whole and (operations := ac.recomputed(block, number=number)):
-            if operations not in known:
-                known[operations] = whole - saved
-            again = known[operations]
-        found.append(BlockBytes(saved, max(0, again)))
+        treatment = ac.treatment(number)
+        if treatment not in known:
+            saved = ac.saved_bytes(block, share, number=number)
+            again = whole - saved if ac.recomputed(block, number=number) else 0
+            known[treatment] = BlockBytes(saved, max(0, again))
+        found.append(known[treatment])
     return tuple(found)
 
 

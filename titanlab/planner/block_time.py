@@ -262,14 +262,15 @@ class _Unkeyed:
 def _cached(shape: Shape, unkeyed: _Unkeyed) -> ModelTime:
     model, shaped = shape.model.value, _Shaped(shape, unkeyed.recipe)
     operations = model.block_operations(batch=shape.microbatch, seq_len=shape.seq_len)
-    names: dict[tuple[str, ...], int] = {}
+    names: dict[object, int] = {}
     kind_of, kinds = [], []
     for number in range(shaped.facts.account.layers):
-        recomputed = shape.ac.value.recomputed(operations, number=number)
-        if recomputed not in names:
-            names[recomputed] = len(names)
+        treatment = shape.ac.value.treatment(number)
+        if treatment not in names:
+            names[treatment] = len(names)
+            recomputed = shape.ac.value.recomputed(operations, number=number)
             kinds.append(shaped.block(operations, number, recomputed))
-        kind_of.append(names[recomputed])
+        kind_of.append(names[treatment])
     edges = model.edge_operations(batch=shape.microbatch, seq_len=shape.seq_len)
     last = shaped.facts.after[-1] if shaped.facts.after else edges[-1].name
     return ModelTime(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from titanlab.planner.actions import actions_of
 from titanlab.planner.model_facts import Key
 from titanlab.planner.pipeline_time import shorter
 from titanlab.schedule.action import Action, Kind
@@ -31,7 +32,7 @@ def peaks(schedule: Key, *, ranks: int, microbatches: int) -> Peaks:
 @functools.lru_cache(maxsize=4096)
 def _peaks(schedule: Key, ranks: int, microbatches: int) -> Peaks:
     placement = schedule.value.placement(ranks=ranks)
-    orders = schedule.value.actions(ranks=ranks, microbatches=microbatches)
+    orders = actions_of(schedule, ranks, microbatches)
     return tuple(
         _of_rank(order, [stage for stage, owner in enumerate(placement) if owner == rank])
         for rank, order in enumerate(orders)

@@ -6,6 +6,7 @@ checkpointing declare. The rest follows from how FSDP2, autograd and the loss wo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -122,16 +123,23 @@ class _Ranks:
             peaks(self.schedule, ranks=ranks, microbatches=self.recipe.microbatches) if ranks > 1 else (((1,),),)
         )
         found = []
+        saved = [self._stage(number) for number in range(len(placement))]
         for rank in range(ranks):
             stages = [number for number, owner in enumerate(placement) if owner == rank]
-            moments = self._moments(stages, in_flight[rank])
+            own = [saved[number] for number in stages]
+            kept = max(sum(map(operator.mul, moment, own)) for moment in in_flight[rank])
+            moments = self._moments(stages, kept)
             moment = max(moments, key=lambda name: sum(moments[name].values()))
             items = {name: moments[moment].get(name, 0) for name in ITEMS}
             found.append(RankMemory(rank=rank, moment=moment, items=items))
         return tuple(found)
 
-    def _moments(self, stages: Sequence[int], in_flight: Sequence[Sequence[int]]) -> dict[str, dict[str, int]]:
-        """The items at the moments of a step that may be largest."""
+    def _moments(self, stages: Sequence[int], kept: int) -> dict[str, dict[str, int]]:
+        """The items at the moments of a step that may be largest.
+
+        Args:
+            kept: bytes of saved activations when they are most.
+        """
         own = [piece for number in stages for piece in self.stages[number]]
         blocks = [piece for piece in own if piece.startswith("layers.")]
         whole = added(self.pieces[piece] for piece in own)
@@ -140,10 +148,6 @@ class _Ranks:
         fsdp = self.sums == "fsdp2"
         accumulates = self.recipe.microbatches > 1 or self.layout.pipeline > 1
         stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}
-        kept = max(
-            sum(count * self._stage(number) for count, number in zip(moment, stages, strict=True))
-            for moment in in_flight
-        )
         gathered, buffers, unreduced, reducing = 0, 0, 0, 0
         if fsdp:
             reshards = self.config.frees_after_forward

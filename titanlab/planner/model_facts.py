@@ -18,9 +18,27 @@ class Key:
     value: Any = field(compare=False)
 
 
+class _Same:
+    """A value that is equal only to itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def key_of(config: Any) -> Key:
-    """The key of a config."""
-    return Key(repr(config), config)
+    """The key of a config. Configs never change, and many recipes share one, so its text is made once."""
+    return _key(_Same(config))
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(config: _Same) -> Key:
+    return Key(repr(config.value), config.value)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from titanlab.planner.actions import actions_of
 from titanlab.planner.model_facts import Key
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.order import executed
@@ -121,7 +122,7 @@ class _Program(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _program(schedule: Key, ranks: int, microbatches: int) -> _Program:
-    orders = schedule.value.actions(ranks=ranks, microbatches=microbatches)
+    orders = actions_of(schedule, ranks, microbatches)
     placement = schedule.value.placement(ranks=ranks)
     numbers: dict[Action, int] = {}
     actions: list[tuple[int, int, int, tuple[tuple[int, bool], ...]]] = []
