@@ -1,5 +1,6 @@
 """Fits the efficiencies of the planner's time model to published runs, and prints the error of every run.
 
+    python benchmarks/planner_fit.py --memory    only the allocator's excess
     python benchmarks/planner_fit.py             the rows, the cross-validated error, the values
     python benchmarks/planner_fit.py --write     keeps them: titanlab/planner/efficiencies.json and
                                                  benchmarks/results/planner_fit.json
@@ -26,6 +27,7 @@ from published_runs import Published, published_runs
 from titanlab.planner.efficiencies import FILE, LIMITS, Efficiencies, file_text
 from titanlab.planner.least_squares import fit
 from titanlab.planner.machine import Machine, machine_of
+from titanlab.planner.memory import most_memory
 from titanlab.planner.step_time import step_time
 
 RESULT = Path(__file__).parent / "results" / "planner_fit.json"
@@ -84,6 +86,35 @@ def ordered_pairs(runs: Sequence[Published], errors: dict[int, float]) -> list[t
     return pairs
 
 
+def memory_study(runs: Sequence[Published]) -> dict[str, Any]:
+    """The allocator's excess, reserved over allocated memory: the median over the runs that publish memory.
+
+    Its cross-validated error is that of the median of the other tables.
+    """
+    ratios = {
+        run.number: run.memory_bytes / most_memory(run.recipe).allocated for run in runs if run.memory_bytes is not None
+    }
+    tables = {run.number: run.table for run in runs}
+    fitted = {run.number for run in runs if run.fitted}
+
+    def excess(without: tuple[str, str] | None) -> float:
+        return statistics.median(
+            ratio for number, ratio in ratios.items() if number in fitted and tables[number] != without
+        )
+
+    errors = {number: excess(tables[number]) / ratio - 1 for number, ratio in ratios.items()}
+    return {
+        "runs": sum(number in fitted for number in ratios),
+        "allocator_excess": round(excess(None), 4),
+        "cross_validated_median_error": _median(error for number, error in errors.items() if number in fitted),
+        "rows": [
+            {"id": number, "fitted": number in fitted, "error": round(excess(None) / ratio - 1, 4),
+             "cross_validated_error": round(errors[number], 4)}
+            for number, ratio in ratios.items()
+        ],
+    }  # fmt: skip
+
+
 def study(names: Sequence[str]) -> dict[str, Any]:
     """The fit, and the errors of all runs."""
     everything = published_runs()
@@ -104,6 +135,7 @@ def study(names: Sequence[str]) -> dict[str, Any]:
         "pairs_in_order": sum(right for *_, right in pairs),
         "wrong_pairs": [list(pair[:2]) for pair in pairs if not pair[2]],
         "efficiencies": {name: float(f"{value:.4g}") for name, value in dataclasses.asdict(values).items()},
+        "memory": memory_study([run for run in everything if run.fsdp]),
         "rows": [_row(run, errors[run.number], left_out.get(run.number)) for run in everything],
     }
 
@@ -138,16 +170,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the values and the errors")
     parser.add_argument("--only", nargs="+", default=list(FITTED), choices=list(LIMITS), help="parameters to fit")
+    parser.add_argument("--memory", action="store_true", help="only the memory's part; the rest as it is kept")
     arguments = parser.parse_args()
-    found = study(arguments.only)
+    if arguments.memory:
+        found = json.loads(RESULT.read_text())
+        found["memory"] = memory_study([run for run in published_runs() if run.fsdp])
+    else:
+        found = study(arguments.only)
     for row in found["rows"]:
         left_out = row["cross_validated_error"]
         text = "not fitted" if left_out is None else f"{left_out:+7.1%}"
         print(f"{row['id']:4d} {row['measured']:9.1f} {row['error']:+7.1%} {text:>10}  {row['run']}")
+    for row in found["memory"]["rows"]:
+        print(f"{row['id']:4d} memory {row['error']:+7.1%} {row['cross_validated_error']:+7.1%} {row['fitted']}")
     print(json.dumps({key: value for key, value in found.items() if key != "rows"}, indent=2))
     if arguments.write:
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
         facts = {key: found[key] for key in ("date", "runs", "median_error", "cross_validated_median_error")}
+        facts["allocator_excess"] = found["memory"]["allocator_excess"]
         FILE.write_text(file_text(Efficiencies(**found["efficiencies"]), facts))
 
 

@@ -18,7 +18,8 @@ from titanlab.compile.schema import Compile
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.parallelism.schema import Parallelism
-from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.bf16_schema import Bf16, Bf16Full
+from titanlab.precision.contract import PrecisionConfig
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.recipe.recipe import Recipe
@@ -36,6 +37,7 @@ _CONF = {
     "Llama3.1-8B": "llama3_1_8b",
     "Llama3-7B": "llama3_8b",
     "Llama3.1-70B": "llama3_1_70b",
+    "Llama3.1-405B": "llama3_1_405b",
     "Llama2-7B": "llama2_7b",
     "Llama2-13B": "llama2_13b",
     "Llama2-34B": "llama2_34b",
@@ -70,6 +72,13 @@ class Published:
     def table(self) -> tuple[str, str]:
         """Source and table."""
         return self.row["source"], self.row["table"]
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Largest memory of a GPU; None: not published. `GB` is read as the source defines it, or as 10⁹ bytes."""
+        if not self.row["peak_mem"]:
+            return None
+        return float(self.row["peak_mem"]) * (2**30 if "GiB" in self.row["mem_def"] else 1e9)
 
     @property
     def tokens_per_second(self) -> float:
@@ -166,8 +175,11 @@ def _schedule(row: Row) -> PipelineSchedule:
     return ZBV() if name == "ZB-2p" else OneFOneB()
 
 
-def _precision(row: Row) -> Bf16:
+def _precision(row: Row) -> PrecisionConfig:
     name = row["precision"]
+    if "KempnerForge" in row["source"]:
+        # Float32 parameters and states of the first row would take 128 GB, and it had 81 GB.
+        return Bf16Full(reduce="bf16")
     if name == "fp8":
         return Float8Tensorwise(all_gather=False)
     if "rowwise_with_gw_hp" in name:

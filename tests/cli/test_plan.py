@@ -38,7 +38,9 @@ def test_the_table_has_a_row_for_each_recipe_and_the_arguments_of_the_first(plan
 def test_why_has_a_sentence_for_each_and_what_was_left_out(plan):
     _, out, _ = plan(*RECIPE, "world=8", "--top", "3", "--why")
     assert "1 is the fastest that fits: " in out
-    assert sum(line.startswith(("2 ", "3 ")) and ("slower" in line or "as long" in line) for line in out.splitlines()) == 2
+    assert (
+        sum(line.startswith(("2 ", "3 ")) and ("slower" in line or "as long" in line) for line in out.splitlines()) == 2
+    )
     assert "layouts that no recipe can have, by rule:" in out
 
 

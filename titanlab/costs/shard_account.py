@@ -29,9 +29,7 @@ def sharded_dim(account: ModelAccount, name: str, *, tensor: int, fsdp: int) -> 
     return 1 if _cut(account, name, tensor=tensor) == 0 and rows % (tensor * fsdp) else 0
 
 
-def gathered_part(
-    account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0
-) -> tuple[int, ...]:
+def gathered_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
     """Shape of what FSDP2 gathers of a parameter: this rank's part of it, padded so that all shards are equal."""
     shape = tensor_part(account, name, tensor=tensor, number=number)
     if sharded_dim(account, name, tensor=tensor, fsdp=fsdp) == 1:

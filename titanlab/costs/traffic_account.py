@@ -277,6 +277,4 @@ def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
 def _padded(step: Step, rank: Coordinate, name: str) -> int:
     """Elements of a parameter that FSDP2 gathers."""
     layout = step.layout
-    return math.prod(
-        gathered_part(step.account, name, tensor=layout.tensor, fsdp=layout.fsdp, number=rank.tensor)
-    )
+    return math.prod(gathered_part(step.account, name, tensor=layout.tensor, fsdp=layout.fsdp, number=rank.tensor))

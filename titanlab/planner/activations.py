@@ -70,9 +70,7 @@ def gradients_together(model: Key, share: Share, microbatch: int, seq_len: int) 
 @functools.lru_cache(maxsize=4096)
 def edge_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
     """Bytes that pieces before and after the blocks keep, by name."""
-    return {
-        edge.name: share.bytes_of(kept([edge])) for edge in _edges(model, microbatch, seq_len)
-    }
+    return {edge.name: share.bytes_of(kept([edge])) for edge in _edges(model, microbatch, seq_len)}
 
 
 def loss_bytes(

@@ -178,21 +178,22 @@ def machine_of(recipe: Recipe) -> Machine:
 def _cpu(recipe: Recipe) -> Machine:
     """One core for each process, and gloo over loopback.
 
-    The figures are rough until a calibration replaces the efficiencies: 3 GHz with two fused products and sums of eight
-    float32 numbers in a cycle, 10 GB/s of memory, 1 GB/s and 100 µs for a collective.
+    The figures are what a fast core could do, and rough until a calibration replaces the efficiencies: 3 GHz with two
+    fused products and sums of sixteen float32 numbers in a cycle, 20 GB/s of memory, 4 GB/s and 100 µs
+    for a collective.
     """
     cluster = recipe.cluster
-    peak = cluster.peak_tflops * 1e12 if cluster.peak_tflops is not None else 3e9 * 2 * 8 * 2
-    network = cluster.network_gb_per_second or cluster.link_gb_per_second or 1.0
+    peak = cluster.peak_tflops * 1e12 if cluster.peak_tflops is not None else 3e9 * 2 * 16 * 2
+    network = cluster.network_gb_per_second or cluster.link_gb_per_second or 4.0
     return Machine(
         name="CPU",
         memory_bytes=cluster.memory_gb * 1e9 if cluster.memory_gb else math.inf,
         peak_flops={"float32": peak},
         product_flops={"float32": peak},
         attention_flops=peak,
-        memory_bytes_per_second=10e9,
+        memory_bytes_per_second=20e9,
         per_node=cluster.per_node or 8,
-        link_bytes_per_second=(cluster.link_gb_per_second or 1.0) * 1e9,
+        link_bytes_per_second=(cluster.link_gb_per_second or 4.0) * 1e9,
         network_bytes_per_second=network * 1e9,
         link_seconds=100e-6,
         network_seconds=100e-6,

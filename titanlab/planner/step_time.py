@@ -15,6 +15,8 @@ from titanlab.planner.machine import Machine
 from titanlab.planner.model_facts import Key, flops_per_token, key_of, model_facts
 from titanlab.planner.pipeline_time import Stages, pipeline_time
 from titanlab.planner.stage_time import RankTime, rank_stages
+from titanlab.planner.stored import Sharding as Stored
+from titanlab.planner.stored import stored_pieces
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
 
@@ -94,7 +96,7 @@ class _Estimate:
         block, edges = self._unit((self.facts.block,)), self._unit(busiest.edges)
         parts["tensor"] += busiest.blocks * self.times.once
         self._data_parallel(busiest, block, edges, parts)
-        parts["optimizer"] = self._optimizer(busiest, block, edges)
+        parts["optimizer"] = self._optimizer(busiest)
         world = axis_in(self.layout, "world", machine.per_node)
         parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
         # One straggler slows all: the largest of n equal distributions grows with the logarithm of n.
@@ -178,13 +180,16 @@ class _Estimate:
         back = stage.time.inputs + stage.time.weights
         parts["replicate"] += exposed(back, whole * (1 - 1 / buckets), self.machine) + whole / buckets
 
-    def _optimizer(self, stage: RankTime, block: Sharding, edges: Sharding) -> float:
+    def _optimizer(self, rank: RankTime) -> float:
         """Time to read and write parameters, gradients and states, on the busiest rank."""
-        shards = self.layout.fsdp if self.fsdp else 1
-        elements = (stage.blocks * block.elements + edges.elements) / shards
-        master = self.formats.master_bytes
-        # Parameters and both averages are read and written, gradients are read.
-        moved = elements * master * (2 * 3 + 1 + _GRADIENT_PASSES)
+        optimizer, shards = key_of(self.recipe.optimizer), self.layout.fsdp if self.fsdp else 1
+        pieces = stored_pieces(Stored(self.model, self.precision, optimizer, self.layout.tensor, shards))
+        block = pieces[self.facts.block]
+        others = [pieces[name] for name in rank.edges]
+        parameters = rank.blocks * block.parameters + sum(piece.parameters for piece in others)
+        states = rank.blocks * block.optimizer + sum(piece.optimizer for piece in others)
+        # Gradients have the size of the parameters.
+        moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
         return moved / (self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory)
 
     def _unit(self, pieces: tuple[str, ...]) -> Sharding:
