@@ -28,7 +28,7 @@ from titanlab.planner.memory import RankMemory, most_memory
 from titanlab.planner.model_facts import Key, key_of, model_facts
 from titanlab.planner.space import Choice, Point, Space
 from titanlab.planner.step_time import StepTime, step_time
-from titanlab.planner.stored import Sharding, added, stored_pieces
+from titanlab.planner.stored import PieceBytes, Sharding, added, stored_pieces
 from titanlab.recipe.recipe import Recipe
 
 # The estimate of a pipeline rounds the times of its stages, so that it may be below a bound by this share of the
@@ -180,7 +180,7 @@ class Ranking:
             layout.tensor,
             layout.data * layout.context,
         )
-        whole = added(stored_pieces(sharding).values())
+        whole = _whole(sharding)
         offload = recipe.parallelism.cpu_offload
         needed = 0.0 if offload else float(whole.parameters + whole.optimizer)
         accumulates = recipe.microbatches > 1 or layout.pipeline > 1
@@ -195,7 +195,7 @@ class Ranking:
         )
         batch = Batch(key_of(recipe.model), key_of(recipe.ac), share, recipe.microbatch, recipe.training.seq_len)
         layers = model_facts(key_of(recipe.model)).account.layers
-        saved = sum(block.saved for block in block_bytes(batch, layers))
+        saved = _saved(batch, layers)
         kept = 1.0 if schedule is None else _in_flight(key_of(schedule.value), layout.pipeline, recipe.microbatches)
         return (needed + kept * saved) / layout.pipeline
 
@@ -250,6 +250,18 @@ class Ranking:
                 self.refused[f"{error.key} {error.rule}"] += 1
                 continue
             yield time.seconds, (None, (point, recipe, time))
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(sharding: Sharding) -> PieceBytes:
+    """Bytes of one rank for the whole model."""
+    return added(stored_pieces(sharding).values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _saved(batch: Batch, layers: int) -> int:
+    """Bytes that all blocks keep of one microbatch."""
+    return sum(block.saved for block in block_bytes(batch, layers))
 
 
 @functools.lru_cache(maxsize=4096)
