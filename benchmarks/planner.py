@@ -23,7 +23,9 @@ HERE = Path(__file__).parent
 # The bare interpreter and the composition of the recipe are in each of them; the first row has nothing else.
 COMMANDS = {
     "compose a recipe": ["train", "+recipe=llama3_1_405b_512gpus", "cluster=h100", "--cfg", "job"],
-    "8B on 512 GPUs": ["plan", "+recipe=llama3_1_8b_128gpus", "cluster=h100", "world=512", "training.global_batch=1024"],
+    "8B on 512 GPUs": [
+        "plan", "+recipe=llama3_1_8b_128gpus", "cluster=h100", "world=512", "training.global_batch=1024",
+    ],
     "405B on 512 GPUs": ["plan", "+recipe=llama3_1_405b_512gpus", "cluster=h100"],
     "405B on 16,384 GPUs": [
         "plan", "+recipe=llama3_1_405b_512gpus", "cluster=h100", "world=16384", "training.global_batch=2048",
@@ -40,7 +42,9 @@ def measured(arguments: list[str], *, repeats: int) -> dict[str, float]:
     best = {"wall_seconds": float("inf"), "cpu_seconds": float("inf")}
     for _ in range(repeats):
         before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "titanlab", *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "titanlab", *arguments], capture_output=True, text=True, check=False
+        )
         wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
         if done.returncode:
             raise RuntimeError(done.stdout + done.stderr)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.checkpoint.schema import Sync
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.data.synthetic_schema import Synthetic
+from titanlab.launch.local_schema import Local
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.parallelism.schema import Parallelism
@@ -19,10 +21,8 @@ from titanlab.planner.space import Choices, Space
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.training_schema import Training
-from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl
-from titanlab.launch.local_schema import Local
 
 SMALL = Llama(dim=256, layers=6, heads=8, kv_heads=4, ffn_dim=768, vocab_size=2048)
 

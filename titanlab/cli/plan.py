@@ -29,7 +29,7 @@ from titanlab.schedule import grid
 from titanlab.sweep.table.listing import aligned
 from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import grouped
+from titanlab.terminal.numerals import counted, grouped
 
 _HELP = """\
 titanlab plan: estimate memory and speed of layouts without a GPU, and rank those that fit
@@ -130,7 +130,10 @@ def _explain(recipe: Recipe, given: Any, console: Console) -> None:
             raise ConfigError("--plot", given.plot, "draws a pipeline, and pipeline=1", "leave it out")
         from titanlab.schedule.plot import draw
 
-        draw([(f"{recipe.schedule.kind} · bubble {100 * account.timeline.bubble_share:.1f} %", account.timeline)], given.plot)
+        draw(
+            [(f"{recipe.schedule.kind} · bubble {100 * account.timeline.bubble_share:.1f} %", account.timeline)],
+            given.plot,
+        )
     if given.json:
         console.note(json.dumps(finite(explanation_values(account)), indent=2, ensure_ascii=False))
         return
@@ -142,9 +145,9 @@ def _explain(recipe: Recipe, given: Any, console: Console) -> None:
 def _account(account: Explanation) -> list[str]:
     recipe, time = account.recipe, account.time
     headings, rows = memory_rows(account)
+    batches = f"{counted(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}"
     lines = [
-        f"{recipe.name}: {recipe.layout.label} on {account.machine.name}, {recipe.microbatches} microbatches of "
-        f"{recipe.microbatch}",
+        f"{recipe.name}: {recipe.layout.label} on {account.machine.name}, {batches}",
         "",
         *aligned(headings, rows, right=headings[1:]),
         "",

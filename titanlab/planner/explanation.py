@@ -1,4 +1,4 @@
-"""The itemised account of one recipe: memory by rank, time by part, bytes of each collective, the pipeline's timeline."""
+"""The itemised account of one recipe: memory by rank, time by part, bytes of collectives, the pipeline's timeline."""
 
 from __future__ import annotations
 

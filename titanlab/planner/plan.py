@@ -123,10 +123,9 @@ def _advice(ranking: Ranking, vary: Sequence[str]) -> list[str]:
     if ranking.least is None:
         return [f"every layout breaks a rule: {rule}" for rule in list(ranking.refused)[:3]]
     needed, recipe = ranking.least
-    lines = [
-        f"the smallest needs {needed / 1e9:.1f} GB of the {ranking.limit / 1e9:.1f} GB that a device has: "
-        f"{recipe.layout.label}, microbatch {recipe.microbatch}, ac={recipe.ac.kind}"
-    ]
+    smallest = f"{recipe.layout.label}, microbatch {recipe.microbatch}, ac={recipe.ac.kind}"
+    has = f"{ranking.limit / 1e9:.1f} GB that a device has"
+    lines = [f"the smallest needs {needed / 1e9:.1f} GB of the {has}: {smallest}"]
     for factor in _LARGER_WORLDS:
         world = ranking.space.world * factor
         if (found := _first(ranking, world, ranking.space.recipe.training.global_batch, vary)) is not None:

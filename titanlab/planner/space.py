@@ -104,7 +104,8 @@ class Space:
 
     def layouts(self) -> list[Layout]:
         """All layouts that the rules allow, tensor parallelism inside a node if any such layout is allowed."""
-        inside, beyond = [], []
+        inside: list[Layout] = []
+        beyond: list[Layout] = []
         self.dropped.clear()
         for layout in all_layouts(self.world):
             rule = self._broken(layout)
@@ -146,7 +147,9 @@ class Space:
         return found
 
     def _legal(self, pipeline: int, microbatches: int) -> list[Choice]:
-        return [choice for choice in self.choices.schedules if not self._pipeline_broken(pipeline, choice, microbatches)]
+        return [
+            choice for choice in self.choices.schedules if not self._pipeline_broken(pipeline, choice, microbatches)
+        ]
 
     def others(self) -> Iterator[tuple[Choice, Choice, Choice]]:
         """Policies of checkpointing, precisions and compilations."""
@@ -154,7 +157,7 @@ class Space:
 
     def recipe_of(self, point: Point) -> Recipe:
         """The recipe of a point."""
-        # A copy, because a new recipe would check each number again, and only numbers that are checked elsewhere change.
+        # A copy: a new recipe would check each of its numbers again.
         recipe = copy.copy(self.recipe)
         recipe.world = point.layout.world
         recipe.parallelism = self._parallelism(point.layout)
