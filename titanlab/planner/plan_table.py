@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlab.planner.plan import MARGIN, Plan
 from titanlab.planner.ranking import Ranked
-from titanlab.planner.space import summary
 from titanlab.planner.step_time import StepTime
 from titanlab.terminal.numerals import counted, grouped, significant
 
@@ -153,3 +152,12 @@ def overrides(one: Ranked) -> list[str]:
         if "stages_per_rank" in schedule.__dataclass_fields__:
             found.append(f"schedule.stages_per_rank={schedule.stages_per_rank}")
     return found
+
+
+def summary(dropped: Mapping[str, int], limit: int) -> list[str]:
+    """The rules with the most layouts, one line each."""
+    rows = sorted(dropped.items(), key=lambda row: -row[1])
+    lines = [f"{count:,}: {rule}" for rule, count in rows[:limit]]
+    if len(rows) > limit:
+        lines.append(f"{sum(count for _, count in rows[limit:]):,}: {len(rows) - limit} other rules")
+    return lines

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -298,12 +298,3 @@ def all_layouts(world: int) -> Iterator[Layout]:
                         context=context,
                         tensor=tensor,
                     )
-
-
-def summary(dropped: Mapping[str, int], limit: int) -> list[str]:
-    """The rules with the most layouts, one line each."""
-    rows = sorted(dropped.items(), key=lambda row: -row[1])
-    lines = [f"{count:,}: {rule}" for rule, count in rows[:limit]]
-    if len(rows) > limit:
-        lines.append(f"{sum(count for _, count in rows[limit:]):,}: {len(rows) - limit} other rules")
-    return lines
