@@ -14,10 +14,10 @@ from titanlab.launch.local_schema import Local
 from titanlab.model.llama_schema import Llama
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.parallelism.schema import Parallelism
-from titanlab.planner.choices import choices_of
 from titanlab.planner.machine import machine_of
-from titanlab.planner.ranking import Ranking
-from titanlab.planner.space import Choices, Space
+from titanlab.planner.search.choices import choices_of
+from titanlab.planner.search.ranking import Ranking
+from titanlab.planner.search.space import Choices, Space
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.training_schema import Training

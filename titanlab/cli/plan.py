@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from titanlab.cli.compose import compose_one
 from titanlab.errors import ConfigError
-from titanlab.planner import plan_table
 from titanlab.planner.explanation import (
     Explanation,
     explain,
@@ -22,7 +21,8 @@ from titanlab.planner.explanation import (
     time_rows,
     traffic_rows,
 )
-from titanlab.planner.plan import MOST, Plan, for_planning, plan
+from titanlab.planner.search import plan_table
+from titanlab.planner.search.plan import MOST, Plan, for_planning, plan
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.recipe import Recipe
 from titanlab.schedule import grid

@@ -11,7 +11,7 @@ from titanlab.planner.efficiencies import allocator_excess
 from titanlab.planner.machine import machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.model_facts import key_of
-from titanlab.planner.plan import MARGIN
+from titanlab.planner.search.plan import MARGIN
 from titanlab.planner.step_time import step_time
 from titanlab.planner.stored import Sharding, added, stored_pieces
 from titanlab.recipe.recipe import Recipe

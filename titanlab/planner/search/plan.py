@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.errors import ConfigError
-from titanlab.planner.choices import choices_of
 from titanlab.planner.efficiencies import allocator_excess
 from titanlab.planner.machine import Machine, machine_of
-from titanlab.planner.ranking import Ranked, Ranking
-from titanlab.planner.space import Space
+from titanlab.planner.search.choices import choices_of
+from titanlab.planner.search.ranking import Ranked, Ranking
+from titanlab.planner.search.space import Space
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, resolve
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlab.planner.plan import MARGIN, Plan
-from titanlab.planner.ranking import Ranked
+from titanlab.planner.search.plan import MARGIN, Plan
+from titanlab.planner.search.ranking import Ranked
 from titanlab.planner.step_time import StepTime
 from titanlab.terminal.numerals import counted, grouped, significant
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.planner.layouts import planned, ranking_of
-from titanlab.planner.choices import choices_of
+from titanlab.planner.search.choices import choices_of
 
 TOP = 20
 

@@ -26,7 +26,7 @@ from titanlab.planner.in_flight import peaks
 from titanlab.planner.machine import Machine, axis_of
 from titanlab.planner.memory import RankMemory, most_memory
 from titanlab.planner.model_facts import Key, key_of, model_facts
-from titanlab.planner.space import Choice, Point, Space
+from titanlab.planner.search.space import Choice, Point, Space
 from titanlab.planner.step_time import StepTime, step_time
 from titanlab.planner.stored import PieceBytes, Sharding, added, stored_pieces
 from titanlab.recipe.recipe import Recipe

@@ -9,7 +9,7 @@ from typing import Any
 from titanlab.compile.schema import Compile
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.planner.space import Choice, Choices
+from titanlab.planner.search.space import Choice, Choices
 from titanlab.recipe.recipe import Recipe
 
 # Groups that vary only if a person asks for it.

@@ -9,9 +9,9 @@ import pytest
 
 from tests.planner.layouts import planned, ranking_of
 from titanlab.errors import ConfigError
-from titanlab.planner.choices import choices_of
-from titanlab.planner.plan_table import summary
-from titanlab.planner.space import BEYOND_NODE, all_layouts
+from titanlab.planner.search.choices import choices_of
+from titanlab.planner.search.plan_table import summary
+from titanlab.planner.search.space import BEYOND_NODE, all_layouts
 from titanlab.recipe.recipe_rules import check_all_but_data
 
 
