@@ -35,7 +35,7 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["report"],
     [("cli", "__main__")],
 ]
-PLANNED = {"planner"}
+PLANNED: set[str] = set()
 
 # What takes long to import. Torch-free modules never name any of it.
 HEAVY = {
@@ -49,7 +49,10 @@ DECLARES = ("schema", "account", "contract", "huggingface")
 # Folders that never import torch, and that import the rest inside functions only.
 TORCH_FREE_PARTS = ("data", "schedule")
 # What the command line imports before it has anything to train.
-LIGHT_DOORS = ("recipe.recipe", "recipe.composition.recipes", "cli.verbs", "cli.compose")
+LIGHT_DOORS = (
+    *("recipe.recipe", "recipe.composition.recipes", "planner.step_time"),
+    *("cli.verbs", "cli.compose", "cli.plan"),
+)
 
 
 class Place(NamedTuple):

@@ -78,6 +78,27 @@ def test_what_is_not_kept_is_computed_again(case, microbatches):
     assert repeated(policy, microbatches=microbatches) == tuple(count * microbatches for count in counts)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_declaration_says_the_same(case):
+    policy, counts = CASES[case]
+    block = CONFIG.block_operations(batch=2, seq_len=16)
+    kinds = {operation.name: operation.kind for operation in block}
+    again = [name for number in range(LAYERS) for name in policy.recomputed(block, number=number)]
+    products = sum(kinds[name] == "matmul" for name in again)
+    attention = sum(kinds[name] == "attention" for name in again)
+    assert (products, attention, again.count("feed_forward.silu")) == counts
+
+
+def test_which_collectives_are_repeated():
+    gather, scatter = (f"_c10d_functional.{name}_tensor.default" for name in ("all_gather_into", "reduce_scatter"))
+    for policy, repeats in (
+        (NoCheckpointing(), (False, False)),
+        (FullCheckpointing(), (True, True)),
+        (SelectiveOp(), (True, False)),
+    ):
+        assert tuple(policy.repeats_collective(name, number=0) for name in (gather, scatter)) == repeats
+
+
 def test_which_matmuls_are_repeated():
     """Of q, k, v, o, gate, up, down: k, o and up, in every block and every microbatch."""
     stack = build(CONFIG, SelectiveOp(), torch.float32)

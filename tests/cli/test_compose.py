@@ -227,6 +227,9 @@ class Cautious(Scheduled):
         if not 0 <= self.caution <= 1:
             raise ConfigError("optimizer.caution", self.caution, "must lie between 0 and 1", "try 0.5")
 
+    def state_bytes(self, parameter):
+        return 0
+
     def implementation(self):
         from others.cautious import CautiousFactory
         return CautiousFactory(self)"""

@@ -17,7 +17,7 @@ def test_a_preset(name):
     values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     assert values.pop("defaults") == ["schema", "_self_"]
     cluster = Cluster(**values)
-    assert cluster.per_node == 8
+    assert cluster.per_node * cluster.linked_nodes == (72 if name == "gb200" else 8)
     if cluster.accelerator == "cpu":
         assert cluster.device == "cpu"
         return
@@ -28,4 +28,4 @@ def test_a_preset(name):
 
 
 def test_there_is_one_for_each_kind_of_node():
-    assert PRESETS == ["a100_40gb", "a100_80gb", "b200", "cpu", "h100", "h200"]
+    assert PRESETS == ["a100_40gb", "a100_80gb", "b200", "cpu", "gb200", "h100", "h100_96gb", "h200"]

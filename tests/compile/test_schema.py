@@ -100,3 +100,11 @@ def test_backends_are_those_that_torch_lists(monkeypatch):
 
 def test_modes_are_those_that_inductor_has():
     assert set(MODES) <= set(torch._inductor.list_mode_options())
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_only_inductor_fuses(backend):
+    both = Compile(blocks=True, loss=True, backend=backend)
+    assert (both.fuses_blocks, both.fuses_loss) == ((backend == "inductor",) * 2)
+    neither = Compile(backend=backend)
+    assert (neither.fuses_blocks, neither.fuses_loss) == (False, False)

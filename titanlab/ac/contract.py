@@ -25,9 +25,28 @@ class ACConfig(Protocol):
         """Whether block `number` keeps only its input and is recomputed in the backward pass."""
         return False
 
+    def treatment(self, number: int) -> object:
+        """A value that is equal for blocks that the other methods treat equally.
+
+        A policy whose methods depend on the number in another way than by `recomputes` returns a value of its own.
+        """
+        return self.recomputes(number)
+
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
         """Bytes of block `number` that one rank keeps between its forward and its backward."""
         return share.bytes_of([block_input(block)] if self.recomputes(number) else kept(block))
+
+    def recomputed(self, block: Sequence[Operation], *, number: int) -> tuple[str, ...]:
+        """Names of the operations of block `number` that run again in the backward pass.
+
+        torch stops a recomputation once it has the inputs of the last operation that keeps any
+        (`torch.utils.checkpoint`, early stop), so that operation and those after it do not run again.
+        """
+        return needed_again(block) if self.recomputes(number) else ()
+
+    def repeats_collective(self, operator: str, *, number: int) -> bool:
+        """Whether the backward pass of block `number` repeats the forward collectives of this operator of torch."""
+        return self.recomputes(number)
 
     def compiler_budget(self) -> float | None:
         """Share of a compiled block's activations that the compiler may keep; None: the compiler decides."""
@@ -46,6 +65,12 @@ class ACConfig(Protocol):
         from titanlab.ac.block import WholeBlocks
 
         return WholeBlocks(self)
+
+
+def needed_again(block: Sequence[Operation]) -> tuple[str, ...]:
+    """Names of the operations of a block that run before the last one that keeps inputs."""
+    last = max((place for place, operation in enumerate(block) if operation.keeps), default=0)
+    return tuple(operation.name for operation in block[:last])
 
 
 class ActivationCheckpointing(Protocol):

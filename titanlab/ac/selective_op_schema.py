@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from titanlab.ac.contract import ACConfig
-from titanlab.costs.account import Activation, Operation, Share, block_input
+from titanlab.ac.contract import ACConfig, needed_again
+from titanlab.costs.account import Activation, Operation, Operator, Share, block_input
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -82,8 +82,24 @@ class SelectiveOp(ACConfig):
 
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
         """Bytes of the block's input and of the chosen results, also of the last product, which no backward needs."""
-        saved, matmuls = set(self.saved), 0
         activations: list[Activation] = [block_input(block)]
+        for operator in self._saved_operators(block):
+            activations += operator.results
+        return share.bytes_of(activations)
+
+    def recomputed(self, block: Sequence[Operation], *, number: int) -> tuple[str, ...]:
+        """The operations without a saved result; an operation runs again if it has no operator that is saved."""
+        saved = {id(operator) for operator in self._saved_operators(block)}
+        kept = {operation.name for operation in block if any(id(operator) in saved for operator in operation.operators)}
+        return tuple(name for name in needed_again(block) if name not in kept)
+
+    def repeats_collective(self, operator: str, *, number: int) -> bool:
+        """Every collective that the list does not name."""
+        return operator not in self.saved
+
+    def _saved_operators(self, block: Sequence[Operation]) -> list[Operator]:
+        """The operators of a block whose results are kept."""
+        saved, matmuls, chosen_operators = set(self.saved), 0, []
         for operator in (operator for operation in block for operator in operation.operators):
             chosen = saved.intersection(operator.names)
             if self.every_other_matmul and chosen.intersection(MATMULS):
@@ -91,8 +107,8 @@ class SelectiveOp(ACConfig):
                 if matmuls % 2 == 0:
                     continue
             if chosen:
-                activations += operator.results
-        return share.bytes_of(activations)
+                chosen_operators.append(operator)
+        return chosen_operators
 
     def implementation(self) -> SelectedOperators:
         """Blocks keep the results of the chosen operators."""

@@ -32,6 +32,7 @@ usage: titanlab sweep [+sweeps=NAME] [KEY=VALUE,VALUE …] [KEY=VALUE …] [FLAG
 
   -n, --dry-run   plan and say what would be submitted; nothing is written
   --wait          follow the runs to their end; the exit code is then that of the first that failed
+  --prune         leave out what by its estimate does not fit into the memory of a device (titanlab plan)
   --force         do those again that have ended; their folders go to superseded/
   --json          the plan as JSON
   -h, --help      this page
@@ -42,7 +43,8 @@ sweep's own is one line, and nothing is submitted. How to write a sweep: docs/sw
 
 sweeps: {sweeps}
 then: titanlab status SWEEP --watch, titanlab cancel SWEEP, titanlab retry SWEEP --all-failed, titanlab collect SWEEP"""
-_FLAGS = {"-n": "dry_run", "--dry-run": "dry_run", "--wait": "wait", "--force": "force", "--json": "as_json"}
+_FLAGS = {"-n": "dry_run", "--dry-run": "dry_run", "--wait": "wait", "--force": "force", "--json": "as_json",
+          "--prune": "prune"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class Given:
     wait: bool = False
     force: bool = False
     as_json: bool = False
+    prune: bool = False
     whole: bool = False
 
 
@@ -90,6 +93,11 @@ def run_study(given: Given, loader: Loader | None = None) -> int:
         # With --json, standard output has nothing but JSON, because programs read it.
         report = (lambda text: None) if given.as_json else console.note
         study = plan_study(given.rest, whole=given.whole, loader=loader)
+        if given.prune:
+            # Imported here, because other sweeps need no estimates.
+            from titanlab.sweep.study.estimates import fitting
+
+            study = fitting(study)
         if given.dry_run:
             _show(study, given, console)
             return 0

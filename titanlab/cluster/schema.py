@@ -22,21 +22,26 @@ class Cluster:
         device: name of the accelerator as its driver prints it, or `cpu`; null: this host's.
         per_node: processes of a run on one node, one a device; null: not known.
         nodes: how many there are; null: not known.
+        linked_nodes: number of neighbouring nodes whose devices the link connects; 18 in a rack of 72 GB200.
         memory_gb: of one device, as its datasheet counts; null: not known.
         link_gb_per_second: between the devices of a node, one direction; null: not known.
         network_gb_per_second: of one device's share of the network between nodes, one direction; null: not known.
         peak_tflops: dense peak of one device in the precision of the matrix products, for the MFU;
             null: from the device's datasheet, where it is known.
+        efficiencies: of the planner's model of time, by name, where they differ from those that were fitted to
+            published runs; see `titanlab.planner.efficiencies`.
     """
 
     accelerator: str = "auto"
     device: str | None = None
     per_node: int | None = field(default=None, metadata={"identity": False})
     nodes: int | None = field(default=None, metadata={"identity": False})
+    linked_nodes: int = field(default=1, metadata={"identity": False})
     memory_gb: float | None = field(default=None, metadata={"identity": False})
     link_gb_per_second: float | None = field(default=None, metadata={"identity": False})
     network_gb_per_second: float | None = field(default=None, metadata={"identity": False})
     peak_tflops: float | None = field(default=None, metadata={"identity": False})
+    efficiencies: dict[str, float] = field(default_factory=dict, metadata={"identity": False})
 
     def __post_init__(self) -> None:
         if self.accelerator not in ACCELERATORS:
@@ -47,6 +52,8 @@ class Cluster:
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ConfigError(f"cluster.{name}", count, "must be at least 1", "try 8, or null")
+        if self.linked_nodes < 1:
+            raise ConfigError("cluster.linked_nodes", self.linked_nodes, "must be at least 1", "try 1")
         examples = {"memory_gb": 80, "link_gb_per_second": 450, "network_gb_per_second": 50, "peak_tflops": 989}
         for name, example in examples.items():
             figure = getattr(self, name)

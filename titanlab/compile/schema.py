@@ -47,6 +47,16 @@ class Compile:
         """Whether any part is compiled."""
         return self.blocks or self.loss
 
+    @property
+    def fuses_blocks(self) -> bool:
+        """Whether neighbouring operations of a block that memory bandwidth bounds become one kernel."""
+        return self.blocks and self.backend == "inductor"
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether the operations of the loss become few kernels."""
+        return self.loss and self.backend == "inductor"
+
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             others = sorted(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))

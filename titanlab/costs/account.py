@@ -96,6 +96,8 @@ class Operation:
         output: shape of its result, `[batch, seq, …]`.
         keeps: tensors that autograd keeps of it for the backward pass, except parameters and buffers of the model.
         operators: torch's operators inside it that allocate results, in the order in which they run.
+        passes: how often its forward kernels read or write as many elements as the output has, in the compute
+            precision; of operations that memory bandwidth bounds. A sum of two tensors: 3.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Operation:
     output: tuple[int, ...]
     keeps: tuple[Activation, ...] = ()
     operators: tuple[Operator, ...] = ()
+    passes: float = 3.0
 
 
 def block_input(block: Sequence[Operation]) -> Activation:

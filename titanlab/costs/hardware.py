@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TABLES = "stas00/ml-engineering, compute/accelerator and network"
 _TORCHTITAN = "torchtitan, get_peak_flops"
@@ -26,6 +26,7 @@ class Device:
         memory_gb: as in the datasheet, in 10⁹ or 2³⁰ bytes; a device reports a little less.
         memory_gb_per_second: bandwidth of that memory.
         link_gb_per_second: to the other devices of its node, in one direction.
+        product_tflops: largest rate of a matrix product that was measured (MAMF), by dtype; empty: not measured.
         source: source of the figures.
     """
 
@@ -36,6 +37,7 @@ class Device:
     memory_gb: float | None = None
     memory_gb_per_second: float | None = None
     link_gb_per_second: float | None = None
+    product_tflops: Mapping[str, float] = field(default_factory=dict)
     source: str
 
 
@@ -46,6 +48,11 @@ def _peaks(bf16: float, *, fp8: float | None, tf32: float | None, fp32: float | 
 
 
 _A100 = _peaks(312, fp8=None, tf32=156, fp32=19.5)
+# The largest rates over shapes of products that were measured; an H200 computes as an H100.
+_A100_PRODUCTS = {"bfloat16": 271.2}
+_H100_PRODUCTS = {"bfloat16": 794.5, "float8_e4m3fn": 1402.6}
+_H200_PRODUCTS = {"bfloat16": 794.5, "float8_e4m3fn": 1453.4}
+_B200_PRODUCTS = {"bfloat16": 1745.0, "float8_e4m3fn": 3432.5}
 _HOPPER_SXM = _peaks(989, fp8=1979, tf32=494.5, fp32=67)
 
 DEVICES = (
@@ -57,6 +64,7 @@ DEVICES = (
         memory_gb=80,
         memory_gb_per_second=2000,
         link_gb_per_second=300,
+        product_tflops=_A100_PRODUCTS,
         source=_TABLES,
     ),
     Device(
@@ -67,6 +75,7 @@ DEVICES = (
         memory_gb=40,
         memory_gb_per_second=1600,
         link_gb_per_second=300,
+        product_tflops=_A100_PRODUCTS,
         source=_TABLES,
     ),
     Device(
@@ -84,15 +93,18 @@ DEVICES = (
         memory_gb=80,
         memory_gb_per_second=3350,
         link_gb_per_second=450,
+        product_tflops=_H100_PRODUCTS,
         source=_TABLES,
     ),
     Device(
         name="H100 96 GB HBM2e",
         # Its name differs from the other H100 names only by the words that it does not have.
         words=("H100",),
-        peak_tflops={"bfloat16": 989},
+        peak_tflops=_HOPPER_SXM,
         memory_gb=96,
         memory_gb_per_second=2400,
+        link_gb_per_second=450,
+        product_tflops=_H100_PRODUCTS,
         source=f"torchtitan benchmarks/llama3_h100_202412; {_TORCHTITAN}",
     ),
     Device(
@@ -119,6 +131,7 @@ DEVICES = (
         memory_gb=141,
         memory_gb_per_second=4800,
         link_gb_per_second=450,
+        product_tflops=_H200_PRODUCTS,
         source=_TABLES,
     ),
     Device(
@@ -128,13 +141,18 @@ DEVICES = (
         memory_gb=180,
         memory_gb_per_second=8000,
         link_gb_per_second=900,
+        product_tflops=_B200_PRODUCTS,
         source=_TABLES,
     ),
     Device(
         name="GB200",
         words=("GB200",),
         peak_tflops=_peaks(2500, fp8=5000, tf32=1250, fp32=None),
-        source=_TABLES,
+        memory_gb=186,
+        memory_gb_per_second=8000,
+        link_gb_per_second=900,
+        product_tflops={"bfloat16": 1822.0},
+        source=f"{_TABLES}; memory: NVIDIA, GB200 NVL72, 13.4 TB and 576 TB/s of 72",
     ),
     Device(
         name="L40S",

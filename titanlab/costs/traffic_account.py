@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.layout import Layout, hidden_shape
+from titanlab.costs.shard_account import gathered_part
 from titanlab.costs.tensor_styles import STYLES, cut_dim, parameter_style
 from titanlab.costs.traffic_table import Row, Traffic
 
@@ -108,23 +109,23 @@ def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
     traffic = Traffic()
     for number, pieces in step.stages_of(rank):
         if step.replicas_by_ddp:
-            _ddp(step, traffic)
+            add_replicas(step, traffic)
         else:
-            _fsdp(step, rank, number, pieces, traffic)
-        _tensor(step, rank, pieces, traffic)
-        _context(step, rank, pieces, traffic)
+            add_sharding(step, rank, number, pieces, traffic)
+        add_tensor(step, rank, pieces, traffic)
+        add_context(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
     traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES, ranks=step.layout.world)
     return traffic.rows()
 
 
-def _ddp(step: Step, traffic: Traffic) -> None:
+def add_replicas(step: Step, traffic: Traffic) -> None:
     """All gradients once per step. In a run's first step DDP has one bucket, later buckets of 25 MiB."""
     size = step.account.parameter_count * step.master_bytes
     traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate)
 
 
-def _fsdp(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
+def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
     """Gathers and reductions of FSDP2's units: each block is a unit, and the rest of a stage another.
 
     A part with another dtype than the rest is a separate unit, treated like the rest. The last block and the rest are
@@ -144,7 +145,7 @@ def _fsdp(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traf
         elements = {name: _padded(step, rank, name) for name in names}
         size = sum(elements.values())
         compute, reduce = (4, 4) if unit[0] in step.fp32_parts else (step.compute_bytes, step.reduce_bytes)
-        times = _gathers(step, number, reshards=step.reshards and unit in blocks[:-1])
+        times = gathers(step, number, reshards=step.reshards and unit in blocks[:-1])
         gathered = sum(n * (1 if name in step.float8_gathered else compute) for name, n in elements.items())
         traffic.add(step.axis("fsdp"), "all_gather", gathered, ranks=ranks, times=times)
         traffic.add(step.axis("fsdp"), step.scatter, size * reduce, ranks=ranks)
@@ -153,7 +154,7 @@ def _fsdp(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traf
             traffic.add(step.axis("replicate"), "all_reduce", shard, ranks=step.layout.replicate)
 
 
-def _gathers(step: Step, number: int, *, reshards: bool) -> int:
+def gathers(step: Step, number: int, *, reshards: bool) -> int:
     """Number of gathers of a unit in a step."""
     if not step.orders:
         return step.microbatches * 2 if reshards else 1
@@ -166,7 +167,7 @@ def _gathers(step: Step, number: int, *, reshards: bool) -> int:
     return times
 
 
-def _tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
+def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """Sums of activations and their gradients (arXiv 1909.08053, 2205.05198), and the loss.
 
     With sequence parallelism, reading the stream is an all-gather forward and a reduce-scatter backward, and writing
@@ -199,7 +200,7 @@ def _whole_shard(step: Step, name: str) -> int:
     return size // step.layout.fsdp if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2" else size
 
 
-def _context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
+def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """Keys and values in forward and backward, and their gradients."""
     if step.layout.context > 1:
         for block in (piece for piece in pieces if piece.startswith("layers.")):
@@ -248,6 +249,11 @@ def _element(step: Step, piece: str) -> int:
     return 4 if piece in step.fp32_parts else step.compute_bytes
 
 
+def parameter_elements(step: Step, rank: Coordinate, pieces: Sequence[str]) -> int:
+    """Elements of the parameters of some pieces after tensor parallelism, with FSDP2's padding, over all its shards."""
+    return sum(_padded(step, rank, name) for name in _names(step.account, pieces))
+
+
 def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
     """Parameters of some pieces."""
     return [name for name in account.parameters if any(name.startswith(f"{piece}.") for piece in pieces)]
@@ -269,14 +275,6 @@ def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
 
 
 def _padded(step: Step, rank: Coordinate, name: str) -> int:
-    """Elements of a parameter that FSDP2 gathers: this rank's part of it, padded so that all shards are equal."""
-    shape, ranks, tensor = list(step.account.parameters[name]), step.layout.fsdp, step.layout.tensor
-    dim = _cut_dim(step.account, name) if tensor > 1 else None
-    even = dim != 0 or shape[0] % (tensor * ranks) == 0
-    if dim is not None:
-        part = -(-shape[dim] // tensor)
-        shape[dim] = min(part, shape[dim] - rank.tensor * part)
-    if even:
-        # Otherwise it is cut by columns, which are divisible.
-        shape[0] = -(-shape[0] // ranks) * ranks
-    return math.prod(shape)
+    """Elements of a parameter that FSDP2 gathers."""
+    layout = step.layout
+    return math.prod(gathered_part(step.account, name, tensor=layout.tensor, fsdp=layout.fsdp, number=rank.tensor))

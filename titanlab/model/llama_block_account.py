@@ -53,7 +53,7 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
         norm("ffn_norm", after_attention),
         matmul("feed_forward.w1", fed, ffn_dim, "part"),
         matmul("feed_forward.w3", fed, ffn_dim, "part"),
-        _pointwise(silu, "aten.silu.default", keeps=(gate,)),
+        _pointwise(silu, "aten.silu.default", keeps=(gate,), passes=2.0),
         _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
         matmul("feed_forward.w2", mul, dim, "whole"),
         # Its output is the input of the next block, and is counted there.
@@ -96,12 +96,20 @@ def norm(name: str, inputs: Activation) -> Operation:
         output=inputs.shape,
         keeps=(rstd, *_on("cuda", inputs), *_on("cpu", wide, scaled)),
         operators=(fused, *steps),
+        passes=2.0,
     )
 
 
-def _pointwise(result: Activation, operator: str, keeps: tuple[Activation, ...] = ()) -> Operation:
-    operators = (Operator(names=(operator,), results=(result,)),)
-    return Operation(name=result.name, kind="pointwise", flops=0, output=result.shape, keeps=keeps, operators=operators)
+def _pointwise(result: Activation, operator: str, keeps: tuple[Activation, ...] = (), passes: float = 3.0) -> Operation:
+    return Operation(
+        name=result.name,
+        kind="pointwise",
+        flops=0,
+        output=result.shape,
+        keeps=keeps,
+        operators=(Operator(names=(operator,), results=(result,)),),
+        passes=passes,
+    )
 
 
 def _rotation(name: str, shape: tuple[int, ...]) -> Operation:
@@ -109,7 +117,9 @@ def _rotation(name: str, shape: tuple[int, ...]) -> Operation:
     result = Activation(name=name, shape=shape, cut="part")
     rotated = replace(result, name=f"{name}.turned", element_bytes=4, copy_of=name)
     operators = (Operator(names=("aten.mul.Tensor",), results=(rotated,)),)
-    return Operation(name=name, kind="pointwise", flops=0, output=shape, operators=operators)
+    # In units of bfloat16: the cast reads 1 and writes 2, the product reads 2 and writes 2, the cast back reads 2 and
+    # writes 1.
+    return Operation(name=name, kind="pointwise", flops=0, output=shape, operators=operators, passes=10.0)
 
 
 def _attention(config: Llama, batch: int, seq_len: int) -> Operation:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
-from titanlab.optimizer.contract import OptimizerFactory, Scheduled
+from titanlab.optimizer.contract import STEP_BYTES, OptimizerFactory, Scheduled, Stored
 from titanlab.options import option
 
 ROUNDINGS = ("auto", "nearest", "stochastic")
@@ -37,6 +37,10 @@ class Averaged(Scheduled):
             raise ConfigError("optimizer.eps", self.eps, "must be positive and finite", "try 1e-8")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError("optimizer.weight_decay", self.weight_decay, "must be finite and not negative", "try 0.1")
+
+    def state_bytes(self, parameter: Stored) -> int:
+        """Two averages in the dtype of the parameter."""
+        return 2 * parameter.part_bytes + STEP_BYTES
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,32 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# Bytes of the number of updates, which most optimizers keep for each parameter.
+STEP_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A parameter, as one rank stores it.
+
+    Attributes:
+        name: in the model.
+        shape: of the whole parameter.
+        part: of what the rank stores of it.
+        element_bytes: of a stored element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+    element_bytes: int
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the rank's part."""
+        return math.prod(self.part) * self.element_bytes
+
+
 class OptimizerConfig(Protocol):
     """Config of an optimizer; `Scheduled` has the fields that all share.
 
@@ -37,6 +63,10 @@ class OptimizerConfig(Protocol):
             ConfigError: it does not fit.
         """
         return  # the default; mypy takes an empty body for an abstract method
+
+    @abstractmethod
+    def state_bytes(self, parameter: Stored) -> int:
+        """Bytes of state that this optimizer keeps for the part of a parameter that one rank stores."""
 
     @abstractmethod
     def implementation(self) -> OptimizerFactory:

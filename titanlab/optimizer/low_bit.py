@@ -23,10 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titanlab.optimizer.adamw_schema import Rounded
 from titanlab.optimizer.groups import groups_by_decay
+from titanlab.optimizer.low_bit_schema import packs
 
-# Elements of the smallest matrix with averages in few bits: in smaller ones scales cost more than they save, as in
-# bitsandbytes.
-SMALLEST = 4096
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
 
@@ -132,9 +130,7 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _packs(self, parameter: nn.Parameter) -> bool:
         """Whether every rank's part of a row consists of complete blocks; the same on every rank."""
-        if parameter.ndim < 2 or parameter.numel() < SMALLEST:
-            return False
-        return parameter.shape[-1] % (self._block_size * _cuts_of_rows(parameter)) == 0
+        return packs(parameter.shape, block_size=self._block_size, cuts_of_rows=_cuts_of_rows(parameter))
 
     def _view(self, state: dict[str, Tensor], name: str, local: Tensor) -> Tensor:
         if name in state:

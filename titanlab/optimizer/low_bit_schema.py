@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from titanlab.costs import hardware
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Rounded, needs_torchao
-from titanlab.optimizer.contract import OptimizerFactory
+from titanlab.optimizer.contract import STEP_BYTES, OptimizerFactory, Stored
 from titanlab.options import option
 
 # Older GPUs cannot compile conversions to float8.
 _FP8_CAPABILITY = (8, 9)
+# Elements of the smallest matrix with averages in few bits: in smaller ones scales cost more than they save, as in
+# bitsandbytes.
+SMALLEST = 4096
+_SCALE_BYTES = 4
+
+
+def packs(shape: Sequence[int], *, block_size: int, cuts_of_rows: int) -> bool:
+    """Whether averages of a parameter have few bits: every rank's part of a row consists of complete blocks."""
+    if len(shape) < 2 or math.prod(shape) < SMALLEST:
+        return False
+    return shape[-1] % (block_size * cuts_of_rows) == 0
 
 
 @dataclass(kw_only=True)
@@ -21,9 +35,11 @@ class LowBit(Rounded):
 
     Attributes:
         block_size: number of neighbouring elements in a row that share a scale.
+        per_byte: elements of an average in one byte.
     """
 
     kind: str = ""
+    per_byte: ClassVar[int] = 1
     block_size: int = 256
 
     def __post_init__(self) -> None:
@@ -39,6 +55,14 @@ class LowBit(Rounded):
         """
         super().check(setting)
         needs_torchao("optimizer.kind", self.kind, cure="try optimizer=adamw")
+
+    def state_bytes(self, parameter: Stored) -> int:
+        """Codes and scales of two averages, or the averages in the dtype of the parameter."""
+        cuts = parameter.shape[-1] // parameter.part[-1] if len(parameter.shape) > 1 and parameter.part[-1] else 1
+        if not packs(parameter.shape, block_size=self.block_size, cuts_of_rows=cuts):
+            return super().state_bytes(parameter)
+        elements = math.prod(parameter.part)
+        return 2 * (elements // self.per_byte + elements // self.block_size * _SCALE_BYTES) + STEP_BYTES
 
     def implementation(self) -> OptimizerFactory:
         """Torchao's arithmetic, with averages in the format of this kind."""
@@ -61,6 +85,7 @@ class AdamW4bit(LowBit):
     """AdamW with 4-bit averages (arXiv 2309.01507)."""
 
     kind: str = "adamw_4bit"
+    per_byte: ClassVar[int] = 2
     block_size: int = 128
 
 

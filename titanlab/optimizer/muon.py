@@ -14,9 +14,6 @@ from titanlab.optimizer.groups import groups_by_decay
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.optimizer.whole import map_whole, sharing_ranks
 
-# Where assembly and pipelines expect a model's blocks (`titanlab.model.language_model`).
-BLOCKS = "layers."
-
 
 class MuonFactory:
     """Muon and AdamW as one optimizer, for checkpoints and for the schedule."""
@@ -27,7 +24,7 @@ class MuonFactory:
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """See `OptimizerFactory`."""
         config = self._config
-        matrices = [p for name, p in parameters.items() if name.startswith(BLOCKS) and p.ndim == 2]
+        matrices = [p for name, p in parameters.items() if config.applies_to(name, p.ndim)]
         chosen = set(matrices)
         others = [p for p in parameters.values() if p not in chosen]
         parts: list[torch.optim.Optimizer] = []

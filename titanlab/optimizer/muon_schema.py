@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Averaged
-from titanlab.optimizer.contract import OptimizerFactory
+from titanlab.optimizer.contract import OptimizerFactory, Stored
 from titanlab.options import option
 
+# Where assembly and pipelines expect a model's blocks (`titanlab.model.language_model`).
+BLOCKS = "layers."
 ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
@@ -42,6 +44,16 @@ class Muon(Averaged):
         if self.adjust_lr not in ADJUSTMENTS:
             known = ", ".join(ADJUSTMENTS)
             raise ConfigError("optimizer.adjust_lr", self.adjust_lr, "no such choice", f"choose one of {known}")
+
+    def applies_to(self, name: str, dims: int) -> bool:
+        """Whether Muon updates a parameter; AdamW updates the others."""
+        return name.startswith(BLOCKS) and dims == 2
+
+    def state_bytes(self, parameter: Stored) -> int:
+        """One average for matrices of blocks, AdamW's two for the rest."""
+        if self.applies_to(parameter.name, len(parameter.shape)):
+            return parameter.part_bytes
+        return super().state_bytes(parameter)
 
     def implementation(self) -> OptimizerFactory:
         """Torch's Muon and AdamW as one optimizer."""

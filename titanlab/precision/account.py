@@ -53,6 +53,24 @@ class Formats:
         return self.compute != self.master or self.reduce != self.master
 
 
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """How a linear layer multiplies, if not in the precision of its activations.
+
+    Attributes:
+        forward, input_gradient, weight_gradient: torch's name of the dtype of each of its three products.
+        cast_bytes: bytes that casts read and write for each element of its input, its weight and the gradient of its
+            output, over the three products.
+        cast_kernels: kernels of these casts, for each of the three tensors.
+    """
+
+    forward: str
+    input_gradient: str
+    weight_gradient: str
+    cast_bytes: float
+    cast_kernels: int
+
+
 def matched(account: ModelAccount, parts: Sequence[str]) -> tuple[str, ...]:
     """The pieces of a model that names or patterns match, in the order of the forward pass."""
     patterns = [_pattern(account, part) for part in parts]

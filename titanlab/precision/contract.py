@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.setting import Setting
-from titanlab.precision.account import Formats
+from titanlab.precision.account import Formats, Product
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,10 @@ class PrecisionConfig(Protocol):
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
         """Names of the parameters that FSDP2 gathers with one byte per element."""
         return frozenset()
+
+    def products(self, model: ModelAccount) -> Mapping[str, Product]:
+        """Path of each linear layer that does not multiply in the compute precision → how it multiplies."""
+        return {}
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
         """The text for the table at the start."""

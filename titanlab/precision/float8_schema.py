@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from titanlab.costs import hardware
@@ -14,7 +14,7 @@ from titanlab.costs.linear_layers import linear_layers, matches, part_shape
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
-from titanlab.precision.account import matched
+from titanlab.precision.account import Product, matched
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.contract import Precision
 
@@ -71,6 +71,10 @@ class Float8(Bf16):
     # The gradient of a weight is a product over tokens, so their number must be a multiple too.
     multiplies_tokens: ClassVar[bool] = True
     emulates_on_gpu: ClassVar[bool] = True
+    # See `Product`. By default: read 2 bytes for the scales, then read 2 and write 1; the gradient of the weight takes
+    # both operands in the other order of memory: read 1 and write 1.
+    cast_bytes: ClassVar[float] = 7.0
+    cast_kernels: ClassVar[int] = 3
     no_mfu: ClassVar[str] = "no MFU: the convention's peak is that of bfloat16"
 
     def __post_init__(self) -> None:
@@ -124,6 +128,21 @@ class Float8(Bf16):
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
         """Names of the converted weights, if FSDP2 gathers those in float8."""
         return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
+
+    def products(self, model: ModelAccount) -> Mapping[str, Product]:
+        """The converted layers."""
+        return dict.fromkeys(self.conversion(model).converted, self.product())
+
+    def product(self) -> Product:
+        """How a converted layer multiplies; by default all three products in float8."""
+        dtype = "float8_e4m3fn"
+        return Product(
+            forward=dtype,
+            input_gradient=dtype,
+            weight_gradient=dtype,
+            cast_bytes=self.cast_bytes,
+            cast_kernels=self.cast_kernels,
+        )
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
         """The option, the converted layers, and whether the device emulates."""
@@ -286,6 +305,9 @@ class Float8Rowwise(TorchaoFloat8):
     kind: str = "float8_rowwise"
 
     recipe: ClassVar[str] = "rowwise"
+    # Each operand has scales by row for one product and by column for another: twice read 2, read 2, write 1.
+    cast_bytes: ClassVar[float] = 10.0
+    cast_kernels: ClassVar[int] = 4
 
 
 @option("precision", "float8_rowwise_with_gw_hp")
@@ -297,6 +319,12 @@ class Float8RowwiseWithGwHp(TorchaoFloat8):
 
     recipe: ClassVar[str] = "rowwise_with_gw_hp"
     multiplies_tokens: ClassVar[bool] = False
+    cast_bytes: ClassVar[float] = 6.0
+    cast_kernels: ClassVar[int] = 2
+
+    def product(self) -> Product:
+        """The gradient of the weight is multiplied in bfloat16."""
+        return replace(super().product(), weight_gradient="bfloat16")
 
 
 def _typed(names: Sequence[str]) -> str:

@@ -27,6 +27,9 @@ class Mxfp8(Float8):
     multiple: ClassVar[int] = 32
     format: ClassVar[str] = "mxfp8"
     emulates_on_gpu: ClassVar[bool] = False
+    # Scales along both dims of an operand: each time read 2 and write 1, and the scales.
+    cast_bytes: ClassVar[float] = 6.1
+    cast_kernels: ClassVar[int] = 2
 
     def check(self, setting: Setting) -> None:
         """See `Float8.check`.

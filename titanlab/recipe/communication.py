@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from titanlab.costs.account import ModelAccount
 from titanlab.costs.traffic_account import Step
 from titanlab.precision.account import matched
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 
 
-def step_of(recipe: Recipe) -> Step:
-    """The values on which the communication of a resolved recipe's step depends."""
+def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
+    """The values on which the communication of a resolved recipe's step depends.
+
+    Args:
+        account: of some pieces of the model, which are then treated as one stage; None: of the whole model, with the
+            stages of the recipe's pipeline.
+    """
     config, layout = recipe.parallelism, recipe.layout
-    model = recipe.model.account()
+    model = account or recipe.model.account()
     formats = recipe.precision.formats()
     stages: list[tuple[str, ...]] = []
     placement: list[int] = [0]
     orders: list[list[str]] = []
-    if layout.pipeline > 1:
+    if layout.pipeline > 1 and account is None:
         stages = pieces_by_stage(recipe)
         placement = recipe.schedule.placement(ranks=layout.pipeline)
         actions = recipe.schedule.actions(ranks=layout.pipeline, microbatches=recipe.microbatches)

@@ -120,7 +120,8 @@ def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
     Raises:
         ConfigError: the recipe's split does not fit the model or the number of stages.
     """
-    model, sizes = recipe.model, {"batch": recipe.microbatch, "seq_len": recipe.training.seq_len}
+    # The shares of the pieces do not depend on the microbatch, and equal costs are split only once.
+    model, sizes = recipe.model, {"batch": 1, "seq_len": recipe.training.seq_len}
     return stage_pieces(
         model.account(),
         split=recipe.parallelism.split,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -32,15 +32,19 @@ class ActionList(list[Action]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._done: Counter[tuple[int, Kind]] = Counter()
+        self._done: defaultdict[tuple[int, Kind], int] = defaultdict(int)
 
     def add(self, stage: int, *kinds: Kind) -> None:
         """Append an action of the stage for each kind, with the next microbatch of that kind."""
+        done = self._done
         for kind in kinds:
             # A full backward counts as both halves.
-            halves = (Kind.INPUT, Kind.WEIGHT) if kind is Kind.BACKWARD else (kind,)
-            self.append(Action(stage, kind, self._done[stage, halves[0]]))
-            self._done.update((stage, half) for half in halves)
+            first = Kind.INPUT if kind is Kind.BACKWARD else kind
+            number = done[stage, first]
+            self.append(Action(stage, kind, number))
+            done[stage, first] = number + 1
+            if kind is Kind.BACKWARD:
+                done[stage, Kind.WEIGHT] += 1
 
     def done(self, stage: int, kind: Kind) -> int:
         """Number of the stage's actions of this kind."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from titanlab.errors import ConfigError
@@ -75,23 +74,26 @@ def _worst(first: Sequence[int], costs: Sequence[float], placement: Sequence[int
 
 
 def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
-    """The cuts that make the largest stage as small as possible and, among these, the sum of squares smallest."""
-    width = _worst(_cut(costs, stages, lambda cost: cost, max), costs, range(stages))[1] * (1 + ROUNDING)
-    return _cut(costs, stages, lambda cost: cost * cost if cost <= width else math.inf, operator.add)
+    """The cuts that make the largest stage as small as possible and, among these, the sum of squares smallest.
 
-
-def _cut(
-    costs: Sequence[float], stages: int, weigh: Callable[[float], float], join: Callable[[float, float], float]
-) -> list[int]:
-    """The cuts that minimise the joined weights of all stages, by dynamic programming from the last stage on."""
+    By dynamic programming from the last stage on, over stages that are not larger than that.
+    """
     sums, pieces = [0.0, *accumulate(costs)], len(costs)
-    # By piece: the least weight of the stages after the current one if they begin at this piece.
-    least = [weigh(sums[-1] - sums[begin]) for begin in range(pieces)] + [math.inf]
+    width = _least_width(sums, stages) * (1 + ROUNDING)
+
+    def square(begin: int, end: int) -> float:
+        cost = sums[end] - sums[begin]
+        return cost * cost if cost <= width else math.inf
+
+    # By piece: the first end that makes a stage too large. A stage of one piece is never too large.
+    beyond = [max(begin + 2, bisect_right(sums, sums[begin] + width) + 1) for begin in range(pieces)]
+    # By piece: the least sum of the stages after the current one if they begin at this piece.
+    least = [square(begin, pieces) for begin in range(pieces)] + [math.inf]
     ends: list[list[int]] = []
     for _ in range(stages - 1):
         choices = [
             min(
-                ((join(weigh(sums[end] - sums[begin]), least[end]), end) for end in range(begin + 1, pieces)),
+                ((square(begin, end) + least[end], end) for end in range(begin + 1, min(pieces, beyond[begin]))),
                 default=(math.inf, pieces),
             )
             for begin in range(pieces)
@@ -102,6 +104,28 @@ def _cut(
     for end in reversed(ends):
         first.append(end[first[-1]])
     return first
+
+
+def _least_width(sums: Sequence[float], stages: int) -> float:
+    """The smallest possible cost of the largest of some stages.
+
+    Args:
+        sums: of the costs of the first pieces, from none to all.
+    """
+    pieces = len(sums) - 1
+    # The answer is the cost of some neighbouring pieces.
+    widths = sorted({sums[end] - sums[begin] for begin in range(pieces) for end in range(begin + 1, pieces + 1)})
+    return widths[bisect_left(widths, True, key=lambda width: _fits(sums, stages, width * (1 + ROUNDING)))]
+
+
+def _fits(sums: Sequence[float], stages: int, width: float) -> bool:
+    """Whether stages of at most this cost can have all pieces; a stage can always be cut into smaller ones."""
+    begin, pieces = 0, len(sums) - 1
+    for _ in range(stages):
+        begin = max(begin, bisect_right(sums, sums[begin] + width) - 1)
+        if begin == pieces:
+            return True
+    return False
 
 
 class _Search:

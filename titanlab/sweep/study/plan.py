@@ -50,7 +50,7 @@ class Dropped:
     """A point that cannot run, or need not.
 
     Attributes:
-        stage: `where`, `layout`, `composition`, `rule` or `duplicate`.
+        stage: `where`, `layout`, `composition`, `rule`, `memory` or `duplicate`.
         reason: one line.
     """
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from titanlab.planner.estimate import Estimate, estimate_of
 from titanlab.sweep.enqueue import Item, arrays
 from titanlab.sweep.table.listing import aligned, dropped
 from titanlab.terminal.numerals import counted
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from titanlab.sweep.study.plan import Study
     from titanlab.sweep.submit import Decision
 
-HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "action")
-FIGURES = ("processes", "nodes", "GPU-hours")
+HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB", "action")
+FIGURES = ("processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB")
 # In the order in which the counts are shown.
 _WORDS = {
     "submit": "to submit",
@@ -66,6 +67,7 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
                 "outcome": decision.outcome,
                 "shape": decision.shape.to_mapping(),
                 "gpu_hours": decision.shape.gpu_hours,
+                "estimate": _mapping(estimate_of(decision.planned.recipe)),
             }
             for decision in decisions
         ],
@@ -78,6 +80,10 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
     }
 
 
+def _mapping(estimate: Estimate | None) -> dict[str, Any] | None:
+    return None if estimate is None else estimate.to_mapping()
+
+
 def _cells(decision: Decision) -> tuple[str, ...]:
     shape = decision.shape
     runs_here = decision.planned.recipe.launch.runs_here
@@ -87,8 +93,18 @@ def _cells(decision: Decision) -> tuple[str, ...]:
         str(shape.processes),
         "" if runs_here else str(shape.nodes),
         f"{shape.gpu_hours:.1f}" if shape.gpu_hours else "",
+        *_estimated(estimate_of(decision.planned.recipe)),
         decision.outcome if decision.action == "ended" and decision.outcome else decision.action,
     )
+
+
+def _estimated(estimate: Estimate | None) -> tuple[str, str, str]:
+    """Hours, memory of a device and size of a checkpoint; empty if nothing is known of the devices."""
+    if estimate is None:
+        return "", "", ""
+    mark = "" if estimate.fits else " too much"
+    hours = f"{estimate.hours:.3g}" if estimate.hours < 1000 else f"{estimate.hours:,.0f}"
+    return hours, f"{estimate.reserved_bytes / 1e9:.1f}{mark}", f"{estimate.checkpoint_bytes / 1e9:.3g}"
 
 
 def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:

@@ -1,0 +1,121 @@
+"""`titanlab plan`: what it prints, its JSON, and what it says about impossible requests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from titanlab.cli import main
+
+RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]
+TIED = ["+recipe=llama3_2_1b_8gpus", "cluster=h100"]
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch, capsys):
+    """`plan("--top", "3", world=8)`: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["plan", *arguments])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def test_the_table_has_a_row_for_each_recipe_and_the_arguments_of_the_first(plan):
+    code, out, err = plan(*RECIPE, "world=8", "--top", "3")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("8.03B parameters on 8 H100 SXMs (80 GB each, 3 % of it left free); ")
+    assert lines[1].split()[:3] == ["layout", "mb", "AC"] or "schedule" in lines[1]
+    assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
+    assert lines[5].startswith("the first: parallelism.pipeline=")
+
+
+def test_why_has_a_sentence_for_each_and_what_was_left_out(plan):
+    _, out, _ = plan(*RECIPE, "world=64", "--top", "3", "--why")
+    assert "1 is the fastest that fits: " in out
+    assert (
+        sum(line.startswith(("2 ", "3 ")) and ("slower" in line or "as long" in line) for line in out.splitlines()) == 2
+    )
+    assert "layouts that no recipe can have, by rule:" in out
+
+
+def test_json_has_the_same_in_bytes_and_seconds(plan):
+    code, out, _ = plan(*RECIPE, "world=8", "--top", "2", "--json")
+    values = json.loads(out)
+    assert code == 0
+    assert (values["world"], len(values["best"])) == (8, 2)
+    first = values["best"][0]
+    assert first["allocated_bytes"] == sum(first["memory"].values())
+    assert first["step_seconds"] == pytest.approx(sum(first["parts"].values()))
+    assert first["reserved_bytes"] <= values["limit_bytes"]
+
+
+def test_the_arguments_of_the_first_make_a_recipe_with_the_same_estimate(plan):
+    first = json.loads(plan(*RECIPE, "world=8", "--top", "1", "--json")[1])["best"][0]
+    account = json.loads(plan(*RECIPE, *first["overrides"], "--explain", "--json")[1])
+    assert account["layout"] == first["layout"]
+    # The ranking's pipeline is within 1 % of the simulation that --explain does.
+    assert account["step_seconds"] == pytest.approx(first["step_seconds"], rel=0.01)
+    assert max(rank["allocated_bytes"] for rank in account["ranks"]) == first["allocated_bytes"]
+
+
+def test_explain_accounts_for_one_recipe(plan, tmp_path):
+    code, out, _ = plan(
+        *RECIPE, "parallelism.shard=4", "parallelism.pipeline=2", "schedule=1f1b", "--explain", "--plot", "line.svg"
+    )
+    assert code == 0
+    for text in ("parameters", "optimizer", "activations", "allocated", "bubble", "reduce_scatter", "peak in flight"):
+        assert text in out
+    assert "rank 0 F0" in out
+    assert (tmp_path / "line.svg").read_text().count("rank 1")
+
+
+def test_what_varies_is_shown(plan):
+    lines = plan(*TIED, "world=1", "--vary", "precision", "--top", "4")[1].splitlines()
+    assert "precision" in lines[1].split()
+    values = json.loads(plan(*TIED, "world=1", "--vary", "compile", "--json", "--top", "40")[1])
+    assert len({one["compile"] for one in values["best"]}) > 1
+
+
+def test_nothing_fits_and_what_would(plan):
+    code, out, _ = plan(*TIED, "cluster.memory_gb=8", "world=1", "training.global_batch=8")
+    assert code == 2
+    assert "no layout works" in out
+    assert "the smallest needs" in out
+    assert "it fits on " in out
+
+
+def test_no_layout_is_legal_and_the_nearest_that_is(plan):
+    code, out, _ = plan(*TIED, "world=31")
+    assert code == 2
+    assert "the nearest smaller world that works: world=16" in out
+    assert "or another batch: training.global_batch=31" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["world=8", "--top", "0"], "--top=0: must lie in 1 to 1,000"),
+        (["world=8", "--top", "many"], "invalid int value"),
+        (["world=8", "--vary", "optimizer"], "--vary=optimizer: cannot be varied"),
+        (["world=0"], "world=0: must be at least 1"),
+        (["world=-3"], "world=-3: must be at least 1"),
+        (["world=8", "cluster=local"], "cluster.device=null: names no GPU"),
+        (["world=8", "--plot", "a.svg"], "draws the timeline of one recipe; add --explain"),
+        (["--explain", "--why"], "is about one recipe"),
+        (["--explain", "parallelism.pipeline=64", "parallelism.shard=1", "world=64"], "parallelism.pipeline=64: "),
+        (["world=8", "--fast"], "--fast: is no flag"),
+        (["world=8", "training.seq_len=4096,8192"], "training.seq_len"),
+    ],
+)
+def test_mistakes_are_one_line(plan, arguments, complaint):
+    code, out, err = plan(*RECIPE, *arguments)
+    assert (code, out) == (2, "")
+    assert complaint in err
+    assert err.count("\n") == 1

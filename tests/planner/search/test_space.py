@@ -1,0 +1,75 @@
+"""The space has every layout that the rules allow, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.planner.layouts import planned, ranking_of
+from titanlab.errors import ConfigError
+from titanlab.planner.search.choices import choices_of
+from titanlab.planner.search.plan_table import summary
+from titanlab.planner.search.space import BEYOND_NODE, all_layouts
+from titanlab.recipe.recipe_rules import check_all_but_data
+
+
+@pytest.mark.parametrize("world", [1, 2, 12, 16])
+def test_all_layouts_are_all_products(world):
+    found = list(all_layouts(world))
+    assert all(layout.world == world for layout in found)
+    assert len(set(found)) == len(found)
+    # Ordered factorisations into five factors: for each prime power p^k, (k + 4 choose 4).
+    powers = {1: [], 2: [1], 12: [2, 1], 16: [4]}[world]
+    assert len(found) == math.prod(math.comb(power + 4, 4) for power in powers)
+
+
+def test_legal_layouts_are_those_that_the_rules_of_recipes_allow():
+    """Every layout of four processes, with the rules themselves as judge of each of its points."""
+    recipe = planned(world=4, batch=4)
+    space = ranking_of(recipe).space
+    listed = set(space.layouts())
+    for layout in all_layouts(4):
+        legal = False
+        for point in _points(space, layout):
+            try:
+                check_all_but_data(space.recipe_of(point))
+                legal = True
+                break
+            except ConfigError:
+                continue
+        assert legal == (layout in listed), layout.label
+    assert sum(space.dropped.values()) == len(list(all_layouts(4))) - len(listed)
+
+
+def _points(space, layout):
+    if space.recipe.training.global_batch % layout.data:
+        return []
+    return space.points(layout)
+
+
+def test_tensor_parallelism_stays_in_a_node_if_something_does():
+    recipe = planned(world=8, batch=8)
+    recipe.cluster = dataclasses.replace(recipe.cluster, per_node=2)
+    space = ranking_of(recipe).space
+    assert {layout.tensor for layout in space.layouts()} == {1, 2}
+    assert space.dropped[BEYOND_NODE] > 0
+
+
+def test_the_summary_counts_what_it_leaves_out():
+    assert summary({"a": 3, "b": 5, "c": 1}, 2) == ["5: b", "3: a", "1: 1 other rules"]
+
+
+def test_a_recipes_own_choices_come_first_and_once():
+    choices = choices_of(planned())
+    assert next(choice.name for choice in choices.acs) == "none"
+    assert len({choice.name for choice in choices.acs}) == len(choices.acs)
+    assert [choice.name for choice in choices.precisions] == ["bf16"]
+    assert len(choices_of(planned(), vary=("precision", "compile")).precisions) > 3
+
+
+@pytest.mark.parametrize("name", ["optimizer", "", "Precision"])
+def test_other_groups_do_not_vary(name):
+    with pytest.raises(ConfigError, match="--vary"):
+        choices_of(planned(), vary=(name,))

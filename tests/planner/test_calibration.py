@@ -1,0 +1,88 @@
+"""A calibration finds the efficiencies with which runs were made up, and refuses what says nothing."""
+
+import dataclasses
+import math
+
+import pytest
+import yaml
+
+from tests.planner.recipes import SMALL, made
+from titanlab.cluster.schema import Cluster
+from titanlab.errors import ConfigError
+from titanlab.planner.calibration import Measured, calibrate, cluster_file, lines, time_errors
+from titanlab.planner.efficiencies import fitted
+from titanlab.planner.machine import machine_of
+from titanlab.planner.memory import most_memory
+from titanlab.planner.step_time import step_time
+
+TRUTH = dataclasses.replace(fitted(), product=0.4, eager_memory=0.25, link=0.2)
+
+
+def measured(**changes):
+    """Runs of a machine with the efficiencies `TRUTH`, which takes 1.3 bytes for each byte of tensors."""
+    runs = []
+    for degrees in ({}, {"shard": 4}, {"tensor": 4}, {"shard": 2, "tensor": 2}):
+        for seq_len in (512, 4096):
+            recipe = made(model=SMALL, seq_len=seq_len, batch=64, **degrees)
+            machine = dataclasses.replace(machine_of(recipe), efficiencies=TRUTH)
+            run = Measured(
+                name=f"{recipe.layout.label}-{seq_len}",
+                recipe=recipe,
+                step_seconds=step_time(recipe, machine).seconds,
+                memory_bytes=1.3 * most_memory(recipe).allocated,
+            )
+            runs.append(dataclasses.replace(run, **changes) if not runs else run)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return calibrate(measured())
+
+
+def test_errors_before_and_after(calibration):
+    assert list(calibration.after) == ["all", "one process", "shard", "shard·tensor", "tensor"]
+    assert calibration.before["all"].time > 0.2
+    # The weight that holds parameters to their start leaves a little error.
+    assert calibration.after["all"].time < 0.01
+    assert calibration.after["all"].runs == 8
+    assert calibration.excess == pytest.approx(1.3, rel=1e-9)
+    assert calibration.after["all"].memory < 1e-6 < calibration.before["all"].memory
+
+
+def test_runs_that_were_not_used_are_estimated_too(calibration):
+    recipe = made(model=SMALL, seq_len=1024, batch=32, shard=2)
+    machine = dataclasses.replace(machine_of(recipe), efficiencies=TRUTH)
+    other = Measured(name="other", recipe=recipe, step_seconds=step_time(recipe, machine).seconds)
+    assert abs(time_errors([other], calibration.efficiencies)[0]) < 0.03
+
+
+def test_the_text_has_every_family_and_value(calibration):
+    text = lines(calibration)
+    assert text[0].split() == ["layouts", "runs", "time", "after", "memory", "after"]
+    assert [line.split("  ")[0].strip() for line in text[1:6]][1].startswith("one process")
+    assert any(line.startswith("product ") for line in text)
+
+
+def test_the_file_is_a_cluster(calibration):
+    values = yaml.safe_load(cluster_file(measured()[0].recipe, calibration))
+    assert values.pop("defaults") == ["schema", "_self_"]
+    recipe = dataclasses.replace(measured()[0].recipe, cluster=Cluster(**values))
+    found = machine_of(recipe).efficiencies
+    assert found.product == pytest.approx(calibration.efficiencies.product, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_times_and_memory_that_are_none(value):
+    with pytest.raises(ConfigError, match="--calibrate"):
+        calibrate(measured(step_seconds=value))
+    with pytest.raises(ConfigError, match="--calibrate"):
+        calibrate(measured(memory_bytes=value))
+
+
+def test_too_few_runs_and_several_clusters():
+    with pytest.raises(ConfigError, match="at least 4"):
+        calibrate(measured()[:3])
+    other = made(model=SMALL, seq_len=512, batch=64, cluster={"per_node": 4})
+    with pytest.raises(ConfigError, match="different clusters"):
+        calibrate([*measured(), Measured(name="other", recipe=other, step_seconds=1.0)])

@@ -1,0 +1,34 @@
+"""Microbatches in flight, from the actions of the schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.planner.in_flight import _peaks, peaks
+from titanlab.planner.model_facts import key_of
+from titanlab.schedule.timeline import peak_in_flight
+
+KINDS = sorted(kind for kind in discover()["schedule"] if kind != "csv")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_sum_is_that_of_the_timeline(kind):
+    schedule = discover()["schedule"][kind].schema()
+    found = peaks(key_of(schedule), ranks=4, microbatches=8)
+    orders = schedule.actions(ranks=4, microbatches=8)
+    stages = len(schedule.placement(ranks=4)) // 4
+    assert [max(sum(moment) for moment in rank) / stages for rank in found] == [peak_in_flight(o) for o in orders]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("microbatches", [13, 16, 30])
+def test_many_microbatches_are_as_all_their_actions_say(kind, microbatches):
+    key = key_of(discover()["schedule"][kind].schema())
+    assert peaks(key, ranks=3, microbatches=microbatches) == _peaks(key, 3, microbatches)
+
+
+def test_too_few_microbatches_are_the_schedules_error():
+    with pytest.raises(ConfigError, match="at least 8 microbatches"):
+        peaks(key_of(discover()["schedule"]["dualpipe_v"].schema()), ranks=4, microbatches=4)

@@ -1,0 +1,170 @@
+"""`titanlab plan …`: estimate memory and speed of layouts without a GPU, and rank them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from titanlab.cli.compose import compose_one
+from titanlab.errors import ConfigError
+from titanlab.planner.explanation import (
+    Explanation,
+    explain,
+    explanation_values,
+    memory_rows,
+    time_rows,
+    traffic_rows,
+)
+from titanlab.planner.search import plan_table
+from titanlab.planner.search.plan import MOST, Plan, for_planning, plan
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.recipe import Recipe
+from titanlab.schedule import grid
+from titanlab.sweep.table.listing import aligned
+from titanlab.system.atomic_file import finite
+from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted, grouped
+
+_HELP = """\
+titanlab plan: estimate memory and speed of layouts without a GPU, and rank those that fit
+
+usage: titanlab plan +recipe=NAME cluster=NAME [world=N] [KEY=VALUE …] [FLAG …]
+
+  titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100 world=64             the 20 fastest layouts of 64 GPUs
+  titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100 world=64 --why       and why each of them has its place
+  titanlab plan +recipe=llama3_1_405b_512gpus cluster=h100 --explain        the account of one recipe as it stands
+
+  --top N             how many (default 20, at most {most:,})
+  --why               one sentence for each, and how many layouts were left out for which rule
+  --vary GROUP,…      precision and compile too, which otherwise stay as the recipe has them
+  --explain           memory by rank of the pipeline, time by part, bytes of each collective, the timeline
+  --plot FILE         with --explain: draw the timeline: timeline.svg, timeline.png
+  --json              the same as JSON, in bytes and seconds
+  -h, --help          this page
+
+Degrees, microbatch, schedule, stages of a rank and activation checkpointing vary; world and global batch stay.
+What the figures rest on: docs/planner.md."""
+
+
+class _Flags(argparse.ArgumentParser):
+    """argparse whose errors are ConfigErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("arguments", " ".join(sys.argv[1:])[:80], message, "see `titanlab plan --help`")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0; 2 if no layout fits."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(_HELP.format(most=MOST))
+        return 0
+    given, rest = _given(arguments)
+    recipe = _recipe(rest)
+    with Console() as console:
+        if given.explain:
+            _explain(for_planning(recipe, stands=True), given, console)
+            return 0
+        found = plan(for_planning(recipe), vary=given.vary, top=given.top)
+        if given.json:
+            console.note(json.dumps(finite(plan_table.plan_values(found)), indent=2, ensure_ascii=False))
+        else:
+            console.note("\n".join(_lines(found, why=given.why)))
+        return 0 if found.best else ConfigError.exit_code
+
+
+def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """The verb's own flags, and the rest of the command line."""
+    parser = _Flags(add_help=False, allow_abbrev=False)
+    parser.add_argument("--top", type=int, default=20)
+    parser.add_argument("--vary", default="")
+    parser.add_argument("--plot", type=Path)
+    for flag in ("--why", "--explain", "--json"):
+        parser.add_argument(flag, action="store_true")
+    given, rest = parser.parse_known_args(list(arguments))
+    given.vary = given.vary.split(",") if given.vary else []
+    if given.plot is not None and not given.explain:
+        raise ConfigError("--plot", given.plot, "draws the timeline of one recipe", "add --explain")
+    if given.explain and (given.why or given.vary):
+        flag = "--why" if given.why else "--vary"
+        raise ConfigError("--explain", "true", f"is about one recipe, and {flag} about many", "leave one out")
+    return given, rest
+
+
+def _recipe(arguments: Sequence[str]) -> Recipe:
+    flags = read_flags(arguments)
+    if not flags.starts:
+        raise ConfigError("arguments", " ".join(arguments), "plan has no such flag", "see `titanlab plan --help`")
+    one = compose_one(flags)
+    if one is None:
+        rule = "ask for several recipes, and a plan begins with one"
+        raise ConfigError("arguments", " ".join(arguments), rule, "try titanlab sweep … --dry-run")
+    return one[1]
+
+
+def _lines(found: Plan, *, why: bool) -> list[str]:
+    lines = [plan_table.title(found), *_notes(found)]
+    if not found.best:
+        return [*lines, "no layout works", *found.advice, *plan_table.left_out(found)]
+    lines += aligned(plan_table.HEADINGS, plan_table.table_rows(found), right=plan_table.FIGURES)
+    lines.append(f"the first: {' '.join(plan_table.overrides(found.best[0]))}")
+    if why:
+        lines += ["", *plan_table.reasons(found.best), "", *plan_table.left_out(found)]
+    return lines
+
+
+def _notes(found: Plan) -> list[str]:
+    """What the estimates of this machine rest on."""
+    return found.machine.notes if hasattr(found.machine, "notes") else []
+
+
+def _explain(recipe: Recipe, given: Any, console: Console) -> None:
+    account = explain(recipe)
+    if given.plot is not None:
+        if account.timeline is None:
+            raise ConfigError("--plot", given.plot, "draws a pipeline, and pipeline=1", "leave it out")
+        from titanlab.schedule.plot import draw
+
+        draw(
+            [(f"{recipe.schedule.kind} · bubble {100 * account.timeline.bubble_share:.1f} %", account.timeline)],
+            given.plot,
+        )
+    if given.json:
+        console.note(json.dumps(finite(explanation_values(account)), indent=2, ensure_ascii=False))
+        return
+    console.note("\n".join(_account(account)))
+    if given.plot is not None:
+        console.note(f"plot: {given.plot}")
+
+
+def _account(account: Explanation) -> list[str]:
+    recipe, time = account.recipe, account.time
+    headings, rows = memory_rows(account)
+    batches = f"{counted(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}"
+    lines = [
+        f"{recipe.name}: {recipe.layout.label} on {account.machine.name}, {batches}",
+        "",
+        *aligned(headings, rows, right=headings[1:]),
+        "",
+        *aligned(("part", "seconds", "share"), time_rows(time), right=("seconds", "share")),
+        f"{grouped(time.tokens_per_second)} tokens/s a device, MFU {100 * time.mfu:.1f} %",
+    ]
+    if account.traffic:
+        figures = ("count", "bytes", "sent")
+        lines += ["", *aligned(("axis", "collective", *figures), traffic_rows(account.traffic), right=figures)]
+    if account.timeline is not None:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 110
+        peaks = " ".join(f"{peak:.3g}" for peak in account.timeline.peak_in_flight)
+        lines += [
+            "",
+            *grid.rows(account.timeline, width=width, coloured=False),
+            "",
+            f"bubble          {100 * account.timeline.bubble_share:.1f} % of all ranks' time",
+            f"peak in flight  {peaks} microbatches, by rank",
+        ]
+    return lines

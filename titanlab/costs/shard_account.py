@@ -1,0 +1,55 @@
+"""The part of a parameter that one rank stores, and the part that it gathers. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.tensor_styles import cut_dim, parameter_style
+
+
+def tensor_part(account: ModelAccount, name: str, *, tensor: int, number: int = 0) -> tuple[int, ...]:
+    """Shape of a parameter on one rank of tensor parallelism.
+
+    Args:
+        tensor: degree.
+        number: of the rank; the first ranks have the largest parts.
+    """
+    shape = list(account.parameters[name])
+    dim = _cut(account, name, tensor=tensor)
+    if dim is not None:
+        part = -(-shape[dim] // tensor)
+        shape[dim] = max(0, min(part, shape[dim] - number * part))
+    return tuple(shape)
+
+
+def sharded_dim(account: ModelAccount, name: str, *, tensor: int, fsdp: int) -> int:
+    """The dim along which FSDP2 shards a parameter: rows, or columns if tensor parallelism has left uneven rows."""
+    rows = account.parameters[name][0]
+    return 1 if _cut(account, name, tensor=tensor) == 0 and rows % (tensor * fsdp) else 0
+
+
+def gathered_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
+    """Shape of what FSDP2 gathers of a parameter: this rank's part of it, padded so that all shards are equal."""
+    shape = tensor_part(account, name, tensor=tensor, number=number)
+    if sharded_dim(account, name, tensor=tensor, fsdp=fsdp) == 1:
+        return shape  # the rules of layouts ask for divisible columns
+    return _padded(shape, fsdp)
+
+
+def stored_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
+    """Shape of what a rank stores of a parameter: its shard, of which FSDP2 pads the last ones to an equal size."""
+    shape = list(gathered_part(account, name, tensor=tensor, fsdp=fsdp, number=number))
+    shape[sharded_dim(account, name, tensor=tensor, fsdp=fsdp)] //= fsdp
+    return tuple(shape)
+
+
+def _padded(shape: Sequence[int], fsdp: int) -> tuple[int, ...]:
+    return (-(-shape[0] // fsdp) * fsdp, *shape[1:])
+
+
+def _cut(account: ModelAccount, name: str, *, tensor: int) -> int | None:
+    """The dim that tensor parallelism cuts; None for whole parameters: norms, and biases that follow a sum."""
+    if tensor == 1:
+        return None
+    return cut_dim(parameter_style(account, name), len(account.parameters[name]))

@@ -1,0 +1,1 @@
+"""Estimates of memory and time of recipes, without a GPU."""

@@ -1,0 +1,32 @@
+"""The actions of schedules, made once for all recipes that share them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from titanlab.planner.model_facts import Key, key_of
+from titanlab.schedule.action import Action
+
+
+# Long lists: few of them are kept.
+@functools.lru_cache(maxsize=64)
+def actions_of(schedule: Key, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
+    """Actions by rank."""
+    found: Sequence[Sequence[Action]] = schedule.value.actions(ranks=ranks, microbatches=microbatches)
+    return found
+
+
+class Remembered:
+    """The config of a schedule that makes its actions once."""
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule = schedule
+
+    def actions(self, *, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
+        """See `PipelineSchedule`."""
+        return actions_of(key_of(self._schedule), ranks, microbatches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)

@@ -1,0 +1,107 @@
+"""What one rank keeps of the activations of a microbatch, and what it needs beside them for a moment."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from titanlab.costs.account import Operation, Share, kept
+from titanlab.planner.model_facts import Key
+
+# Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
+# their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the
+# copy. A compiled loss keeps the logits and writes their gradient. Logits that are split over the vocabulary
+# (`titanlab.parallelism.loss.SplitLoss`): log-probabilities, their gradient, and its copy in the logits' precision.
+_FLOAT = 4
+# Gradients of a block's activations that exist together, in units of its largest tensor: of a product of two tensors,
+# its own gradient and those of both.
+_LARGEST_TOGETHER = 3
+
+
+class Batch(NamedTuple):
+    """The shape of a microbatch and its share on a rank; the key of a cache."""
+
+    model: Key
+    ac: Key
+    share: Share
+    microbatch: int
+    seq_len: int
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a block.
+
+    Attributes:
+        saved: kept between forward and backward.
+        again: of what its backward pass recomputes, before it begins.
+    """
+
+    saved: int
+    again: int
+
+
+@functools.lru_cache(maxsize=8192)
+def block_bytes(batch: Batch, layers: int) -> tuple[BlockBytes, ...]:
+    """By number of the block."""
+    block, ac, share = _block(batch.model, batch.microbatch, batch.seq_len), batch.ac.value, batch.share
+    whole = share.bytes_of(kept(block))
+    known: dict[object, BlockBytes] = {}
+    found = []
+    for number in range(layers):
+        treatment = ac.treatment(number)
+        if treatment not in known:
+            saved = ac.saved_bytes(block, share, number=number)
+            again = whole - saved if ac.recomputed(block, number=number) else 0
+            known[treatment] = BlockBytes(saved, max(0, again))
+        found.append(known[treatment])
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def gradients_together(model: Key, share: Share, microbatch: int, seq_len: int) -> int:
+    """Bytes of gradients of activations that exist together in the backward pass of a block."""
+    block = _block(model, microbatch, seq_len)
+    tensors = [tensor for operation in block for tensor in operation.keeps]
+    tensors += [result for operation in block for operator in operation.operators for result in operator.results]
+    return _LARGEST_TOGETHER * max((share.bytes_of([tensor]) for tensor in tensors), default=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def edge_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
+    """Bytes that pieces before and after the blocks keep, by name."""
+    return {edge.name: share.bytes_of(kept([edge])) for edge in _edges(model, microbatch, seq_len)}
+
+
+def loss_bytes(
+    model: Key, share: Share, microbatch: int, seq_len: int, *, last: str, loss_parallel: bool, compiled: bool
+) -> int:
+    """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch.
+
+    Args:
+        last: name of the piece whose output are the logits.
+    """
+    edges = {edge.name: edge for edge in _edges(model, microbatch, seq_len)}
+    if last not in edges:
+        return 0
+    output = edges[last].output
+    splits = share.tensor if loss_parallel else 1
+    logits = math.prod(output[:-1]) // share.context * -(-output[-1] // splits)
+    width = share.element_bytes
+    copy = _FLOAT if width != _FLOAT else 0
+    if splits > 1:
+        forward = width + (0 if compiled else copy) + _FLOAT
+        return logits * max(forward, 2 * _FLOAT + (width if copy else 0))
+    if compiled:
+        return logits * 2 * width
+    return logits * max(width + copy + _FLOAT, 3 * _FLOAT)
+
+
+@functools.lru_cache(maxsize=1024)
+def _block(model: Key, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
+    return tuple(model.value.block_operations(batch=microbatch, seq_len=seq_len))
+
+
+@functools.lru_cache(maxsize=1024)
+def _edges(model: Key, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
+    return tuple(model.value.edge_operations(batch=microbatch, seq_len=seq_len))

@@ -1,0 +1,87 @@
+"""The communication of one block and of the edges of a stage on one rank, as seconds on a machine.
+
+The bytes are those of `titanlab.costs.traffic_account`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from titanlab.costs.layout import Layout
+from titanlab.costs.traffic_account import Coordinate, Step, add_context, add_sharding, add_tensor, parameter_elements
+from titanlab.costs.traffic_table import Row, Traffic
+from titanlab.planner.machine import Axis, Machine, axis_of
+
+_FIRST = Coordinate()
+
+
+class Sharding(NamedTuple):
+    """FSDP2's communication for some units of one rank, each once.
+
+    Attributes:
+        gather, scatter, replicas: seconds of all-gathers, of reduce-scatters, and of HSDP's all-reduces.
+        gathered_bytes, scattered_bytes: of the whole tensors, which are copied on the device.
+        elements: of parameters that the units have on all ranks that share them.
+    """
+
+    gather: float
+    scatter: float
+    replicas: float
+    gathered_bytes: int
+    scattered_bytes: int
+    elements: int
+
+
+def seconds_of(rows: Iterable[Row], axis: Axis, machine: Machine) -> float:
+    """Time of collectives and messages of one axis."""
+    total = 0.0
+    for row in rows:
+        if row.kind == "recv":
+            continue  # the time of a message is counted where it is sent
+        hops = {"send": 1, "all_reduce": 2 * (axis.ranks - 1)}.get(row.kind)
+        total += machine.collective_seconds(axis, row.wire_bytes, count=row.count, hops=hops)
+    return total
+
+
+def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Sharding:
+    """FSDP2's communication for some pieces that are one stage."""
+    traffic = Traffic()
+    add_sharding(step, _FIRST, 0, pieces, traffic)
+    rows = traffic.rows()
+    layout = step.layout
+    fsdp, replicate = (axis_of(layout, name, per_node=machine.per_node) for name in ("fsdp", "replicate"))
+    gathers = [row for row in rows if row.kind == "all_gather"]
+    sums = [row for row in rows if row.kind == "all_reduce"]
+    scatters = [row for row in rows if row.kind not in ("all_gather", "all_reduce")]
+    return Sharding(
+        gather=seconds_of(gathers, fsdp, machine),
+        scatter=seconds_of(scatters, fsdp, machine),
+        replicas=seconds_of(sums, replicate, machine),
+        gathered_bytes=sum(row.bytes for row in gathers),
+        scattered_bytes=sum(row.bytes for row in scatters),
+        elements=parameter_elements(step, _FIRST, pieces),
+    )
+
+
+def tensor_rows(step: Step, piece: str) -> tuple[list[Row], list[Row]]:
+    """Communication of tensor parallelism in one piece: for each microbatch, and for each step."""
+    traffic = Traffic()
+    add_tensor(step, _FIRST, (piece,), traffic)
+    rows = traffic.rows()
+    once = [row for row in rows if row.kind == "all_reduce" and step.sequence_parallel]
+    return [row for row in rows if row not in once], once
+
+
+def context_rows(step: Step, piece: str) -> list[Row]:
+    """Communication of context parallelism in one block for one microbatch."""
+    traffic = Traffic()
+    add_context(step, _FIRST, (piece,), traffic)
+    return traffic.rows()
+
+
+@functools.lru_cache(maxsize=4096)
+def axis_in(layout: Layout, name: str, per_node: int) -> Axis:
+    """See `axis_of`."""
+    return axis_of(layout, name, per_node=per_node)

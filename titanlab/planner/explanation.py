@@ -1,0 +1,145 @@
+"""The itemised account of one recipe: memory by rank, time by part, bytes of collectives, the pipeline's timeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.costs.traffic_account import Coordinate, step_traffic
+from titanlab.costs.traffic_table import Row
+from titanlab.planner.block_time import model_time, shape_of
+from titanlab.planner.efficiencies import allocator_excess
+from titanlab.planner.machine import Machine, machine_of
+from titanlab.planner.memory import ITEMS, RankMemory, memory
+from titanlab.planner.model_facts import key_of
+from titanlab.planner.stage_time import rank_stages
+from titanlab.planner.step_time import StepTime, step_time
+from titanlab.recipe.communication import step_of
+from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe_rules import check_all_but_data
+from titanlab.schedule.action import Kind
+from titanlab.schedule.timeline import Timeline, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The account of one recipe.
+
+    Attributes:
+        recipe: resolved.
+        excess: reserved bytes for each allocated byte.
+        ranks: memory of each rank of the pipeline.
+        time: of a step, with every action of a pipeline simulated.
+        traffic: communication of one rank in a step, before the optimizer: the first of every axis.
+        timeline: of the pipeline, in seconds; None: there is no pipeline.
+    """
+
+    recipe: Recipe
+    machine: Machine
+    excess: float
+    ranks: tuple[RankMemory, ...]
+    time: StepTime
+    traffic: Sequence[Row]
+    timeline: Timeline | None
+
+
+def explain(recipe: Recipe) -> Explanation:
+    """Account for a resolved recipe.
+
+    Raises:
+        ConfigError: the recipe breaks a rule, or nothing is known of its machine.
+    """
+    check_all_but_data(recipe)
+    machine = machine_of(recipe)
+    return Explanation(
+        recipe=recipe,
+        machine=machine,
+        excess=allocator_excess(),
+        ranks=memory(recipe),
+        time=step_time(recipe, machine, simulated=True),
+        traffic=step_traffic(step_of(recipe), Coordinate()),
+        timeline=_timeline(recipe, machine),
+    )
+
+
+def _timeline(recipe: Recipe, machine: Machine) -> Timeline | None:
+    layout, model, schedule = recipe.layout, key_of(recipe.model), key_of(recipe.schedule)
+    if layout.pipeline == 1:
+        return None
+    times = model_time(shape_of(recipe, machine, model, key_of(recipe.precision), key_of(recipe.ac)), recipe)
+    split, ranks = key_of(recipe.parallelism.split), layout.pipeline
+    stages = rank_stages(times, model, schedule, split, ranks, recipe.training.seq_len).pipeline
+    assert stages is not None
+    durations = {
+        Kind.FORWARD: [stage.forward for stage in stages.stages],
+        Kind.BACKWARD: [stage.inputs + stage.weights for stage in stages.stages],
+        Kind.INPUT: [stage.inputs for stage in stages.stages],
+        Kind.WEIGHT: [stage.weights for stage in stages.stages],
+    }
+    return simulate(recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches), stages.placement, durations)
+
+
+def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row for each item with its GB by rank; the last rows are the sums."""
+    ranks = explanation.ranks
+    headings = ["GB", *(f"rank {rank.rank}" for rank in ranks)] if len(ranks) > 1 else ["", "GB"]
+    rows = [
+        [item, *(f"{rank.items[item] / 1e9:.2f}" for rank in ranks)]
+        for item in ITEMS
+        if any(rank.items[item] for rank in ranks)
+    ]
+    rows.append(["allocated", *(f"{rank.allocated / 1e9:.2f}" for rank in ranks)])
+    rows.append([f"reserved (×{explanation.excess:.3g})", *_reserved(explanation)])
+    rows.append(["largest at", *(rank.moment for rank in ranks)])
+    return headings, rows
+
+
+def _reserved(explanation: Explanation) -> list[str]:
+    return [f"{rank.reserved(explanation.excess) / 1e9:.2f}" for rank in explanation.ranks]
+
+
+def time_rows(time: StepTime) -> list[list[str]]:
+    """A row for each part of a step: seconds and share."""
+    rows = [
+        [name, f"{seconds:.4g}", f"{100 * seconds / time.seconds:.1f}%"]
+        for name, seconds in time.parts.items()
+        if seconds
+    ]
+    return [*rows, ["step", f"{time.seconds:.4g}", "100.0%"]]
+
+
+def traffic_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """A row for each kind of collective on each axis."""
+    return [[row.axis, row.kind, f"{row.count:,}", f"{row.bytes:,}", f"{row.wire_bytes:,}"] for row in rows]
+
+
+def explanation_values(explanation: Explanation) -> dict[str, Any]:
+    """The account as plain values; bytes and seconds."""
+    timeline, time = explanation.timeline, explanation.time
+    return {
+        "layout": explanation.recipe.layout.label,
+        "device": explanation.machine.name,
+        "memory_bytes": explanation.machine.memory_bytes,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "moment": rank.moment,
+                "items": dict(rank.items),
+                "allocated_bytes": rank.allocated,
+                "reserved_bytes": rank.reserved(explanation.excess),
+            }
+            for rank in explanation.ranks
+        ],
+        "step_seconds": time.seconds,
+        "parts": dict(time.parts),
+        "tokens_per_second_per_device": time.tokens_per_second,
+        "mfu": None if math.isnan(time.mfu) else time.mfu,
+        "traffic": [
+            {"axis": r.axis, "kind": r.kind, "count": r.count, "bytes": r.bytes, "wire_bytes": r.wire_bytes}
+            for r in explanation.traffic
+        ],
+        "bubble_share": None if timeline is None else timeline.bubble_share,
+        "peak_in_flight": None if timeline is None else timeline.peak_in_flight,
+    }

@@ -1,0 +1,60 @@
+"""How many microbatches each stage of a pipeline's rank keeps at the same time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from titanlab.planner.actions import actions_of
+from titanlab.planner.model_facts import Key
+from titanlab.planner.pipeline_time import shorter
+from titanlab.schedule.action import Action, Kind
+
+# By rank: for each of its moments with most microbatches, the number of each of its stages.
+Peaks = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def peaks(schedule: Key, *, ranks: int, microbatches: int) -> Peaks:
+    """The moments of each rank in which no other has at least as many microbatches of every stage.
+
+    The order of numbers is that of the rank's stages. As `titanlab.schedule.timeline.peak_in_flight`, a stage keeps a
+    microbatch from its forward to the end of its backward. For many microbatches the actions are not all made: if some
+    more microbatches change nothing, others do not either.
+    """
+    few = shorter(ranks, microbatches)
+    if few < microbatches:
+        found = _peaks(schedule, ranks, few)
+        if found == _peaks(schedule, ranks, min(microbatches, few + ranks)):
+            return found
+    return _peaks(schedule, ranks, microbatches)
+
+
+@functools.lru_cache(maxsize=4096)
+def _peaks(schedule: Key, ranks: int, microbatches: int) -> Peaks:
+    placement = schedule.value.placement(ranks=ranks)
+    orders = actions_of(schedule, ranks, microbatches)
+    return tuple(
+        _of_rank(order, [stage for stage, owner in enumerate(placement) if owner == rank])
+        for rank, order in enumerate(orders)
+    )
+
+
+def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    place = {stage: number for number, stage in enumerate(stages)}
+    alive, found, rose = [0] * len(stages), set(), False
+    for stage, kind, _ in order:
+        if kind is Kind.FORWARD:
+            alive[place[stage]] += 1
+            rose = True
+        elif kind is not Kind.INPUT:
+            # Only before a number falls can it have been largest.
+            if rose:
+                found.add(tuple(alive))
+                rose = False
+            alive[place[stage]] -= 1
+    found.add(tuple(alive))
+    return tuple(sorted(one for one in found if not any(other != one and _covers(other, one) for other in found)))
+
+
+def _covers(large: Sequence[int], small: Sequence[int]) -> bool:
+    return all(a >= b for a, b in zip(large, small, strict=True))

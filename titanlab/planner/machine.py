@@ -1,0 +1,203 @@
+"""A machine: what the estimates need to know of the devices of a cluster and of their connections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from titanlab.costs import hardware
+from titanlab.costs.layout import AXES, FSDP_AXES, Layout
+from titanlab.errors import ConfigError
+from titanlab.planner.efficiencies import Efficiencies, changed, fitted
+from titanlab.recipe.recipe import Recipe
+
+# Devices of which no measured rate is known: share of the peak that a product reaches. It is that of an H100 (MAMF,
+# stas00/ml-engineering, compute/accelerator).
+_ATTAINABLE = 0.803
+# Rate of FlashAttention 2 as a share of the peak in bfloat16: up to 230 of 312 TFLOP/s on an A100, up to 335 of 989 on
+# an H100, whose new instructions it does not use (arXiv 2307.08691, section 4.1). Devices after it are taken as H100.
+_ATTENTION = {"A100": 0.73}
+_LATER_ATTENTION = 0.34
+# Fixed time of a collective inside a node and between nodes, and of each hop of its ring: the first two are Calculon's
+# (systems/h100_80g_nvl8.json), the others those of NCCL's model of rings (tuning.cc, LL128 and Simple).
+_LINK_SECONDS, _NETWORK_SECONDS = 10e-6, 20e-6
+_LINK_HOP, _NETWORK_HOP = 1.9e-6, 14e-6
+# A network adapter of 400 Gb/s for each device, where the cluster does not say it.
+_NETWORK = 50e9
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Machine:
+    """One kind of device, and its connections; bytes and seconds. Equal only to itself, so that it can be a key.
+
+    Attributes:
+        name: of the device.
+        memory_bytes: of a device; infinite if not known.
+        peak_flops: dense peak by torch's name of a dtype.
+        product_flops: largest measured rate of a matrix product by dtype.
+        attention_flops: largest rate of the attention's kernel.
+        memory_bytes_per_second: of the device's memory.
+        per_node: devices of a node, or of neighbouring nodes that share a link.
+        link_bytes_per_second: between devices of a node, one direction.
+        network_bytes_per_second: of one device's share of the network between nodes, one direction.
+        link_seconds, network_seconds: fixed time of a collective.
+        link_hop_seconds, network_hop_seconds: of each hop of its ring.
+        efficiencies: shares of these rates that runs reach.
+    """
+
+    name: str
+    memory_bytes: float
+    peak_flops: Mapping[str, float]
+    product_flops: Mapping[str, float]
+    attention_flops: float
+    memory_bytes_per_second: float
+    per_node: int
+    link_bytes_per_second: float
+    network_bytes_per_second: float
+    link_seconds: float = _LINK_SECONDS
+    network_seconds: float = _NETWORK_SECONDS
+    link_hop_seconds: float = _LINK_HOP
+    network_hop_seconds: float = _NETWORK_HOP
+    efficiencies: Efficiencies = field(default_factory=fitted)
+
+    def product_rate(self, dtype: str) -> float:
+        """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
+        rates = self.product_flops
+        return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
+
+    def collective_seconds(
+        self, axis: Axis, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
+    ) -> float:
+        """Time of collectives on one axis: fixed + hops · latency + bytes / (bandwidth × efficiency).
+
+        Args:
+            axis: its ranks, and how they lie on nodes.
+            wire_bytes: bytes that a rank sends, over all collectives: bytes·(n−1)/n for a gather.
+            count: number of collectives.
+            hops: of each; None: those of a ring, one less than its ranks.
+        """
+        if axis.ranks == 1 or count == 0:
+            return 0.0
+        between = min(axis.nodes, axis.ranks) - 1 if axis.nodes > 1 else 0
+        steps = axis.ranks - 1 if hops is None else hops
+        between = min(between, steps)
+        latency = between * self.network_hop_seconds + (steps - between) * self.link_hop_seconds
+        fixed = self.network_seconds if axis.nodes > 1 else self.link_seconds
+        return count * (fixed + latency) + wire_bytes / self.bandwidth(axis)
+
+    def bandwidth(self, axis: Axis) -> float:
+        """Bytes per second of a ring over the ranks of an axis.
+
+        A ring that leaves its node uses the network adapters of all its ranks there.
+        """
+        link = self.link_bytes_per_second * self.efficiencies.link
+        if axis.nodes == 1:
+            return link
+        network = self.network_bytes_per_second * self.efficiencies.network * axis.in_node
+        return min(link, network) if axis.in_node > 1 else network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """The ranks of one group, as they lie on nodes.
+
+    Attributes:
+        ranks: their number.
+        in_node: how many of them are on one node.
+        nodes: how many nodes they are on.
+    """
+
+    ranks: int
+    in_node: int
+    nodes: int
+
+
+def axis_of(layout: Layout, name: str, *, per_node: int) -> Axis:
+    """The ranks of an axis: inner axes are neighbours, so they fill nodes first.
+
+    Args:
+        name: an axis of the layout, `fsdp` for those over which FSDP2 shards, or `world`.
+    """
+    if name == "world":
+        names: tuple[str, ...] = tuple(AXES)
+    else:
+        names = tuple(FSDP_AXES) if name == "fsdp" else (name,)
+    ranks = math.prod(getattr(layout, axis) for axis in names)
+    last = max(AXES.index(axis) for axis in names)
+    inner = math.prod(getattr(layout, axis) for axis in AXES[last + 1 :])
+    in_node = max(1, min(ranks, per_node // inner))
+    return Axis(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
+
+
+def machine_of(recipe: Recipe) -> Machine:
+    """The machine of a recipe's cluster.
+
+    Raises:
+        ConfigError: the cluster names no device, or nothing is known of the device.
+    """
+    cluster = recipe.cluster
+    if cluster.accelerator == "cpu":
+        return _cpu(recipe)
+    if cluster.device is None:
+        raise ConfigError("cluster.device", None, "an estimate needs a device", "try cluster=h100, or cluster=cpu")
+    device = hardware.find(cluster.device)
+    if device is None:
+        known = ", ".join(other.name for other in hardware.DEVICES)
+        raise ConfigError("cluster.device", cluster.device, "nothing is known of its speed", f"known are {known}")
+    if device.memory_gb_per_second is None:
+        rule = "has no bandwidth of memory in the table of devices"
+        raise ConfigError("cluster.device", cluster.device, rule, "try cluster=h100")
+    peaks = {dtype: rate * 1e12 for dtype, rate in device.peak_tflops.items()}
+    # A device may have no figure in float8: it computes those products in bfloat16.
+    products = {dtype: _ATTAINABLE * peak for dtype, peak in peaks.items()}
+    products.update({dtype: rate * 1e12 for dtype, rate in device.product_tflops.items()})
+    if cluster.peak_tflops is not None:
+        scale = cluster.peak_tflops * 1e12 / peaks["bfloat16"]
+        peaks = {dtype: rate * scale for dtype, rate in peaks.items()}
+        products = {dtype: rate * scale for dtype, rate in products.items()}
+    attention = next((share for word, share in _ATTENTION.items() if word in device.words), _LATER_ATTENTION)
+    link = (cluster.link_gb_per_second or device.link_gb_per_second or 0.0) * 1e9
+    network = cluster.network_gb_per_second * 1e9 if cluster.network_gb_per_second else _NETWORK
+    memory = cluster.memory_gb or device.memory_gb
+    return Machine(
+        name=device.name,
+        memory_bytes=memory * 1e9 if memory else math.inf,
+        peak_flops=peaks,
+        product_flops=products,
+        attention_flops=attention * peaks["bfloat16"],
+        memory_bytes_per_second=device.memory_gb_per_second * 1e9,
+        per_node=(cluster.per_node or 8) * cluster.linked_nodes,
+        # Devices without a link of their own use the network also inside a node.
+        link_bytes_per_second=link or network,
+        network_bytes_per_second=network,
+        efficiencies=changed(fitted(), cluster.efficiencies),
+    )
+
+
+def _cpu(recipe: Recipe) -> Machine:
+    """One core for each process, and gloo over loopback.
+
+    The figures are what a fast core could do, and rough until a calibration replaces the efficiencies: 3 GHz with two
+    fused products and sums of sixteen float32 numbers in a cycle, 20 GB/s of memory, 4 GB/s and 100 µs
+    for a collective.
+    """
+    cluster = recipe.cluster
+    peak = cluster.peak_tflops * 1e12 if cluster.peak_tflops is not None else 3e9 * 2 * 16 * 2
+    network = cluster.network_gb_per_second or cluster.link_gb_per_second or 4.0
+    return Machine(
+        name="CPU",
+        memory_bytes=cluster.memory_gb * 1e9 if cluster.memory_gb else math.inf,
+        peak_flops={"float32": peak},
+        product_flops={"float32": peak},
+        attention_flops=peak,
+        memory_bytes_per_second=20e9,
+        per_node=cluster.per_node or 8,
+        link_bytes_per_second=(cluster.link_gb_per_second or 4.0) * 1e9,
+        network_bytes_per_second=network * 1e9,
+        link_seconds=100e-6,
+        network_seconds=100e-6,
+        link_hop_seconds=50e-6,
+        network_hop_seconds=50e-6,
+        efficiencies=changed(fitted(), cluster.efficiencies),
+    )

@@ -1,0 +1,231 @@
+"""The memory that each rank of a pipeline needs, item by item.
+
+The bytes of parameters, gradients and optimizer state are exact, those of saved activations are what the policies of
+checkpointing declare. The rest follows from how FSDP2, autograd and the loss work, and is estimated.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titanlab.costs.account import Share
+from titanlab.costs.layout import hidden_shape
+from titanlab.planner.activations import Batch, BlockBytes, block_bytes, edge_bytes, gradients_together, loss_bytes
+from titanlab.planner.in_flight import peaks
+from titanlab.planner.model_facts import key_of, model_facts
+from titanlab.planner.stages import placement_of, stages_of
+from titanlab.planner.stored import NOTHING, Sharding, added, stored_pieces
+from titanlab.recipe.recipe import Recipe
+
+ITEMS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered parameters",
+    "unreduced gradients",
+    "activations",
+    "backward of a block",
+    "logits and loss",
+    "communication buffers",
+)
+# Gathered blocks at one moment, if blocks are freed after use: the one that computes, and the next one.
+_GATHERED_BLOCKS = 2
+# FSDP2 gathers into a buffer of its own, and copies the parameters out of it.
+_GATHER_BUFFERS = 1
+# A block's gradients in the precision of the reduction: those that are sent, and those of the block before.
+_REDUCED_BLOCKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The memory of one rank of a pipeline at the moment of a step when it is largest.
+
+    Attributes:
+        rank: on the pipeline axis.
+        moment: `loss`, `backward` (its first block, when all activations exist), `end` (of the backward pass, when all
+            gradients exist) or `optimizer`.
+        items: bytes by name, in the order of `ITEMS`.
+    """
+
+    rank: int
+    moment: str
+    items: Mapping[str, int]
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.items.values())
+
+    def reserved(self, excess: float) -> int:
+        """Bytes that the allocator takes from the device.
+
+        Args:
+            excess: reserved bytes for each allocated byte.
+        """
+        return round(self.allocated * excess)
+
+
+def memory(recipe: Recipe) -> tuple[RankMemory, ...]:
+    """The memory of each rank of a resolved recipe's pipeline.
+
+    Raises:
+        ConfigError: the pipeline's split or schedule does not fit the model or the batch.
+    """
+    return _Ranks(recipe).memory()
+
+
+def most_memory(recipe: Recipe) -> RankMemory:
+    """The memory of the rank that needs most."""
+    return max(memory(recipe), key=lambda rank: rank.allocated)
+
+
+class _Ranks:
+    """The ranks of one recipe."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        layout, formats, config = recipe.layout, recipe.precision.formats(), recipe.parallelism
+        self.recipe, self.layout, self.config = recipe, layout, config
+        self.model, self.schedule = key_of(recipe.model), key_of(recipe.schedule)
+        self.account = model_facts(self.model).account
+        self.sums = layout.data_parallelism(mixed=formats.mixed)
+        shards = layout.fsdp if self.sums == "fsdp2" else 1
+        self.sharding = Sharding(self.model, key_of(recipe.precision), key_of(recipe.optimizer), layout.tensor, shards)
+        self.pieces = stored_pieces(self.sharding)
+        self.share = Share(
+            element_bytes=formats.compute_bytes,
+            accelerator=recipe.cluster.accelerator,
+            tensor=layout.tensor,
+            context=layout.context,
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.shape = (self.model, self.share, recipe.microbatch, recipe.training.seq_len)
+        batch = Batch(self.model, key_of(recipe.ac), self.share, recipe.microbatch, recipe.training.seq_len)
+        self.blocks = block_bytes(batch, self.account.layers)
+        self.edges = edge_bytes(*self.shape)
+        self.stages = stages_of(
+            self.model, self.schedule, key_of(config.split), layout.pipeline, recipe.training.seq_len
+        )
+        shape = hidden_shape(
+            layout,
+            microbatch=recipe.microbatch,
+            seq_len=recipe.training.seq_len,
+            dim=self.account.dim,
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.hidden = shape[0] * shape[1] * shape[2] * formats.compute_bytes
+
+    def memory(self) -> tuple[RankMemory, ...]:
+        """By rank of the pipeline."""
+        ranks, placement = self.layout.pipeline, placement_of(self.schedule, self.layout.pipeline)
+        in_flight = (
+            peaks(self.schedule, ranks=ranks, microbatches=self.recipe.microbatches) if ranks > 1 else (((1,),),)
+        )
+        found = []
+        saved = [self._stage(number) for number in range(len(placement))]
+        for rank in range(ranks):
+            stages = [number for number, owner in enumerate(placement) if owner == rank]
+            own = [saved[number] for number in stages]
+            kept = max(sum(map(operator.mul, moment, own)) for moment in in_flight[rank])
+            moments = self._moments(stages, kept)
+            moment = max(moments, key=lambda name: sum(moments[name].values()))
+            items = {name: moments[moment].get(name, 0) for name in ITEMS}
+            found.append(RankMemory(rank=rank, moment=moment, items=items))
+        return tuple(found)
+
+    def _moments(self, stages: Sequence[int], kept: int) -> dict[str, dict[str, int]]:
+        """The items at the moments of a step that may be largest.
+
+        Args:
+            kept: bytes of saved activations when they are most.
+        """
+        own = [piece for number in stages for piece in self.stages[number]]
+        blocks = [piece for piece in own if piece.startswith("layers.")]
+        whole = added(self.pieces[piece] for piece in own)
+        edges = added(self.pieces[piece] for piece in own if piece not in blocks)
+        block = max((self.pieces[piece] for piece in blocks), default=NOTHING)
+        fsdp = self.sums == "fsdp2"
+        accumulates = self.recipe.microbatches > 1 or self.layout.pipeline > 1
+        stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}
+        gathered, buffers, unreduced, reducing = 0, 0, 0, 0
+        if fsdp:
+            reshards = self.config.frees_after_forward
+            gathered = edges.gathered + _GATHERED_BLOCKS * block.gathered if reshards else whole.gathered
+            gathered = min(gathered, whole.gathered)
+            buffers = _GATHER_BUFFERS * block.gathered if reshards else 0
+            unreduced = whole.unreduced if accumulates else edges.gradients
+            # The last of all units is that of the pieces outside blocks.
+            reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
+        # Without FSDP2 gradients are summed where they are.
+        gradients = 0 if fsdp or not accumulates else whole.parameters
+        loss = self._loss(own)
+        start = {**stored, "gathered parameters": gathered, "activations": kept}
+        before = unreduced if accumulates else 0
+        moments = {
+            "loss": {
+                **start,
+                "gradients": gradients,
+                "unreduced gradients": before,
+                "logits and loss": loss,
+                "communication buffers": self._messages(),
+            },
+            "backward": {
+                **start,
+                "gradients": gradients,
+                "unreduced gradients": unreduced + (0 if accumulates else reducing),
+                "backward of a block": self._backward(own),
+                "communication buffers": buffers + self._messages(),
+            },
+            "end": {
+                **start,
+                "activations": min(kept, max((self._block(piece).saved for piece in blocks), default=0)),
+                # Gradients of a unit are freed when they are reduced: each exists only once.
+                "gradients": gradients if fsdp and accumulates else whole.parameters,
+                "unreduced gradients": unreduced + reducing,
+                "backward of a block": self._backward(own),
+                "communication buffers": buffers + self._messages(),
+            },
+            "optimizer": {**stored, "gradients": whole.parameters},
+        }
+        if self.config.cpu_offload:
+            for items in moments.values():
+                items.update(dict.fromkeys(("parameters", "gradients", "optimizer"), 0))
+        return moments
+
+    def _stage(self, number: int) -> int:
+        """Bytes that a stage keeps of one microbatch."""
+        pieces = self.stages[number]
+        saved = sum(
+            self._block(piece).saved if piece.startswith("layers.") else self.edges.get(piece, 0) for piece in pieces
+        )
+        # The output of a stage is kept until its gradient comes.
+        return saved + (self.hidden if number < len(self.stages) - 1 else 0)
+
+    def _block(self, piece: str) -> BlockBytes:
+        return self.blocks[int(piece.rpartition(".")[2])]
+
+    def _backward(self, pieces: Sequence[str]) -> int:
+        """Recomputed activations of a block, and gradients of activations."""
+        again = max((self._block(piece).again for piece in pieces if piece.startswith("layers.")), default=0)
+        return again + gradients_together(*self.shape)
+
+    def _loss(self, pieces: Sequence[str]) -> int:
+        last = (self.account.pieces or ("",))[-1]
+        if last not in pieces:
+            return 0
+        edge = last or next(reversed(self.edges), "")
+        return loss_bytes(
+            *self.shape,
+            last=edge,
+            loss_parallel=self.config.loss_parallel,
+            compiled=self.recipe.compile.fuses_loss,
+        )
+
+    def _messages(self) -> int:
+        """Buffers of pipeline and tensor parallelism: what arrives, and a gathered or a not yet summed stream."""
+        layout = self.layout
+        size = 2 * self.hidden if layout.pipeline > 1 else 0
+        if layout.tensor > 1 and self.config.sequence_parallel:
+            size += 2 * self.hidden * layout.tensor
+        return size

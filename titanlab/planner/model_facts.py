@@ -1,0 +1,82 @@
+"""Facts of a model that all its recipes share, computed once."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.flops import per_token
+
+
+@dataclass(frozen=True)
+class Key:
+    """A config as the key of a cache: equal to another with the same text."""
+
+    text: str
+    value: Any = field(compare=False)
+
+
+class _Same:
+    """A value that is equal only to itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def key_of(config: Any) -> Key:
+    """The key of a config. Configs never change, and many recipes share one, so its text is made once."""
+    return _key(_Same(config))
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(config: _Same) -> Key:
+    return Key(repr(config.value), config.value)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelFacts:
+    """What estimates need of a model.
+
+    Attributes:
+        account: of the whole model.
+        sample: account of the edges and of one block, which stands for all: the middle one.
+        block: name of that block.
+        before, after: pieces before and after the blocks.
+    """
+
+    account: ModelAccount
+    sample: ModelAccount
+    block: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def model_facts(model: Key) -> ModelFacts:
+    """The facts of the model with this config."""
+    account: ModelAccount = model.value.account()
+    block = f"layers.{account.layers // 2}"
+    pieces = account.pieces or ("",)
+    blocks = [place for place, piece in enumerate(pieces) if piece.startswith("layers.")]
+    before, after = pieces[: min(blocks, default=0)], pieces[max(blocks, default=-1) + 1 :]
+    parameters = {
+        name: shape
+        for name, shape in account.parameters.items()
+        if not name.startswith("layers.") or name.startswith(f"{block}.")
+    }
+    sample = replace(account, parameters=parameters, layers=1, pieces=(*before, block, *after))
+    return ModelFacts(account=account, sample=sample, block=block, before=before, after=after)
+
+
+@functools.lru_cache(maxsize=1024)
+def flops_per_token(model: Key, seq_len: int) -> int:
+    """See `titanlab.costs.flops.per_token`."""
+    return per_token(model_facts(model).account, seq_len=seq_len)

@@ -1,0 +1,98 @@
+"""What a space varies beside degrees: the options of its groups, as they are discovered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from titanlab.compile.schema import Compile
+from titanlab.errors import ConfigError
+from titanlab.options import discover
+from titanlab.planner.search.space import Choice, Choices
+from titanlab.recipe.recipe import Recipe
+
+# Groups that vary only if a person asks for it.
+VARIED = ("precision", "compile")
+STAGES_PER_RANK = (2, 4, 8)
+
+
+def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
+    """The choices for a resolved recipe: its own first.
+
+    Args:
+        vary: names of groups in `VARIED`; the others stay as the recipe has them.
+
+    Raises:
+        ConfigError: a name is not in `VARIED`.
+    """
+    for name in vary:
+        if name not in VARIED:
+            rule = "cannot be varied" if name else "names no group"
+            raise ConfigError("--vary", name, rule, f"try {' or '.join(VARIED)}; all else varies anyway")
+    compiles: list[Any] = [recipe.compile]
+    if "compile" in vary:
+        compiles += [Compile(), Compile(blocks=True, loss=True)]
+    return Choices(
+        schedules=_named(recipe.schedule, _stages(_defaults("schedule"))),
+        acs=_named(recipe.ac, _estimated(_defaults("ac"))),
+        precisions=_named(recipe.precision, _defaults("precision") if "precision" in vary else []),
+        compiles=[Choice(_compile_name(value), value) for value in _different(compiles)],
+    )
+
+
+def _defaults(group: str) -> list[Any]:
+    """The default config of each kind that needs no value from a person."""
+    found = []
+    for option in discover()[group].values():
+        try:
+            found.append(option.schema())
+        except ConfigError:
+            continue
+    return found
+
+
+def _stages(schedules: Iterable[Any]) -> list[Any]:
+    """Schedules with several stages a rank, by their numbers of stages."""
+    found: list[Any] = []
+    for schedule in schedules:
+        if not hasattr(schedule, "stages_per_rank"):
+            found.append(schedule)
+            continue
+        for stages in STAGES_PER_RANK:
+            try:
+                found.append(dataclasses.replace(schedule, stages_per_rank=stages))
+            except ConfigError:
+                continue
+    return found
+
+
+def _estimated(policies: Iterable[Any]) -> list[Any]:
+    """Policies whose recomputation is known: not those for which a compiler chooses it."""
+    return [policy for policy in policies if policy.compiler_budget() is None]
+
+
+def _named(own: Any, others: Iterable[Any]) -> list[Choice]:
+    return [Choice(_name(value), value) for value in _different([own, *others])]
+
+
+def _different(values: Iterable[Any]) -> list[Any]:
+    return list({repr(value): value for value in values}.values())
+
+
+def _name(value: Any) -> str:
+    """The kind, with the fields that differ from their defaults."""
+    if hasattr(value, "stages_per_rank"):
+        return f"{value.kind} ×{value.stages_per_rank}"
+    changed = []
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if field.name != "kind" and given != default and isinstance(given, int | float | bool):
+            changed.append(f"{field.name}={str(given).lower() if isinstance(given, bool) else given}")
+    return " ".join([value.kind, *changed])
+
+
+def _compile_name(value: Compile) -> str:
+    parts = [name for name, compiled in (("block", value.blocks), ("loss", value.loss)) if compiled]
+    return "+".join(parts) or "off"

@@ -1,0 +1,168 @@
+"""The plan of a world: the fastest recipes that fit, or why there is none and what would work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titanlab.costs.layout import AXES, Layout, resolve_layout
+from titanlab.errors import ConfigError
+from titanlab.planner.efficiencies import allocator_excess
+from titanlab.planner.machine import Machine, machine_of
+from titanlab.planner.search.choices import choices_of
+from titanlab.planner.search.ranking import Ranked, Ranking
+from titanlab.planner.search.space import Space
+from titanlab.recipe.memory_rules import check_addressable
+from titanlab.recipe.recipe import Recipe, resolve
+
+# Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count
+# memory in units of 1e9 bytes, which is 7 % less than what a driver reports, so that the real margin is larger.
+MARGIN = 0.03
+MOST = 1000
+# Worlds and batches that are tried when nothing fits.
+_LARGER_WORLDS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer to a request.
+
+    Attributes:
+        base: the recipe of the request, resolved for its world.
+        machine: of its cluster.
+        limit: bytes of a device that recipes may reserve; infinite if the cluster does not say it.
+        best: the fastest recipes, in order.
+        listed, too_large: numbers of recipes in the space, and of those that do not fit.
+        dropped: number of layouts by the rule that forbids them.
+        refused: number of recipes by the rule that forbids them, of those that were fast enough to be looked at.
+        advice: what would work, if `best` is empty.
+    """
+
+    base: Recipe
+    machine: Machine
+    limit: float
+    best: Sequence[Ranked]
+    listed: int
+    too_large: int
+    dropped: Mapping[str, int]
+    refused: Mapping[str, int]
+    advice: Sequence[str] = ()
+
+
+def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
+    """The recipe, resolved without this host.
+
+    Args:
+        stands: keep its degrees; otherwise only their product matters, and all processes shard.
+
+    Raises:
+        ConfigError: the cluster leaves its accelerator or device open, or the world is unknown or not positive.
+    """
+    cluster, known = recipe.cluster, "name one, such as cluster=h100 or cluster=cpu"
+    if cluster.accelerator == "auto":
+        rule = "is whatever this host has, and a plan is for machines whose facts are known"
+        raise ConfigError("cluster.accelerator", "auto", rule, known)
+    if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
+        rule = "names no GPU, and a plan is for machines whose facts are known"
+        raise ConfigError("cluster.device", cluster.device, rule, known)
+    if not stands:
+        world = recipe.world
+        if world is None:
+            world = resolve_layout(recipe.parallelism.degrees(), None).world
+        if world < 1:
+            raise ConfigError("world", world, "must be at least 1", "try world=8")
+        degrees = {**dict.fromkeys(AXES, 1), "shard": world}
+        own = recipe.parallelism.with_degrees(degrees)
+        recipe = dataclasses.replace(recipe, world=world, parallelism=own)
+    return resolve(recipe, world=None, accelerator="cpu", device="cpu")
+
+
+def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
+    """Plan the world of a recipe.
+
+    Args:
+        recipe: of `for_planning`.
+        vary: see `choices_of`.
+        top: how many recipes are wanted.
+
+    Raises:
+        ConfigError: a value of the request is wrong.
+    """
+    if not 1 <= top <= MOST:
+        raise ConfigError("--top", top, f"must lie in 1 to {MOST:,}", "try 20")
+    check_addressable(recipe)
+    machine = machine_of(recipe)
+    limit = machine.memory_bytes * (1 - MARGIN)
+    ranking = _ranking(recipe, machine, limit, vary)
+    best = ranking.best(top)
+    return Plan(
+        base=recipe,
+        machine=machine,
+        limit=limit,
+        best=best,
+        listed=ranking.listed,
+        too_large=ranking.too_large,
+        dropped=ranking.space.dropped,
+        refused=ranking.refused,
+        advice=() if best else _advice(ranking, vary),
+    )
+
+
+def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> Ranking:
+    world = recipe.layout.world
+    space = Space(recipe=recipe, world=world, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
+    return Ranking(space=space, machine=machine, limit=limit, excess=allocator_excess())
+
+
+def _advice(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+    """What is nearest to a request that no recipe answers."""
+    if ranking.listed == 0:
+        return _other_worlds(ranking, vary) + _other_batches(ranking, vary)
+    if ranking.least is None:
+        return [f"every layout breaks a rule: {rule}" for rule in list(ranking.refused)[:3]]
+    needed, recipe = ranking.least
+    smallest = f"{recipe.layout.label}, microbatch {recipe.microbatch}, ac={recipe.ac.kind}"
+    has = f"{ranking.limit / 1e9:.1f} GB that a device has"
+    lines = [f"the smallest needs {needed / 1e9:.1f} GB of the {has}: {smallest}"]
+    for factor in _LARGER_WORLDS:
+        world = ranking.space.world * factor
+        if (found := _first(ranking, world, ranking.space.recipe.training.global_batch, vary)) is not None:
+            lines.append(f"it fits on {world:,} devices: world={world} ({found.recipe.layout.label})")
+            break
+    else:
+        lines.append("nor does it fit on 64 times as many: try precision=bf16_full, or a smaller model")
+    return lines
+
+
+def _other_worlds(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+    """The next smaller world that has a recipe."""
+    world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
+    for smaller in range(world - 1, max(0, world - 257), -1):
+        if (found := _first(ranking, smaller, batch, vary)) is not None:
+            return [f"the nearest smaller world that works: world={smaller} ({found.recipe.layout.label})"]
+    return []
+
+
+def _other_batches(ranking: Ranking, vary: Sequence[str]) -> list[str]:
+    """The next global batch that some layout of the world divides."""
+    world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
+    for unit in (world, world // math.gcd(world, ranking.machine.per_node)):
+        larger = -(-batch // unit) * unit
+        if larger != batch and (found := _first(ranking, world, larger, vary)) is not None:
+            return [f"or another batch: training.global_batch={larger} ({found.recipe.layout.label})"]
+    return []
+
+
+def _first(ranking: Ranking, world: int, batch: int, vary: Sequence[str]) -> Ranked | None:
+    """The fastest recipe of another world or batch; None: there is none."""
+    base = ranking.space.recipe
+    recipe = dataclasses.replace(
+        base,
+        world=world,
+        training=dataclasses.replace(base.training, global_batch=batch),
+        parallelism=base.parallelism.with_degrees(Layout(shard=world).degrees()),
+    )
+    found = _ranking(recipe, ranking.machine, ranking.limit, vary).best(1)
+    return found[0] if found else None

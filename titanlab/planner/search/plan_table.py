@@ -1,0 +1,163 @@
+"""A plan as lines of text and as plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titanlab.planner.search.plan import MARGIN, Plan
+from titanlab.planner.search.ranking import Ranked
+from titanlab.planner.step_time import StepTime
+from titanlab.terminal.numerals import counted, grouped, significant
+
+HEADINGS = (
+    "", "layout", "schedule", "mb", "AC", "precision", "compile", "GB", "reserved", "tok/s/GPU", "MFU", "step", "of it"
+)  # fmt: skip
+FIGURES = ("", "mb", "GB", "reserved", "tok/s/GPU", "MFU", "step")
+_RULES = 6
+_PARTS = 3
+# Differences below this share of a step are not worth a word.
+_SMALL = 0.002
+
+
+def table_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells of a plan under `HEADINGS`; columns whose cells are all empty may be left out."""
+    varied = [_differs(plan, name) for name in ("precision", "compile")]
+    return [
+        (
+            str(place),
+            one.recipe.layout.label,
+            one.point.schedule.name,
+            str(one.point.microbatch),
+            one.point.ac.name,
+            one.point.precision.name if varied[0] else "",
+            one.point.compile.name if varied[1] else "",
+            f"{one.memory.allocated / 1e9:.1f}",
+            f"{one.reserved / 1e9:.1f}",
+            grouped(one.time.tokens_per_second),
+            "" if math.isnan(one.time.mfu) else f"{100 * one.time.mfu:.1f}%",
+            f"{significant(one.time.seconds, 4)} s",
+            split_text(one.time),
+        )
+        for place, one in enumerate(plan.best, start=1)
+    ]
+
+
+def title(plan: Plan) -> str:
+    """What was planned."""
+    base, machine = plan.base, plan.machine
+    limit = "memory not known" if math.isinf(plan.limit) else (
+        f"{machine.memory_bytes / 1e9:.0f} GB each, {100 * MARGIN:.0f} % of it left free"
+    )  # fmt: skip
+    return (
+        f"{base.model.account().parameter_count / 1e9:.2f}B parameters on {counted(base.layout.world, machine.name)} "
+        f"({limit}); {grouped(base.training.global_batch)} sequences of {grouped(base.training.seq_len)} tokens a step"
+    )
+
+
+def split_text(time: StepTime) -> str:
+    """The largest parts of a step: `compute 84%, bubble 9%, tensor 4%`."""
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:_PARTS]
+    return ", ".join(f"{name} {100 * seconds / time.seconds:.0f}%" for name, seconds in parts if seconds > 0)
+
+
+def left_out(plan: Plan) -> list[str]:
+    """How many layouts rules forbid, and how many recipes do not fit."""
+    lines = [f"{plan.listed:,} recipes; {plan.too_large:,} of those looked at do not fit"]
+    if plan.dropped:
+        lines.append("layouts that no recipe can have, by rule:")
+        lines += [f"  {line}" for line in summary(plan.dropped, _RULES)]
+    if plan.refused:
+        lines.append("fast recipes that a rule forbids:")
+        lines += [f"  {line}" for line in summary(plan.refused, _RULES)]
+    return lines
+
+
+def reasons(best: Sequence[Ranked]) -> list[str]:
+    """One sentence for each recipe: which terms make it slower than the one above it."""
+    lines = []
+    for place, one in enumerate(best):
+        if place == 0:
+            lines.append(f"1 is the fastest that fits: {split_text(one.time)}")
+        else:
+            lines.append(f"{place + 1} {_difference(best[place - 1], one)}")
+    return lines
+
+
+def _difference(above: Ranked, one: Ranked) -> str:
+    change = one.time.seconds - above.time.seconds
+    small = _SMALL * above.time.seconds
+    names = dict.fromkeys((*above.time.parts, *one.time.parts))
+    parts = {name: one.time.parts.get(name, 0.0) - above.time.parts.get(name, 0.0) for name in names}
+    named = sorted((part for part in parts.items() if abs(part[1]) > small), key=lambda part: -abs(part[1]))[:_PARTS]
+    terms = ", ".join(f"{name} {seconds:+.3g} s" for name, seconds in named)
+    freed = above.reserved - one.reserved
+    memory = f"; it takes {abs(freed) / 1e9:.1f} GB {'less' if freed > 0 else 'more'}" if abs(freed) > 0.5e9 else ""
+    if not terms:
+        return f"takes as long within {100 * _SMALL:.1f} %{memory}"
+    return f"is {change:.3g} s slower: {terms}{memory}"
+
+
+def _differs(plan: Plan, name: str) -> bool:
+    return len({getattr(one.point, name).name for one in plan.best}) > 1
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """The same content as plain values; bytes and seconds."""
+    return {
+        "world": plan.base.layout.world,
+        "device": plan.machine.name,
+        "memory_bytes": plan.machine.memory_bytes,
+        "limit_bytes": plan.limit,
+        "global_batch": plan.base.training.global_batch,
+        "seq_len": plan.base.training.seq_len,
+        "recipes": plan.listed,
+        "too_large": plan.too_large,
+        "dropped_layouts": dict(plan.dropped),
+        "refused": dict(plan.refused),
+        "advice": list(plan.advice),
+        "best": [_values(one) for one in plan.best],
+    }
+
+
+def _values(one: Ranked) -> dict[str, Any]:
+    return {
+        "layout": one.recipe.layout.label,
+        "degrees": one.recipe.layout.degrees(),
+        "schedule": one.point.schedule.name,
+        "microbatch": one.point.microbatch,
+        "microbatches": one.recipe.microbatches,
+        "ac": one.point.ac.name,
+        "precision": one.point.precision.name,
+        "compile": one.point.compile.name,
+        "overrides": overrides(one),
+        "allocated_bytes": one.memory.allocated,
+        "reserved_bytes": one.reserved,
+        "memory": dict(one.memory.items),
+        "step_seconds": one.time.seconds,
+        "parts": dict(one.time.parts),
+        "tokens_per_second_per_device": one.time.tokens_per_second,
+        "mfu": one.time.mfu,
+    }
+
+
+def overrides(one: Ranked) -> list[str]:
+    """The arguments that make the recipe of the request this one; precision and compile only if they vary."""
+    degrees = [f"parallelism.{axis}={degree}" for axis, degree in one.recipe.layout.degrees().items()]
+    found = [*degrees, f"training.microbatch={one.point.microbatch}", f"ac={one.point.ac.value.kind}"]
+    if one.recipe.layout.pipeline > 1:
+        schedule = one.point.schedule.value
+        found.append(f"schedule={schedule.kind}")
+        if "stages_per_rank" in schedule.__dataclass_fields__:
+            found.append(f"schedule.stages_per_rank={schedule.stages_per_rank}")
+    return found
+
+
+def summary(dropped: Mapping[str, int], limit: int) -> list[str]:
+    """The rules with the most layouts, one line each."""
+    rows = sorted(dropped.items(), key=lambda row: -row[1])
+    lines = [f"{count:,}: {rule}" for rule, count in rows[:limit]]
+    if len(rows) > limit:
+        lines.append(f"{sum(count for _, count in rows[limit:]):,}: {len(rows) - limit} other rules")
+    return lines

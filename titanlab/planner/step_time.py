@@ -1,0 +1,233 @@
+"""The time of an optimizer step of a recipe on a machine, and what it consists of."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from titanlab.costs.layout import Layout, hidden_shape
+from titanlab.costs.traffic_account import TOTALS_BYTES
+from titanlab.planner.block_time import exposed, model_time, shape_of
+from titanlab.planner.exchange import Sharding, axis_in, sharding_of
+from titanlab.planner.machine import Machine
+from titanlab.planner.model_facts import Key, flops_per_token, key_of, model_facts
+from titanlab.planner.pipeline_time import Stages, pipeline_time
+from titanlab.planner.stage_time import RankTime, rank_stages
+from titanlab.planner.stored import Sharding as Stored
+from titanlab.planner.stored import stored_pieces
+from titanlab.recipe.communication import step_of
+from titanlab.recipe.recipe import Recipe
+
+# How often a step reads or writes the gradients outside of the optimizer: for their norm 1, to scale them 2, to set
+# them to zero 1.
+_GRADIENT_PASSES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The estimated time of one optimizer step.
+
+    Attributes:
+        seconds: of the step.
+        parts: seconds by cause; their sum is `seconds`. `compute`; `replicate`, `shard`, `context`, `tensor`,
+            `pipeline`: communication of an axis that no computation hides; `bubble`; `optimizer`; `stragglers`.
+        tokens_per_second: of one device.
+        mfu: model FLOPs utilisation, by `titanlab.costs.flops.per_token` and the peak in the precision of the
+            activations, from 0 to 1; nan if the device has no such peak.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    tokens_per_second: float
+    mfu: float
+
+
+def step_time(recipe: Recipe, machine: Machine, *, simulated: bool = False) -> StepTime:
+    """Estimate the time of a step.
+
+    Args:
+        recipe: resolved.
+        machine: as `machine_of` gives it.
+        simulated: simulate each action of a pipeline; False: estimate, within 1 % of that, from a shorter simulation
+            that recipes share.
+
+    Raises:
+        ConfigError: the pipeline's split or schedule does not fit the model or the batch.
+    """
+    return _Estimate(recipe, machine).step(simulated=simulated)
+
+
+class _Estimate:
+    """The estimate of one recipe."""
+
+    def __init__(self, recipe: Recipe, machine: Machine) -> None:
+        self.recipe, self.machine, self.layout = recipe, machine, recipe.layout
+        self.model, self.precision = key_of(recipe.model), key_of(recipe.precision)
+        self.facts = model_facts(self.model)
+        self.formats = recipe.precision.formats()
+        shape = shape_of(recipe, machine, self.model, self.precision, key_of(recipe.ac))
+        self.times = model_time(shape, recipe)
+        self.microbatches = recipe.microbatches
+        self.fsdp = self.layout.data_parallelism(mixed=self.formats.mixed) == "fsdp2"
+        reshards = recipe.parallelism.frees_after_forward
+        self.reshards = reshards and self.fsdp
+
+    def step(self, *, simulated: bool) -> StepTime:
+        """The estimate."""
+        recipe, machine, layout = self.recipe, self.machine, self.layout
+        stages = rank_stages(
+            self.times, self.model, key_of(recipe.schedule), key_of(recipe.parallelism.split), layout.pipeline,
+            recipe.training.seq_len,
+        )  # fmt: skip
+        busiest = stages.busiest
+        parts = {
+            "compute": self.microbatches * busiest.compute,
+            "replicate": 0.0,
+            "shard": 0.0,
+            "context": self.microbatches * busiest.context,
+            "tensor": self.microbatches * busiest.tensor,
+            "pipeline": 0.0,
+            "bubble": 0.0,
+        }
+        if stages.pipeline is not None:
+            self._pipeline(stages.pipeline, parts, simulated=simulated)
+        block, edges = self._unit((self.facts.block,)), self._unit(busiest.edges)
+        parts["tensor"] += busiest.blocks * self.times.once
+        self._data_parallel(busiest, block, edges, parts)
+        parts["optimizer"] = self._optimizer(busiest)
+        world = axis_in(self.layout, "world", machine.per_node)
+        parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
+        # One straggler slows all: the largest of n equal distributions grows with the logarithm of n.
+        parts["stragglers"] = sum(parts.values()) * machine.efficiencies.stragglers * math.log2(world.nodes)
+        seconds = sum(parts.values())
+        tokens = recipe.training.global_batch * recipe.training.seq_len
+        rate = tokens / seconds / layout.world
+        peak = machine.peak_flops.get(self.formats.compute, math.nan)
+        flops = flops_per_token(self.model, recipe.training.seq_len)
+        return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
+
+    def _pipeline(self, stages: Stages, parts: dict[str, float], *, simulated: bool) -> None:
+        """Add a pipeline's bubble, and what sending adds."""
+        found = pipeline_time(
+            key_of(self.recipe.schedule),
+            stages,
+            ranks=self.layout.pipeline,
+            microbatches=self.microbatches,
+            transfer=self._transfer(),
+            simulated=simulated,
+        )
+        parts["pipeline"] = found.sending
+        parts["bubble"] = max(0.0, found.seconds - found.sending - stages.busy * self.microbatches)
+
+    def _transfer(self) -> float:
+        """Time to send a hidden state to the next stage."""
+        shape = hidden_shape(
+            self.layout,
+            microbatch=self.recipe.microbatch,
+            seq_len=self.recipe.training.seq_len,
+            dim=self.facts.account.dim,
+            sequence_parallel=self.recipe.parallelism.sequence_parallel,
+        )
+        axis = axis_in(self.layout, "pipeline", self.machine.per_node)
+        return self.machine.collective_seconds(axis, math.prod(shape) * self.formats.compute_bytes, hops=1)
+
+    def _data_parallel(self, stage: RankTime, block: Sharding, edges: Sharding, parts: dict[str, float]) -> None:
+        """Add what summing gradients and gathering parameters adds."""
+        if not self.fsdp:
+            if self.layout.replicate > 1:
+                self._ddp(stage, parts)
+            return
+        machine, blocks = self.machine, stage.blocks
+        ahead, back = stage.block_forward / max(1, blocks), stage.block_backward / max(1, blocks)
+        freed, kept = freed_and_kept(blocks, reshards=self.reshards)
+        gather, reduce = block.gather, block.scatter + block.replicas
+        ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
+        # The next forward hides a gather, and the backward hides the gather of the block before and the reduction of
+        # the block after. Reductions run in the backward of the last microbatch only.
+        hidden = freed * (self.microbatches * ahead_exposed + (self.microbatches - 1) * back_exposed)
+        hidden += freed * exposed(back, gather + reduce, machine)
+        hidden += kept * (ahead_exposed + exposed(back, reduce, machine))
+        # Nothing hides the first gathers and the last reductions.
+        share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
+        parts["replicate"] += share * hidden + block.replicas + edges.replicas
+        parts["shard"] += (1 - share) * hidden + edges.gather + gather + block.scatter + edges.scatter
+        gathers = 2 * self.microbatches * freed + kept
+        copies = self._copies(block, edges)
+        parts["compute"] += gathers * copies[0] + blocks * copies[1] + copies[2]
+
+    def _copies(self, block: Sharding, edges: Sharding) -> tuple[float, float, float]:
+        """Seconds to cast and copy around collectives: for a gather of a block, its reduction, and the edges."""
+        if self.layout.fsdp == 1 and not self.formats.mixed:
+            return 0.0, 0.0, 0.0
+        rate = self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory
+        cast = (self.formats.master_bytes + self.formats.compute_bytes) / self.layout.fsdp
+        reduce = self.formats.compute_bytes + self.formats.reduce_bytes
+
+        def gather(unit: Sharding) -> float:
+            return (2 * unit.gathered_bytes + unit.elements * cast) / rate
+
+        return gather(block), block.elements * reduce / rate, gather(edges) + edges.elements * reduce / rate
+
+    def _ddp(self, stage: RankTime, parts: dict[str, float]) -> None:
+        """Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed."""
+        axis = axis_in(self.layout, "replicate", self.machine.per_node)
+        size = self.facts.account.parameter_count * self.formats.master_bytes
+        wire = 2 * size * (axis.ranks - 1) / axis.ranks
+        buckets = max(1.0, size / (25 * 2**20))
+        whole = self.machine.collective_seconds(axis, wire, count=buckets, hops=2 * (axis.ranks - 1))
+        back = stage.time.inputs + stage.time.weights
+        parts["replicate"] += exposed(back, whole * (1 - 1 / buckets), self.machine) + whole / buckets
+
+    def _optimizer(self, rank: RankTime) -> float:
+        """Time to read and write parameters, gradients and states, on the busiest rank."""
+        optimizer, shards = key_of(self.recipe.optimizer), self.layout.fsdp if self.fsdp else 1
+        pieces = stored_pieces(Stored(self.model, self.precision, optimizer, self.layout.tensor, shards))
+        block = pieces[self.facts.block]
+        others = [pieces[name] for name in rank.edges]
+        parameters = rank.blocks * block.parameters + sum(piece.parameters for piece in others)
+        states = rank.blocks * block.optimizer + sum(piece.optimizer for piece in others)
+        # Gradients have the size of the parameters.
+        moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
+        return moved / (self.machine.memory_bytes_per_second * self.machine.efficiencies.fused_memory)
+
+    def _unit(self, pieces: tuple[str, ...]) -> Sharding:
+        return _units(
+            self.model,
+            self.precision,
+            self.layout,
+            self.machine,
+            pieces,
+            _Recipe(self.recipe),
+        )
+
+
+def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
+    """How many blocks of a stage free their gathered parameters between forward and backward, and how many keep them.
+
+    The last block keeps them, because its backward follows at once: see `titanlab.costs.traffic_account.add_sharding`.
+    """
+    freed = max(0, blocks - 1) if reshards else 0
+    return freed, blocks - freed
+
+
+class _Recipe:
+    """A recipe that a cache does not look at: the rest of the key decides."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Recipe)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=16384)
+def _units(
+    model: Key, precision: Key, layout: Layout, machine: Machine, pieces: tuple[str, ...], recipe: _Recipe
+) -> Sharding:
+    step = step_of(recipe.recipe, account=model_facts(model).sample)
+    return sharding_of(step, pieces, machine)
