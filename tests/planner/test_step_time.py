@@ -11,10 +11,10 @@ from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs import flops
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.planner.efficiencies import Efficiencies
-from titanlab.planner.exchange import context_rows, sharding_of, tensor_rows
 from titanlab.planner.machine import machine_of
 from titanlab.planner.model_facts import key_of, model_facts
 from titanlab.planner.step_time import freed_and_kept, step_time
+from titanlab.planner.timing.exchange import context_rows, sharding_of, tensor_rows
 from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.recipe.communication import step_of
 from titanlab.schedule.interleaved_schema import Interleaved1F1B

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from titanlab.planner.actions import actions_of
 from titanlab.planner.model_facts import Key
-from titanlab.planner.pipeline_time import shorter
+from titanlab.planner.timing.pipeline_time import shorter
 from titanlab.schedule.action import Action, Kind
 
 # By rank: for each of its moments with most microbatches, the number of each of its stages.

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
-from titanlab.planner.block_time import exposed, model_time, shape_of
-from titanlab.planner.exchange import Sharding, axis_in, sharding_of
 from titanlab.planner.machine import Machine
 from titanlab.planner.model_facts import Key, flops_per_token, key_of, model_facts
-from titanlab.planner.pipeline_time import Stages, pipeline_time
-from titanlab.planner.stage_time import RankTime, rank_stages
 from titanlab.planner.stored import Sharding as Stored
 from titanlab.planner.stored import stored_pieces
+from titanlab.planner.timing.block_time import exposed, model_time, shape_of
+from titanlab.planner.timing.exchange import Sharding, axis_in, sharding_of
+from titanlab.planner.timing.pipeline_time import Stages, pipeline_time
+from titanlab.planner.timing.stage_time import RankTime, rank_stages
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
 

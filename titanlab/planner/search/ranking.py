@@ -21,7 +21,7 @@ from titanlab.costs.account import Share
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.planner.activations import Batch, block_bytes
-from titanlab.planner.block_time import ModelTime, model_time, shape_of
+from titanlab.planner.timing.block_time import ModelTime, model_time, shape_of
 from titanlab.planner.in_flight import peaks
 from titanlab.planner.machine import Machine, axis_of
 from titanlab.planner.memory import RankMemory, most_memory

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from titanlab.costs.account import Operation
-from titanlab.planner.block_time import ModelTime
 from titanlab.planner.model_facts import Key, model_facts
-from titanlab.planner.pipeline_time import Stages, StageTime, stages_of
+from titanlab.planner.timing.block_time import ModelTime
+from titanlab.planner.timing.pipeline_time import Stages, StageTime, stages_of
 from titanlab.recipe.stage_pieces import stage_pieces
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from titanlab.costs.account import Operation
 from titanlab.costs.layout import Layout
 from titanlab.costs.tensor_styles import STYLES
-from titanlab.planner.block_work import Kernel, Part, kernel_seconds, work_of
-from titanlab.planner.exchange import axis_in, context_rows, seconds_of, tensor_rows
 from titanlab.planner.machine import Axis, Machine
 from titanlab.planner.model_facts import Key, ModelFacts, model_facts
+from titanlab.planner.timing.block_work import Kernel, Part, kernel_seconds, work_of
+from titanlab.planner.timing.exchange import axis_in, context_rows, seconds_of, tensor_rows
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
 

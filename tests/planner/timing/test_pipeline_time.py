@@ -7,8 +7,8 @@ from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.model.llama_schema import Llama
 from titanlab.planner.machine import machine_of
 from titanlab.planner.model_facts import key_of
-from titanlab.planner.pipeline_time import StageTime, pipeline_time, shorter, stages_of
 from titanlab.planner.step_time import step_time
+from titanlab.planner.timing.pipeline_time import StageTime, pipeline_time, shorter, stages_of
 from titanlab.schedule.gpipe_schema import GPipe
 from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
 from titanlab.schedule.one_f_one_b_schema import OneFOneB

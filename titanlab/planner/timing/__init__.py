@@ -1,0 +1,1 @@
+"""The parts of a step's time: blocks, communication, stages, pipelines."""
