@@ -9,13 +9,13 @@ from typing import Any
 
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.costs.traffic_table import Row
-from titanlab.planner.timing.block_time import model_time, shape_of
 from titanlab.planner.efficiencies import allocator_excess
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import ITEMS, RankMemory, memory
 from titanlab.planner.model_facts import key_of
-from titanlab.planner.timing.stage_time import rank_stages
 from titanlab.planner.step_time import StepTime, step_time
+from titanlab.planner.timing.block_time import model_time, shape_of
+from titanlab.planner.timing.stage_time import rank_stages
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data

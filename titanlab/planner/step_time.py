@@ -50,7 +50,7 @@ def step_time(recipe: Recipe, machine: Machine, *, simulated: bool = False) -> S
     Args:
         recipe: resolved.
         machine: as `machine_of` gives it.
-        simulated: simulate each action of a pipeline; False: estimate, within 1 % of that, from a shorter simulation
+        simulated: simulate each action of a pipeline; False: estimate, within 1.25 % of that, from a shorter simulation
             that recipes share.
 
     Raises:

@@ -21,7 +21,6 @@ from titanlab.costs.account import Share
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.planner.activations import Batch, block_bytes
-from titanlab.planner.timing.block_time import ModelTime, model_time, shape_of
 from titanlab.planner.in_flight import peaks
 from titanlab.planner.machine import Machine, axis_of
 from titanlab.planner.memory import RankMemory, most_memory
@@ -29,6 +28,7 @@ from titanlab.planner.model_facts import Key, key_of, model_facts
 from titanlab.planner.search.space import Choice, Point, Space
 from titanlab.planner.step_time import StepTime, step_time
 from titanlab.planner.stored import PieceBytes, Sharding, added, stored_pieces
+from titanlab.planner.timing.block_time import ModelTime, model_time, shape_of
 from titanlab.recipe.recipe import Recipe
 
 # The estimate of a pipeline rounds the times of its stages, so that it may be below a bound by this share of the
