@@ -32,6 +32,12 @@ def test_a_device_without_a_format_multiplies_in_bfloat16():
     assert machine.product_rate("float8_e4m3fn") == machine.product_rate("bfloat16") == 271.2e12
 
 
+def test_what_was_not_measured_is_said():
+    assert machine_of(made()).notes == ()
+    (note,) = machine_of(made(device="AMD Instinct MI300X")).notes
+    assert note == "no rate of MI300X was measured: products are taken to reach 80% of its peak, as on an H100"
+
+
 def test_a_given_peak_scales_the_rates():
     half = machine_of(made(cluster={"peak_tflops": 989 / 2}))
     assert half.product_rate("bfloat16") == pytest.approx(794.5e12 / 2)

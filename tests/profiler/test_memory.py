@@ -188,5 +188,7 @@ def test_before_the_first_step_the_cause_names_what_the_memory_holds(tmp_path, m
         tiny.as_rank(made, run)
     cause = from_exception(caught.value).cause
     start = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; before its first step this rank holds: "
-    assert cause.startswith(f"{start}the rest 8 GiB, ")
+    assert cause.startswith(start)
+    # Other tests' tensors in this process count too.
+    assert re.match(r"the rest (8|7\.9\d) GiB, ", cause.removeprefix(start))
     assert re.search(r"parameters [\d.]+ MiB", cause)

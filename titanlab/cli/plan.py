@@ -40,6 +40,7 @@ usage: titanlab plan +recipe=NAME cluster=NAME [world=N] [KEY=VALUE …] [FLAG �
   titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100 world=64 --why       and why each of them has its place
   titanlab plan +recipe=llama3_1_405b_512gpus cluster=h100 --explain        the account of one recipe as it stands
 
+options:
   --top N             how many (default 20, at most {most:,})
   --why               one sentence for each, and how many layouts were left out for which rule
   --vary GROUP,…      precision and compile too, which otherwise stay as the recipe has them
@@ -108,7 +109,7 @@ def _recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def _lines(found: Plan, *, why: bool) -> list[str]:
-    lines = [plan_table.title(found), *_notes(found)]
+    lines = [plan_table.title(found), *found.machine.notes]
     if not found.best:
         return [*lines, "no layout works", *found.advice, *plan_table.left_out(found)]
     lines += aligned(plan_table.HEADINGS, plan_table.table_rows(found), right=plan_table.FIGURES)
@@ -116,11 +117,6 @@ def _lines(found: Plan, *, why: bool) -> list[str]:
     if why:
         lines += ["", *plan_table.reasons(found.best), "", *plan_table.left_out(found)]
     return lines
-
-
-def _notes(found: Plan) -> list[str]:
-    """What the estimates of this machine rest on."""
-    return found.machine.notes if hasattr(found.machine, "notes") else []
 
 
 def _explain(recipe: Recipe, given: Any, console: Console) -> None:

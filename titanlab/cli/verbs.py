@@ -17,7 +17,10 @@ from titanlab.terminal.console import error_line
 VERBS = {
     "train": ("titanlab.cli.train", "run a recipe: titanlab train +recipe=quickstart training.steps=50"),
     "sweep": ("titanlab.cli.sweep", "run many: titanlab sweep +sweeps=quickstart_layouts --dry-run"),
-    "plan": ("titanlab.cli.plan", "rank layouts by estimated speed and memory: titanlab plan +recipe=… cluster=h100"),
+    "plan": (
+        "titanlab.cli.plan",
+        "rank layouts by estimates: titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100",
+    ),
     "status": ("titanlab.cli.status", "show where the runs of a sweep stand, and why those that failed did"),
     "diagnose": ("titanlab.cli.diagnose", "say again why a run hung: which rank, in which collective, on which line"),
     "cancel": ("titanlab.cli.cancel", "end a sweep's jobs, or some of them; what is done stays done"),

@@ -15,6 +15,7 @@ from titanlab.recipe.recipe import Recipe
 # Devices of which no measured rate is known: share of the peak that a product reaches. It is that of an H100 (MAMF,
 # stas00/ml-engineering, compute/accelerator).
 _ATTAINABLE = 0.803
+_NOT_MEASURED = "no rate of {device} was measured: products are taken to reach {share:.0%} of its peak, as on an H100"
 # Rate of FlashAttention 2 as a share of the peak in bfloat16: up to 230 of 312 TFLOP/s on an A100, up to 335 of 989 on
 # an H100, whose new instructions it does not use (arXiv 2307.08691, section 4.1). Devices after it are taken as H100.
 _ATTENTION = {"A100": 0.73}
@@ -44,6 +45,7 @@ class Machine:
         link_seconds, network_seconds: fixed time of a collective.
         link_hop_seconds, network_hop_seconds: of each hop of its ring.
         efficiencies: shares of these rates that runs reach.
+        notes: what the figures assume, a line each.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Machine:
     link_hop_seconds: float = _LINK_HOP
     network_hop_seconds: float = _NETWORK_HOP
     efficiencies: Efficiencies = field(default_factory=fitted)
+    notes: tuple[str, ...] = ()
 
     def product_rate(self, dtype: str) -> float:
         """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
@@ -172,6 +175,7 @@ def machine_of(recipe: Recipe) -> Machine:
         link_bytes_per_second=link or network,
         network_bytes_per_second=network,
         efficiencies=changed(fitted(), cluster.efficiencies),
+        notes=() if device.product_tflops else (_NOT_MEASURED.format(device=device.name, share=_ATTAINABLE),),
     )
 
 

@@ -41,14 +41,19 @@ COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _titanlab titanlab
 """
 _FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package", "--resolve")
-_SWEEP_FLAGS = ("--dry-run", "--wait", "--force", "--json")
+# Flags by verb, for verbs that take a recipe.
+_RECIPE_FLAGS = {
+    "train": (*_FLAGS, FLAG),
+    "sweep": (*_FLAGS, "--dry-run", "--prune", "--wait", "--force", "--json"),
+    "plan": ("--top", "--why", "--vary", "--explain", "--plot", "--json", "--help"),
+}
 # Hydra's flags that say where configs are, all with a value.
 _CONFIG_FLAGS = {
     **dict.fromkeys(("--config-dir", "-cd"), "--config-dir"),
     **dict.fromkeys(("--config-name", "-cn"), "--config-name"),
     **dict.fromkeys(("--config-path", "-cp"), "--config-path"),
 }
-_OTHER_VALUES = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+_OTHER_VALUES = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--top", "--vary", "--plot")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,7 +80,7 @@ def _words(line: str) -> Sequence[str]:
     verb, given = before[1], before[2:]
     if verb == "train" and any(word.partition("=")[0] == FLAG for word in given):
         return _complete_arguments(parser_of(train_from), given, current)
-    if verb in ("train", "sweep"):
+    if verb in _RECIPE_FLAGS:
         return _complete_recipe(verb, given, current)
     if verb == "completion":
         return ["bash"]
@@ -187,7 +192,7 @@ def _complete_recipe(verb: str, given: Sequence[str], current: str) -> Sequence[
     if flag:
         return ["hydra", "job", "all"] if flag in ("--cfg", "-c") else []
     if current.startswith("-"):
-        return [*_FLAGS, *(_SWEEP_FLAGS if verb == "sweep" else (FLAG,))]
+        return _RECIPE_FLAGS[verb]
     return _hydra(config_flags, overrides, current)
 
 
