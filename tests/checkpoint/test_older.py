@@ -34,7 +34,7 @@ def straight(pool, tmp_path_factory):
     return pool.run(2, trained, made, run)[0][0], made, run
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_goes_on_from_the_older_format_and_saves_in_the_new_one(pool, tmp_path, straight, world):
     made = tiny.recipe(tmp_path, steps=2, shard=2)
     run = tiny.begin(made)

@@ -143,9 +143,9 @@ ROWS = [
     _row(replicate=2, tensor=2),
     _row(replicate=2, context=2),
     _row(pipeline=2, replicate=2),
-    _row(context=2, tensor=2, always=True),
+    _row(context=2, tensor=2),
     _row(pipeline=2, tensor=2, always=True),
-    _row(pipeline=2, context=2, always=True),
+    _row(pipeline=2, context=2),
     # Split backwards and several stages a process, with what they could disturb.
     _row(pipeline=2, shard=2, schedule="zbv", always=True),
     _row(pipeline=2, shard=2, schedule="interleaved_zero_bubble"),
@@ -181,7 +181,7 @@ ROWS = [
     _row("tied embeddings", shard=2, context=2),
     # The factor of clipping comes from the norm over all ranks: over those of each axis that cuts parameters.
     _row("clipped", shard=2, tensor=2, always=True),
-    _row("clipped", pipeline=2, always=True),
+    _row("clipped", pipeline=2),
     _row("clipped", pipeline=2, shard=2, tensor=2),
     _row("gaps in the labels", context=2, tensor=2),
     _row("gaps in the labels", pipeline=2, shard=2),
