@@ -47,6 +47,10 @@ options:
   --explain           memory by rank of the pipeline, time by part, bytes of each collective, the timeline
   --plot FILE         with --explain: draw the timeline: timeline.svg, timeline.png
   --json              the same as JSON, in bytes and seconds
+  --calibrate SWEEP   fit the estimates to the runs of a sweep of yours, and write a file for cluster=NAME
+  --measure           measure this machine, or with launch=slurm a node, by one short job, and write such a file
+  --out FILE          with --calibrate or --measure: FOLDER/cluster/NAME.yaml (default: in the sweep's folder)
+  --runs FOLDER       with --calibrate: the folder of runs (default runs)
   -h, --help          this page
 
 Degrees, microbatch, schedule, stages of a rank and activation checkpointing vary; world and global batch stay.
@@ -66,6 +70,17 @@ def main(arguments: Sequence[str]) -> int:
         print(_HELP.format(most=MOST))
         return 0
     given, rest = _given(arguments)
+    if given.measure:
+        # Imported here, as below: a plan needs neither sweeps nor jobs.
+        from titanlab.cli.machines.measure import measure
+
+        return measure(rest, out=given.out)
+    if given.calibrate is not None:
+        from titanlab.cli.machines.calibrate import calibrate_sweep
+
+        with Console() as console:
+            calibrate_sweep(given.calibrate, runs=given.runs or "runs", out=given.out, console=console)
+        return 0
     recipe = _recipe(rest)
     with Console() as console:
         if given.explain:
@@ -85,7 +100,10 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser.add_argument("--top", type=int, default=20)
     parser.add_argument("--vary", default="")
     parser.add_argument("--plot", type=Path)
-    for flag in ("--why", "--explain", "--json"):
+    parser.add_argument("--calibrate", metavar="SWEEP")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs")
+    for flag in ("--why", "--explain", "--json", "--measure"):
         parser.add_argument(flag, action="store_true")
     given, rest = parser.parse_known_args(list(arguments))
     given.vary = given.vary.split(",") if given.vary else []
@@ -94,7 +112,31 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     if given.explain and (given.why or given.vary):
         flag = "--why" if given.why else "--vary"
         raise ConfigError("--explain", "true", f"is about one recipe, and {flag} about many", "leave one out")
+    _check_machine_flags(given, rest)
     return given, rest
+
+
+def _check_machine_flags(given: Any, rest: Sequence[str]) -> None:
+    """Check that --calibrate and --measure stand without flags of a plan, and --out and --runs with them."""
+    verb = "--calibrate" if given.calibrate is not None else "--measure" if given.measure else None
+    other = [name for name in ("why", "explain", "json", "vary", "plot") if getattr(given, name)]
+    if verb is None:
+        for name in ("out", "runs"):
+            if getattr(given, name) is not None:
+                rule = "belongs to --calibrate" + (" or --measure" if name == "out" else "")
+                raise ConfigError(f"--{name}", getattr(given, name), rule, "leave it out, or add --calibrate SWEEP")
+        return
+    if given.calibrate is not None and given.measure:
+        raise ConfigError("--calibrate", given.calibrate, "takes runs, and --measure a new job", "leave one out")
+    if other:
+        raise ConfigError(
+            verb, given.calibrate or "true", f"makes no plan, which --{other[0]} is about", "leave it out"
+        )
+    if given.calibrate is not None and rest:
+        rule = "is not for --calibrate, which takes recipes and cluster from the runs"
+        raise ConfigError("arguments", " ".join(rest), rule, "leave it out")
+    if given.measure and given.runs is not None:
+        raise ConfigError("--runs", given.runs, "belongs to --calibrate", f"write runs={given.runs}")
 
 
 def _recipe(arguments: Sequence[str]) -> Recipe:

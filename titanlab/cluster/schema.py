@@ -28,6 +28,11 @@ class Cluster:
         network_gb_per_second: of one device's share of the network between nodes, one direction; null: not known.
         peak_tflops: dense peak of one device in the precision of the matrix products, for the MFU;
             null: from the device's datasheet, where it is known.
+        memory_gb_per_second: bandwidth of the memory of one device, for the planner; null: from the datasheet.
+        allocator_excess: bytes that the allocator reserves for each byte of tensors; null: as in published runs, and 1
+            on CPUs.
+        process_gb: memory of a process without tensors, where its memory is the device's; null: none on GPUs, and on
+            CPUs that of a process that has imported torch.
         efficiencies: of the planner's model of time, by name, where they differ from those that were fitted to
             published runs; see `titanlab.planner.efficiencies`.
     """
@@ -41,6 +46,9 @@ class Cluster:
     link_gb_per_second: float | None = field(default=None, metadata={"identity": False})
     network_gb_per_second: float | None = field(default=None, metadata={"identity": False})
     peak_tflops: float | None = field(default=None, metadata={"identity": False})
+    memory_gb_per_second: float | None = field(default=None, metadata={"identity": False})
+    allocator_excess: float | None = field(default=None, metadata={"identity": False})
+    process_gb: float | None = field(default=None, metadata={"identity": False})
     efficiencies: dict[str, float] = field(default_factory=dict, metadata={"identity": False})
 
     def __post_init__(self) -> None:
@@ -54,7 +62,15 @@ class Cluster:
                 raise ConfigError(f"cluster.{name}", count, "must be at least 1", "try 8, or null")
         if self.linked_nodes < 1:
             raise ConfigError("cluster.linked_nodes", self.linked_nodes, "must be at least 1", "try 1")
-        examples = {"memory_gb": 80, "link_gb_per_second": 450, "network_gb_per_second": 50, "peak_tflops": 989}
+        examples = {
+            "memory_gb": 80,
+            "link_gb_per_second": 450,
+            "network_gb_per_second": 50,
+            "peak_tflops": 989,
+            "memory_gb_per_second": 3350,
+            "allocator_excess": 1.2,
+            "process_gb": 0.5,
+        }
         for name, example in examples.items():
             figure = getattr(self, name)
             if figure is not None and not 0 < figure < math.inf:

@@ -8,16 +8,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import AXES
 from titanlab.errors import ConfigError
-from titanlab.planner.efficiencies import LIMITS, Efficiencies, allocator_excess, changed, fitted
-from titanlab.planner.least_squares import fit
+from titanlab.planner.efficiencies import LIMITS, Efficiencies
+from titanlab.planner.least_squares import fit, fit_line
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.step_time import step_time
 from titanlab.recipe.recipe import Recipe
 
 KEY = "--calibrate"
+# Rates of CPUs are fitted from this multiple downwards: no efficiency is above 1, and caches are faster than memory.
+_WIDER = 5.0
+# Values of a cluster are positive.
+_LEAST_GB = 1e-6
 # Fewer runs than this say too little of so many parameters.
 LEAST_RUNS = 4
 
@@ -64,62 +69,48 @@ class Calibration:
     """The result of a calibration.
 
     Attributes:
-        efficiencies: the fitted ones.
-        excess: reserved or resident bytes for each estimated byte.
+        cluster: that of the runs, with the fitted values.
         before, after: errors by family, with those of all runs under `all`.
     """
 
-    efficiencies: Efficiencies
-    excess: float
+    cluster: Cluster
     before: Mapping[str, Errors]
     after: Mapping[str, Errors]
 
 
 def calibrate(runs: Sequence[Measured]) -> Calibration:
-    """Fit the efficiencies to measured runs, from those of their cluster on.
+    """Fit the cluster of measured runs to them, from its own values on.
 
     Raises:
         ConfigError: there are too few runs, a measured time is no positive number, or the runs have several clusters.
     """
     _check(runs)
-    start = changed(fitted(), runs[0].recipe.cluster.efficiencies)
-
-    def errors(values: Efficiencies) -> list[float]:
-        return time_errors(runs, values)
-
-    found = fit(errors, start, list(LIMITS))
-    ratios = [run.memory_bytes / most_memory(run.recipe).allocated for run in runs if run.memory_bytes is not None]
-    excess = statistics.median(ratios) if ratios else allocator_excess()
-    return Calibration(
-        efficiencies=found,
-        excess=excess,
-        before=by_family(runs, start, allocator_excess()),
-        after=by_family(runs, found, excess),
-    )
+    given = runs[0].recipe.cluster
+    found = _with_times(runs, _widened(runs, given) if given.accelerator == "cpu" else given)
+    found = _with_memory(runs, found)
+    return Calibration(cluster=found, before=by_family(runs, given), after=by_family(runs, found))
 
 
-def time_errors(runs: Sequence[Measured], values: Efficiencies) -> list[float]:
-    """Logarithm of estimated over measured step time, by run."""
-    machines: dict[str, Machine] = {}
-    found = []
-    for run in runs:
-        key = f"{run.recipe.cluster}"
-        if key not in machines:
-            machines[key] = dataclasses.replace(machine_of(run.recipe), efficiencies=values)
-        seconds = step_time(run.recipe, machines[key], simulated=True).seconds
-        found.append(math.log(seconds / run.step_seconds))
-    return found
+def time_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
+    """Logarithm of estimated over measured step time on a cluster, by run."""
+    return _errors(runs, _machine(runs, cluster)) if runs else []
 
 
-def by_family(runs: Sequence[Measured], values: Efficiencies, excess: float) -> dict[str, Errors]:
-    """Errors of estimates, by family."""
-    times = [abs(math.expm1(error)) for error in time_errors(runs, values)]
-    memories = [
-        abs(most_memory(run.recipe).allocated * excess / run.memory_bytes - 1)
-        if run.memory_bytes is not None
-        else math.nan
+def memory_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
+    """Error of the estimated memory on a cluster as a share of the measured one, by run; nan: none was measured."""
+    if not runs:
+        return []
+    machine = _machine(runs, cluster)
+    return [
+        machine.reserved(most_memory(run.recipe)) / run.memory_bytes - 1 if run.memory_bytes is not None else math.nan
         for run in runs
     ]
+
+
+def by_family(runs: Sequence[Measured], cluster: Cluster) -> dict[str, Errors]:
+    """Errors of estimates on a cluster, by family."""
+    times = [abs(math.expm1(error)) for error in time_errors(runs, cluster)]
+    memories = [abs(error) for error in memory_errors(runs, cluster)]
     found = {}
     for family in ("all", *sorted({run.family for run in runs})):
         own = [place for place, run in enumerate(runs) if family in ("all", run.family)]
@@ -132,6 +123,72 @@ def by_family(runs: Sequence[Measured], values: Efficiencies, excess: float) -> 
     return found
 
 
+def _machine(runs: Sequence[Measured], cluster: Cluster) -> Machine:
+    return machine_of(dataclasses.replace(runs[0].recipe, cluster=cluster))
+
+
+def _errors(runs: Sequence[Measured], machine: Machine) -> list[float]:
+    return [math.log(step_time(run.recipe, machine, simulated=True).seconds / run.step_seconds) for run in runs]
+
+
+def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
+    """The cluster with efficiencies that fit the times of its runs."""
+    machine = _machine(runs, cluster)
+
+    def errors(values: Efficiencies) -> list[float]:
+        return _errors(runs, dataclasses.replace(machine, efficiencies=values))
+
+    values = dataclasses.asdict(fit(errors, machine.efficiencies, list(LIMITS)))
+    found = dataclasses.replace(cluster, efficiencies=values)
+    return _narrowed(found) if cluster.accelerator == "cpu" else found
+
+
+def _widened(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
+    """A cluster of CPUs with larger rates, and efficiencies that are smaller by as much."""
+    machine = _machine(runs, cluster)
+    shares = dataclasses.asdict(machine.efficiencies)
+    narrow = {name: max(LIMITS[name][0], shares[name] / _WIDER) for name in ("eager_memory", "fused_memory", "link")}
+    return dataclasses.replace(
+        cluster,
+        memory_gb_per_second=_WIDER * machine.memory_bytes_per_second / 1e9,
+        link_gb_per_second=_WIDER * machine.link_bytes_per_second / 1e9,
+        efficiencies=shares | narrow,
+    )
+
+
+def _narrowed(cluster: Cluster) -> Cluster:
+    """The cluster with the rates that were reached; efficiencies are shares of these."""
+    assert cluster.memory_gb_per_second is not None
+    assert cluster.link_gb_per_second is not None
+    shares = cluster.efficiencies
+    memory = max(shares["eager_memory"], shares["fused_memory"])
+    return dataclasses.replace(
+        cluster,
+        memory_gb_per_second=cluster.memory_gb_per_second * memory,
+        link_gb_per_second=cluster.link_gb_per_second * shares["link"],
+        efficiencies={
+            **shares,
+            "eager_memory": shares["eager_memory"] / memory,
+            "fused_memory": shares["fused_memory"] / memory,
+            "link": 1.0,
+        },
+    )
+
+
+def _with_memory(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
+    """The cluster with the allocator's excess of its runs, and on CPUs with the memory of a process."""
+    known = [(most_memory(run.recipe).allocated, run.memory_bytes) for run in runs if run.memory_bytes is not None]
+    if not known:
+        return cluster
+    if cluster.accelerator == "cpu":
+        process, excess = fit_line([own for own, _ in known], [measured for _, measured in known])
+        return dataclasses.replace(
+            cluster, process_gb=max(_LEAST_GB, process / 1e9), allocator_excess=max(_LEAST_GB, excess)
+        )
+    excess = statistics.median(measured / own for own, measured in known)
+    return dataclasses.replace(cluster, allocator_excess=excess)
+
+
 def lines(calibration: Calibration) -> list[str]:
     """The result as text: a table of errors, and the values."""
     heading = f"{'layouts':24} {'runs':>4}  {'time':>7} {'after':>7}  {'memory':>7} {'after':>7}"
@@ -141,19 +198,31 @@ def lines(calibration: Calibration) -> list[str]:
         figures = [_percent(value) for value in (before.time, after.time, before.memory, after.memory)]
         rows.append(f"{family:24} {after.runs:4}  {figures[0]:>7} {figures[1]:>7}  {figures[2]:>7} {figures[3]:>7}")
     rows.append("")
-    rows += [f"{name} {value:.4g}" for name, value in dataclasses.asdict(calibration.efficiencies).items()]
-    rows.append(f"memory of the process for each byte of tensors {calibration.excess:.4g}")
+    rows += [f"{name:24} {value:.4g}" for name, value in _values(calibration.cluster)]
     return rows
 
 
-def cluster_file(recipe: Recipe, calibration: Calibration) -> str:
-    """Content of a file of the group `cluster`: that of the runs, with the fitted efficiencies."""
-    cluster = dataclasses.asdict(recipe.cluster)
-    text = ["defaults: [schema, _self_]", f"# Calibrated with {calibration.after['all'].runs} runs."]
-    text += [f"{key}: {value}" for key, value in cluster.items() if key != "efficiencies" and value is not None]
-    text.append("efficiencies:")
-    text += [f"  {name}: {value:.6g}" for name, value in dataclasses.asdict(calibration.efficiencies).items()]
+def cluster_file(cluster: Cluster, comment: str) -> str:
+    """Content of a file of the group `cluster`.
+
+    Args:
+        comment: one line, how the values were found.
+    """
+    text = ["defaults: [schema, _self_]", f"# {comment}"]
+    for key, value in dataclasses.asdict(cluster).items():
+        if key != "efficiencies" and value is not None:
+            text.append(f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}")
+    if cluster.efficiencies:
+        text.append("efficiencies:")
+        text += [f"  {name}: {value:.6g}" for name, value in cluster.efficiencies.items()]
     return "\n".join(text) + "\n"
+
+
+def _values(cluster: Cluster) -> list[tuple[str, float]]:
+    """The figures of a cluster that a calibration may find, by name."""
+    names = ("memory_gb_per_second", "link_gb_per_second", "allocator_excess", "process_gb")
+    known = [(name, getattr(cluster, name)) for name in names]
+    return [(name, value) for name, value in known if value is not None] + list(cluster.efficiencies.items())
 
 
 def _check(runs: Sequence[Measured]) -> None:

@@ -32,6 +32,7 @@ class Efficiencies:
         overlap: κ, time of computation and communication that run together, as a multiple of the shorter of both,
             κ·min(C, X) + |C − X|: they share memory bandwidth and multiprocessors. At least 1.
         stragglers: additional time for each doubling of the number of nodes, as a share of the step.
+        latency: fixed time of a collective and of the hops of its ring, as a multiple of the machine's.
         launch_seconds: of a kernel, between the end of the one before it and its own full speed.
     """
 
@@ -43,6 +44,7 @@ class Efficiencies:
     network: float = 0.7
     overlap: float = 1.15
     stragglers: float = 0.005
+    latency: float = 1.0
     launch_seconds: float = 5e-6
 
     def __post_init__(self) -> None:
@@ -63,6 +65,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "network": (0.01, 1.0),
     "overlap": (1.0, 2.0),
     "stragglers": (0.0, 0.2),
+    "latency": (0.01, 1000.0),
     "launch_seconds": (0.0, 1e-2),
 }
 DEFAULTS: Mapping[str, float] = {

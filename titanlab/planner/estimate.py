@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.planner.efficiencies import allocator_excess
 from titanlab.planner.machine import machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.model_facts import key_of
@@ -44,17 +43,14 @@ class Estimate:
 
 
 def estimate_of(recipe: Recipe) -> Estimate | None:
-    """The estimate for a resolved recipe; None: nothing is known of its devices, or they are the cores of a CPU.
-
-    Estimates of a CPU need a calibration on that CPU.
-    """
-    if recipe.cluster.accelerator != "cuda":
+    """The estimate for a resolved recipe; None: nothing is known of its devices, or its CPUs were not measured."""
+    if recipe.cluster.accelerator != "cuda" and recipe.cluster.memory_gb_per_second is None:
         return None
     try:
         machine = machine_of(recipe)
     except ConfigError:
         return None
-    reserved = most_memory(recipe).reserved(allocator_excess())
+    reserved = machine.reserved(most_memory(recipe))
     whole = Sharding(key_of(recipe.model), key_of(recipe.precision), key_of(recipe.optimizer), 1, 1)
     saved = added(stored_pieces(whole).values())
     limit = machine.memory_bytes * (1 - MARGIN)

@@ -9,7 +9,6 @@ from typing import Any
 
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.costs.traffic_table import Row
-from titanlab.planner.efficiencies import allocator_excess
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import ITEMS, RankMemory, memory
 from titanlab.planner.model_facts import key_of
@@ -29,7 +28,6 @@ class Explanation:
 
     Attributes:
         recipe: resolved.
-        excess: reserved bytes for each allocated byte.
         ranks: memory of each rank of the pipeline.
         time: of a step, with every action of a pipeline simulated.
         traffic: communication of one rank in a step, before the optimizer: the first of every axis.
@@ -38,7 +36,6 @@ class Explanation:
 
     recipe: Recipe
     machine: Machine
-    excess: float
     ranks: tuple[RankMemory, ...]
     time: StepTime
     traffic: Sequence[Row]
@@ -56,7 +53,6 @@ def explain(recipe: Recipe) -> Explanation:
     return Explanation(
         recipe=recipe,
         machine=machine,
-        excess=allocator_excess(),
         ranks=memory(recipe),
         time=step_time(recipe, machine, simulated=True),
         traffic=step_traffic(step_of(recipe), Coordinate()),
@@ -91,13 +87,15 @@ def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
         if any(rank.items[item] for rank in ranks)
     ]
     rows.append(["allocated", *(f"{rank.allocated / 1e9:.2f}" for rank in ranks)])
-    rows.append([f"reserved (×{explanation.excess:.3g})", *_reserved(explanation)])
+    machine = explanation.machine
+    process = f", and {machine.process_bytes / 1e9:.2f}" if machine.process_bytes else ""
+    rows.append([f"reserved (×{machine.allocator_excess:.3g}{process})", *_reserved(explanation)])
     rows.append(["largest at", *(rank.moment for rank in ranks)])
     return headings, rows
 
 
 def _reserved(explanation: Explanation) -> list[str]:
-    return [f"{rank.reserved(explanation.excess) / 1e9:.2f}" for rank in explanation.ranks]
+    return [f"{explanation.machine.reserved(rank) / 1e9:.2f}" for rank in explanation.ranks]
 
 
 def time_rows(time: StepTime) -> list[list[str]]:
@@ -128,7 +126,7 @@ def explanation_values(explanation: Explanation) -> dict[str, Any]:
                 "moment": rank.moment,
                 "items": dict(rank.items),
                 "allocated_bytes": rank.allocated,
-                "reserved_bytes": rank.reserved(explanation.excess),
+                "reserved_bytes": explanation.machine.reserved(rank),
             }
             for rank in explanation.ranks
         ],

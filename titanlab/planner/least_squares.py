@@ -19,8 +19,8 @@ _PRIOR = 0.02
 _ITERATIONS = 40
 _DIFFERENCE = 1e-3
 _SMALL = 1e-4
-# Seconds of launch have their limits many orders of magnitude apart: their coordinate is the logarithm.
-_LOGARITHMIC = ("launch_seconds",)
+# Their limits are many orders of magnitude apart: their coordinate is the logarithm.
+_LOGARITHMIC = ("launch_seconds", "latency")
 _FLOOR = 1e-8  # seconds; its logarithm exists
 
 
@@ -68,6 +68,26 @@ def fit(
     return _values(start, names, point)
 
 
+def fit_line(sizes: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
+    """Constant and slope of `constant + slope · size` with the smallest sum of absolute relative errors.
+
+    By least squares whose weights are repeatedly those that make each error count by its size. Sizes that are all equal
+    decide nothing: then the slope is 1.
+
+    Args:
+        sizes, measured: positive, of each row.
+    """
+    x, y = np.asarray(sizes, dtype=float), np.asarray(measured, dtype=float)
+    if np.ptp(x) <= _SMALL * x.max():
+        return float(np.median(y - x)), 1.0
+    terms = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
+    weights = np.ones_like(x)
+    for _ in range(_ITERATIONS):
+        found = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
+        weights = 1 / np.sqrt(np.maximum(np.abs(terms @ found - 1), _SMALL))
+    return float(found[0]), float(found[1])
+
+
 def _values(start: Efficiencies, names: Sequence[str], point: np.ndarray) -> Efficiencies:
     return dataclasses.replace(
         start, **{name: _value(name, float(coordinate)) for name, coordinate in zip(names, point, strict=True)}
@@ -86,6 +106,6 @@ def _coordinate(name: str, value: float) -> float:
 def _value(name: str, coordinate: float) -> float:
     least, most = LIMITS[name]
     if name in _LOGARITHMIC:
-        return min(math.exp(min(coordinate, 0.0)), most)
+        return min(max(math.exp(min(coordinate, math.log(most))), least), most)
     share = 1 / (1 + math.exp(-max(min(coordinate, 50.0), -50.0)))
     return least + (most - least) * share

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from titanlab.cluster.schema import Cluster
 from titanlab.costs import hardware
 from titanlab.costs.layout import AXES, FSDP_AXES, Layout
 from titanlab.errors import ConfigError
-from titanlab.planner.efficiencies import Efficiencies, changed, fitted
+from titanlab.planner.efficiencies import Efficiencies, allocator_excess, changed, fitted
+from titanlab.planner.memory import RankMemory
 from titanlab.recipe.recipe import Recipe
 
 # Devices of which no measured rate is known: share of the peak that a product reaches. It is that of an H100 (MAMF,
@@ -24,6 +26,9 @@ _LATER_ATTENTION = 0.34
 # (systems/h100_80g_nvl8.json), the others those of NCCL's model of rings (tuning.cc, LL128 and Simple).
 _LINK_SECONDS, _NETWORK_SECONDS = 10e-6, 20e-6
 _LINK_HOP, _NETWORK_HOP = 1.9e-6, 14e-6
+# Of a core whose rates nobody has measured, in GB/s; and memory of a process that has imported torch, in GB.
+_CPU_MEMORY, _CPU_LINK, _CPU_PROCESS = 20.0, 4.0, 0.45
+_ROUGH = "no rates of these CPUs were measured, times are rough: titanlab plan --measure, or --calibrate SWEEP"
 # A network adapter of 400 Gb/s for each device, where the cluster does not say it.
 _NETWORK = 50e9
 
@@ -45,6 +50,8 @@ class Machine:
         link_seconds, network_seconds: fixed time of a collective.
         link_hop_seconds, network_hop_seconds: of each hop of its ring.
         efficiencies: shares of these rates that runs reach.
+        allocator_excess: reserved bytes for each byte of tensors.
+        process_bytes: memory of a process without tensors, which counts where the device's memory is the host's.
         notes: what the figures assume, a line each.
     """
 
@@ -62,12 +69,18 @@ class Machine:
     link_hop_seconds: float = _LINK_HOP
     network_hop_seconds: float = _NETWORK_HOP
     efficiencies: Efficiencies = field(default_factory=fitted)
+    allocator_excess: float = field(default_factory=allocator_excess)
+    process_bytes: float = 0.0
     notes: tuple[str, ...] = ()
 
     def product_rate(self, dtype: str) -> float:
         """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
         rates = self.product_flops
         return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
+
+    def reserved(self, memory: RankMemory) -> int:
+        """Bytes that a rank takes from its device."""
+        return memory.reserved(self.allocator_excess, self.process_bytes)
 
     def collective_seconds(
         self, axis: Axis, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
@@ -87,7 +100,7 @@ class Machine:
         between = min(between, steps)
         latency = between * self.network_hop_seconds + (steps - between) * self.link_hop_seconds
         fixed = self.network_seconds if axis.nodes > 1 else self.link_seconds
-        return count * (fixed + latency) + wire_bytes / self.bandwidth(axis)
+        return count * (fixed + latency) * self.efficiencies.latency + wire_bytes / self.bandwidth(axis)
 
     def bandwidth(self, axis: Axis) -> float:
         """Bytes per second of a ring over the ranks of an axis.
@@ -141,14 +154,17 @@ def machine_of(recipe: Recipe) -> Machine:
     """
     cluster = recipe.cluster
     if cluster.accelerator == "cpu":
-        return _cpu(recipe)
+        return _cpu(cluster)
     if cluster.device is None:
         raise ConfigError("cluster.device", None, "an estimate needs a device", "try cluster=h100, or cluster=cpu")
     device = hardware.find(cluster.device)
+    if device is None and cluster.peak_tflops is not None and cluster.memory_gb_per_second is not None:
+        device = _measured(cluster)
     if device is None:
         known = ", ".join(other.name for other in hardware.DEVICES)
         raise ConfigError("cluster.device", cluster.device, "nothing is known of its speed", f"known are {known}")
-    if device.memory_gb_per_second is None:
+    bandwidth = cluster.memory_gb_per_second or device.memory_gb_per_second
+    if bandwidth is None:
         rule = "has no bandwidth of memory in the table of devices"
         raise ConfigError("cluster.device", cluster.device, rule, "try cluster=h100")
     peaks = {dtype: rate * 1e12 for dtype, rate in device.peak_tflops.items()}
@@ -169,39 +185,53 @@ def machine_of(recipe: Recipe) -> Machine:
         peak_flops=peaks,
         product_flops=products,
         attention_flops=attention * peaks["bfloat16"],
-        memory_bytes_per_second=device.memory_gb_per_second * 1e9,
+        memory_bytes_per_second=bandwidth * 1e9,
         per_node=(cluster.per_node or 8) * cluster.linked_nodes,
         # Devices without a link of their own use the network also inside a node.
         link_bytes_per_second=link or network,
         network_bytes_per_second=network,
         efficiencies=changed(fitted(), cluster.efficiencies),
+        allocator_excess=cluster.allocator_excess or allocator_excess(),
+        process_bytes=(cluster.process_gb or 0.0) * 1e9,
         notes=() if device.product_tflops else (_NOT_MEASURED.format(device=device.name, share=_ATTAINABLE),),
     )
 
 
-def _cpu(recipe: Recipe) -> Machine:
-    """One core for each process, and gloo over loopback.
+def _measured(cluster: Cluster) -> hardware.Device:
+    """A device that is in no table: its peak is the rate that its products were measured to reach."""
+    assert cluster.peak_tflops is not None
+    rates = {"bfloat16": cluster.peak_tflops}
+    return hardware.Device(
+        name=str(cluster.device), words=(), peak_tflops=rates, product_tflops=rates, source="measured",
+        memory_gb_per_second=cluster.memory_gb_per_second, link_gb_per_second=cluster.link_gb_per_second,
+    )  # fmt: skip
 
-    The figures are what a fast core could do, and rough until a calibration replaces the efficiencies: 3 GHz with two
-    fused products and sums of sixteen float32 numbers in a cycle, 20 GB/s of memory, 4 GB/s and 100 µs
-    for a collective.
+
+def _cpu(cluster: Cluster) -> Machine:
+    """A core or several for each process, and gloo over loopback.
+
+    What the cluster does not say is what a fast core could do: 3 GHz with two fused products and sums of sixteen
+    float32 numbers in a cycle, 20 GB/s of memory, 4 GB/s and 100 µs for a collective.
     """
-    cluster = recipe.cluster
     peak = cluster.peak_tflops * 1e12 if cluster.peak_tflops is not None else 3e9 * 2 * 16 * 2
-    network = cluster.network_gb_per_second or cluster.link_gb_per_second or 4.0
+    link = cluster.link_gb_per_second or _CPU_LINK
+    network = cluster.network_gb_per_second or link
     return Machine(
         name="CPU",
         memory_bytes=cluster.memory_gb * 1e9 if cluster.memory_gb else math.inf,
         peak_flops={"float32": peak},
         product_flops={"float32": peak},
         attention_flops=peak,
-        memory_bytes_per_second=20e9,
+        memory_bytes_per_second=(cluster.memory_gb_per_second or _CPU_MEMORY) * 1e9,
         per_node=cluster.per_node or 8,
-        link_bytes_per_second=(cluster.link_gb_per_second or 4.0) * 1e9,
+        link_bytes_per_second=link * 1e9,
         network_bytes_per_second=network * 1e9,
         link_seconds=100e-6,
         network_seconds=100e-6,
         link_hop_seconds=50e-6,
         network_hop_seconds=50e-6,
         efficiencies=changed(fitted(), cluster.efficiencies),
+        allocator_excess=cluster.allocator_excess or 1.0,
+        process_bytes=(cluster.process_gb or _CPU_PROCESS) * 1e9,
+        notes=() if cluster.memory_gb_per_second else (_ROUGH,),
     )

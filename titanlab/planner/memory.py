@@ -58,13 +58,14 @@ class RankMemory:
         """Bytes of all tensors."""
         return sum(self.items.values())
 
-    def reserved(self, excess: float) -> int:
+    def reserved(self, excess: float, process: float = 0.0) -> int:
         """Bytes that the allocator takes from the device.
 
         Args:
             excess: reserved bytes for each allocated byte.
+            process: bytes of a process without tensors, where the device's memory is the host's.
         """
-        return round(self.allocated * excess)
+        return round(self.allocated * excess + process)
 
 
 def memory(recipe: Recipe) -> tuple[RankMemory, ...]:

@@ -45,7 +45,10 @@ _FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package"
 _RECIPE_FLAGS = {
     "train": (*_FLAGS, FLAG),
     "sweep": (*_FLAGS, "--dry-run", "--prune", "--wait", "--force", "--json"),
-    "plan": ("--top", "--why", "--vary", "--explain", "--plot", "--json", "--help"),
+    "plan": (
+        *("--top", "--why", "--vary", "--explain", "--plot", "--json"),
+        *("--calibrate", "--measure", "--out", "--runs", "--help"),
+    ),
 }
 # Hydra's flags that say where configs are, all with a value.
 _CONFIG_FLAGS = {
@@ -53,7 +56,7 @@ _CONFIG_FLAGS = {
     **dict.fromkeys(("--config-name", "-cn"), "--config-name"),
     **dict.fromkeys(("--config-path", "-cp"), "--config-path"),
 }
-_OTHER_VALUES = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--top", "--vary", "--plot")
+_OTHER_VALUES = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--top", "--vary", "--plot", "--calibrate", "--out")
 
 
 def main(arguments: Sequence[str]) -> int:

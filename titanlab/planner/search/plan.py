@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from titanlab.costs.layout import AXES, Layout, resolve_layout
 from titanlab.errors import ConfigError
-from titanlab.planner.efficiencies import allocator_excess
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.search.choices import choices_of
 from titanlab.planner.search.ranking import Ranked, Ranking
@@ -113,7 +112,7 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
 def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> Ranking:
     world = recipe.layout.world
     space = Space(recipe=recipe, world=world, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
-    return Ranking(space=space, machine=machine, limit=limit, excess=allocator_excess())
+    return Ranking(space=space, machine=machine, limit=limit, excess=machine.allocator_excess)
 
 
 def _advice(ranking: Ranking, vary: Sequence[str]) -> list[str]:

@@ -104,7 +104,10 @@ class Ranking:
 
     def _ranked(self, point: Point, recipe: Recipe, time: StepTime) -> Ranked:
         memory = most_memory(recipe)
-        return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=memory.reserved(self.excess))
+        return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=self._reserved(memory.allocated))
+
+    def _reserved(self, allocated: float) -> int:
+        return round(allocated * self.excess + self.machine.process_bytes)
 
     def _in_order(self) -> Iterator[Ranked]:
         counter = itertools.count()
@@ -157,7 +160,7 @@ class Ranking:
                     recipes = len(layouts) * len(schedules)
                     self.listed += recipes
                     recipe = self.space.recipe_of(group.point(layouts[0], schedules[0]))
-                    needed = round(self._least_memory(group, recipe) * self.excess)
+                    needed = self._reserved(self._least_memory(group, recipe))
                     if needed > self.limit:
                         self._leave_out(needed, recipe, recipes)
                     else:
@@ -237,7 +240,7 @@ class Ranking:
         group, schedule = item
         if group.layouts[0].pipeline > 1:
             recipe = self.space.recipe_of(group.point(group.layouts[0], schedule))
-            needed = round(self._least_memory(group, recipe, schedule) * self.excess)
+            needed = self._reserved(self._least_memory(group, recipe, schedule))
             if needed > self.limit:
                 self._leave_out(needed, recipe, len(group.layouts))
                 return

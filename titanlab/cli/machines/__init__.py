@@ -1,0 +1,1 @@
+"""What `titanlab plan` learns of a machine: from runs, or by measuring it."""

@@ -1,0 +1,183 @@
+"""A cluster from rates that were measured on it: products by shape, memory, collectives by size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.cluster.schema import Cluster
+from titanlab.errors import ConfigError
+from titanlab.planner.efficiencies import LIMITS
+from titanlab.planner.least_squares import fit_line
+from titanlab.planner.machine import Axis, Machine, machine_of
+from titanlab.profiler import rates_schema as names
+from titanlab.recipe.recipe import Recipe
+
+KEY = "--measure"
+_LOCAL = ("rates/product", names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH)
+# Squares that are too small to say how fast a model's products are.
+_SMALL_SQUARES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One measured collective.
+
+    Attributes:
+        group: `node`, or `world` where the ranks are on several nodes.
+        ranks: of its group.
+        kind: `all_reduce`, `all_gather` or `all_to_all`.
+        size: bytes of the whole tensor.
+        seconds: it took.
+    """
+
+    group: str
+    ranks: int
+    kind: str
+    size: int
+    seconds: float
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a rank sends."""
+        return (2 if self.kind == "all_reduce" else 1) * self.size * (self.ranks - 1) / self.ranks
+
+    @property
+    def hops(self) -> int:
+        """Of its ring."""
+        return (2 if self.kind == "all_reduce" else 1) * (self.ranks - 1)
+
+
+def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
+    """The cluster of a recipe with what `profiler=rates` has measured on it.
+
+    Args:
+        recipe: resolved, of the run that measured.
+        row: its row of metrics.
+
+    Raises:
+        ConfigError: a figure is missing, or is no positive number.
+    """
+    figures = _checked(row)
+    cluster = dataclasses.replace(recipe.cluster, efficiencies={})
+    best, typical = _products(figures)
+    memory = max(figures[names.COPY], figures[names.POINTWISE])
+    if cluster.peak_tflops is None and (cluster.accelerator == "cpu" or not _is_known(recipe)):
+        cluster = dataclasses.replace(cluster, peak_tflops=best / 1e12, memory_gb_per_second=memory / 1e9)
+    machine = machine_of(dataclasses.replace(recipe, cluster=cluster))
+    memory = max(memory, 0.0 if cluster.accelerator == "cpu" else machine.memory_bytes_per_second)
+    shares = {
+        "product": typical / machine.product_rate("bfloat16"),
+        "attention": figures[names.ATTENTION] / machine.attention_flops,
+        "eager_memory": figures[names.POINTWISE] / memory,
+        "fused_memory": figures[names.COPY] / memory,
+        "launch_seconds": figures[names.LAUNCH],
+    }
+    cluster = dataclasses.replace(cluster, memory_gb_per_second=memory / 1e9)
+    if cluster.accelerator == "cpu":
+        cluster = dataclasses.replace(cluster, process_gb=figures[names.PROCESS] / 1e9, allocator_excess=1.0)
+    exchanges = _exchanges(figures)
+    for group in (names.NODE, names.WORLD):
+        own = [exchange for exchange in exchanges if exchange.group == group]
+        if own:
+            cluster = _with_link(cluster, shares, own, machine)
+    limited = {name: min(max(share, LIMITS[name][0]), LIMITS[name][1]) for name, share in shares.items()}
+    return dataclasses.replace(cluster, efficiencies=limited)
+
+
+def lines(cluster: Cluster, row: Mapping[str, Any]) -> list[str]:
+    """What was measured, as text."""
+    figures = _checked(row)
+    found = []
+    for name, value in figures.items():
+        word = name.removeprefix("rates/")
+        if name.startswith(names.PRODUCT) or name == names.ATTENTION:
+            found.append(f"{word:34} {value / 1e9:12,.1f} GFLOP/s")
+        elif name in (names.COPY, names.POINTWISE):
+            found.append(f"{word:34} {value / 1e9:12,.1f} GB/s")
+        elif name == names.LAUNCH:
+            found.append(f"{'launch':34} {value * 1e6:12,.2f} µs")
+        elif name == names.PROCESS:
+            found.append(f"{'process':34} {value / 1e9:12,.2f} GB")
+    for exchange in _exchanges(figures):
+        label = f"{exchange.kind}, {exchange.ranks} ranks, {exchange.size / 1024:,.0f} KiB"
+        found.append(f"{label:34} {exchange.seconds * 1e6:12,.0f} µs")
+    if not _exchanges(figures):
+        found.append("one process: no collective was measured")
+    return found
+
+
+def _checked(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a row.
+
+    Raises:
+        ConfigError: one is missing, or is no positive number.
+    """
+    figures = {name: value for name, value in row.items() if name.startswith("rates/")}
+    for name in _LOCAL:
+        if not any(known.startswith(name) for known in figures):
+            raise ConfigError(KEY, name, "is missing in the measurement", "measure again")
+    for name, value in figures.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ConfigError(KEY, value, f"is no figure of {name}", "measure again")
+    return figures
+
+
+def _products(figures: Mapping[str, float]) -> tuple[float, float]:
+    """FLOP/s of the fastest product, and the median of those that have the size of a model's."""
+    rates = [rate for name, rate in figures.items() if name.startswith(names.PRODUCT)]
+    return max(rates), statistics.median(rates[_SMALL_SQUARES:] or rates)
+
+
+def _is_known(recipe: Recipe) -> bool:
+    try:
+        machine_of(recipe)
+    except ConfigError:
+        return False
+    return True
+
+
+def _exchanges(figures: Mapping[str, float]) -> list[Exchange]:
+    found = []
+    for name, seconds in figures.items():
+        if not name.startswith(names.COLLECTIVE):
+            continue
+        try:
+            group, ranks, kind, size = name.removeprefix(names.COLLECTIVE).split()
+            found.append(Exchange(group=group, ranks=int(ranks), kind=kind, size=int(size), seconds=seconds))
+        except ValueError:
+            raise ConfigError(KEY, name, "is no name of a collective", "measure again") from None
+    return found
+
+
+def _with_link(cluster: Cluster, shares: dict[str, float], exchanges: Sequence[Exchange], machine: Machine) -> Cluster:
+    """The cluster with the bandwidth of measured collectives; adds their efficiency and latency to `shares`.
+
+    seconds = latency · nominal + bytes / bandwidth: divided by the nominal fixed time, a line.
+    """
+    group = exchanges[0].group
+    nodes = 1 if group == names.NODE else 2
+    fixed = [
+        machine.collective_seconds(Axis(ranks=own.ranks, in_node=own.ranks, nodes=nodes), 0.0, hops=own.hops)
+        for own in exchanges
+    ]
+    constant, slope = fit_line(
+        [own.wire_bytes / nominal for own, nominal in zip(exchanges, fixed, strict=True)],
+        [own.seconds / nominal for own, nominal in zip(exchanges, fixed, strict=True)],
+    )
+    shares["latency"] = max(shares.get("latency", 0.0), constant)
+    if slope <= 0:
+        return cluster
+    nominal = (machine.link_bytes_per_second if nodes == 1 else machine.network_bytes_per_second) / 1e9
+    reached = 1 / slope / 1e9
+    if nodes > 1:
+        # A ring that leaves its node uses the adapters of all its ranks there.
+        reached /= max(1, min(exchanges[0].ranks, machine.per_node))
+    shares["link" if nodes == 1 else "network"] = reached / max(nominal, reached)
+    if nodes == 1:
+        return dataclasses.replace(cluster, link_gb_per_second=max(nominal, reached))
+    return dataclasses.replace(cluster, network_gb_per_second=max(nominal, reached))

@@ -1,0 +1,244 @@
+"""Reads the runs of a sweep from which a cluster is calibrated, and says why others are left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.cluster.schema import Cluster
+from titanlab.costs import meter
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.planner.calibration import Measured
+from titanlab.recipe.composition.frozen import frozen_recipe
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.identity import canonical, canonical_json
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.sweep.sweep_folder import SweepFolder
+
+KEY = "--calibrate"
+_RESIDENT = "memory/max_resident(GiB)"
+_OF_ALL_RANKS = "memory/max_over_ranks(GiB)"
+# States of runs that have not begun.
+_WAITING = ("prepared", "queued", "missing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A run that says nothing about its machine, and why."""
+
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSweep:
+    """The runs of a sweep as a calibration takes them.
+
+    Attributes:
+        rows: one for each recipe: medians over its repeats; its name is that of the first repeat.
+        runs: their number, with the repeats.
+        left_out: runs that are not used.
+        machine: device, or model of the CPU and threads of a process.
+        stale: number of runs that were made by other code than the present.
+    """
+
+    rows: Sequence[Measured]
+    runs: int
+    left_out: Sequence[LeftOut]
+    machine: str
+    stale: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """One run that was measured, with what all runs of a calibration must have in common."""
+
+    measured: Measured
+    repeat: int
+    common: Mapping[str, str]
+    peak_tflops: float | None
+    process_gb: float | None
+    stale: bool
+
+
+class _Unusable(Exception):
+    """A run is left out; the text says why."""
+
+
+def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> MeasuredSweep:
+    """The runs of a sweep.
+
+    Args:
+        table: its rows, of `titanlab.sweep.table.look.look_at`.
+
+    Raises:
+        ConfigError: no run was measured, or as many runs are on one kind of machine as on another.
+    """
+    found: list[_Run] = []
+    left_out: list[LeftOut] = []
+    for row in table:
+        if row["run"] is None:
+            continue  # a point that was dropped
+        try:
+            found.append(_read(sweep.run(row["run"]), row))
+        except _Unusable as reason:
+            left_out.append(LeftOut(run=row["run"], reason=str(reason)))
+    if not found:
+        reasons = Counter(dropped.reason for dropped in left_out)
+        why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "it has no runs"
+        rule = f"has no run that was measured to its end: {why}"
+        raise ConfigError(KEY, sweep.name, rule, f"wait for it (titanlab status {sweep.name}), or submit it again")
+    for name in found[0].common:
+        found, others = _majority(found, name)
+        left_out += others
+    return MeasuredSweep(
+        rows=_pooled(found),
+        runs=len(found),
+        left_out=sorted(left_out, key=lambda dropped: dropped.run),
+        machine=_machine(found[0]),
+        stale=sum(run.stale for run in found),
+    )
+
+
+def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
+    """One run.
+
+    Raises:
+        _Unusable: it has no measurement.
+    """
+    if row["state"] == "unreadable":
+        raise _Unusable(f"cannot be read: {row['cause']}")
+    if row["state"] != "ended":
+        raise _Unusable("has not begun" if row["state"] in _WAITING else "is still running")
+    if row["outcome"] != OutcomeKind.DONE.value:
+        raise _Unusable(f"ended as {row['outcome']}")
+    if row["oversubscribed"]:
+        raise _Unusable("had more processes than cores")
+    if not row["measured_steps"]:
+        raise _Unusable("has no step after the warm-up")
+    seconds = row["step_seconds"]
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise _Unusable(f"has no time of a step: {seconds}")
+    try:
+        recipe = frozen_recipe(run, attempt=row["attempt"] or None)
+        outcome = run.result()
+        env = run.env(row["attempt"] or None) or {}
+    except TitanlabError as error:
+        raise _Unusable(f"cannot be read: {error}") from error
+    metrics = {} if outcome is None else outcome.metrics
+    memory = metrics.get(_OF_ALL_RANKS, metrics.get(meter.MEMORY_RESERVED, metrics.get(_RESIDENT)))
+    measured = Measured(
+        name=row["run"],
+        recipe=dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, efficiencies={})),
+        step_seconds=float(seconds),
+        memory_bytes=memory * 2**30 if _is_positive(memory) else None,
+    )
+    peak, host = metrics.get("peak_tflops"), env.get("host") or {}
+    on_cpu = recipe.cluster.accelerator == "cpu"
+    return _Run(
+        measured=measured,
+        repeat=recipe.repeat,
+        common=_common(recipe, env),
+        peak_tflops=peak if on_cpu and _is_positive(peak) else None,
+        process_gb=process_memory_gb(recipe.cluster, host) if on_cpu else None,
+        stale=bool(row["stale"]),
+    )
+
+
+def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
+    """What all runs of a calibration have in common, by name."""
+    packages, code = env.get("packages") or {}, env.get("code") or {}
+    host, variables = env.get("host") or {}, env.get("environment") or {}
+    device = f"{recipe.cluster.accelerator} {recipe.cluster.device}"
+    if recipe.cluster.accelerator == "cpu":
+        threads = recipe.launch.threads or variables.get("OMP_NUM_THREADS") or "an unknown number of"
+        device = f"{host.get('cpu') or 'cpu'}, {threads} threads a process"
+    facts = dataclasses.replace(recipe.cluster, efficiencies={}, device=None)
+    return {
+        "machine": device,
+        "cluster": repr(facts),
+        "titanlab": str(code.get("version")),
+        "torch": str(packages.get("torch")),
+    }
+
+
+def process_memory_gb(cluster: Cluster, host: Mapping[str, Any]) -> float | None:
+    """Memory of a process on CPUs in GB: processes share that of their host; None: it was not recorded.
+
+    Args:
+        host: the part of env.json.
+    """
+    memory, processes = host.get("memory_gib"), cluster.per_node or host.get("usable_cores")
+    if not (_is_positive(memory) and _is_positive(processes)):
+        return None
+    return float(memory) * 2**30 / 1e9 / float(processes)  # type: ignore[arg-type]
+
+
+def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut]]:
+    """The runs that have the most frequent value of what must be common, and the others.
+
+    Raises:
+        ConfigError: two values are equally frequent.
+    """
+    counts = Counter(run.common[name] for run in runs).most_common()
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        first, second = ("two sets of values",) * 2 if name == "cluster" else (counts[0][0], counts[1][0])
+        between = f"half on {first}" + ("" if first == second else f" and half on {second}")
+        rule = f"has {counts[0][1]} runs each by {name}, {between}, and a calibration is of one"
+        raise ConfigError(KEY, len(runs), rule, "submit a sweep for each of them")
+    wanted = counts[0][0]
+    kept = [run for run in runs if run.common[name] == wanted]
+    others = [
+        LeftOut(
+            run=run.measured.name,
+            reason="has other values of its cluster than most"
+            if name == "cluster"
+            else f"ran on {name} {run.common[name]}, and most on {wanted}",
+        )
+        for run in runs
+        if run.common[name] != wanted
+    ]
+    return kept, others
+
+
+def _pooled(runs: Sequence[_Run]) -> list[Measured]:
+    """A row for each recipe, with the medians over its repeats, on a cluster that has what the runs tell of it."""
+    cluster = runs[0].measured.recipe.cluster
+    peaks = [run.peak_tflops for run in runs if run.peak_tflops is not None]
+    if cluster.peak_tflops is None and peaks:
+        # The fastest product that any of them has measured: others had to share their cores.
+        cluster = dataclasses.replace(cluster, peak_tflops=max(peaks))
+    if cluster.memory_gb is None and runs[0].process_gb is not None:
+        cluster = dataclasses.replace(cluster, memory_gb=runs[0].process_gb)
+    by_recipe: dict[str, list[_Run]] = {}
+    for run in sorted(runs, key=lambda run: run.repeat):
+        same = dataclasses.replace(run.measured.recipe, repeat=0)
+        by_recipe.setdefault(canonical_json(canonical(same)), []).append(run)
+    return [
+        dataclasses.replace(
+            repeats[0].measured,
+            recipe=dataclasses.replace(repeats[0].measured.recipe, cluster=cluster),
+            step_seconds=statistics.median(run.measured.step_seconds for run in repeats),
+            memory_bytes=_median([run.measured.memory_bytes for run in repeats]),
+        )
+        for repeats in by_recipe.values()
+    ]
+
+
+def _machine(run: _Run) -> str:
+    return run.common["machine"].removeprefix("cuda ")
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
