@@ -9,7 +9,7 @@ import yaml
 from tests.planner.recipes import SMALL, made
 from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
-from titanlab.planner.calibration import Measured, calibrate, cluster_file, lines, time_errors
+from titanlab.planner.calibration import Measured, calibrate, cluster_file, lines, memory_errors, time_errors
 from titanlab.planner.efficiencies import fitted
 from titanlab.planner.machine import machine_of
 from titanlab.planner.memory import most_memory
@@ -46,7 +46,8 @@ def test_errors_before_and_after(calibration):
     # The weight that holds parameters to their start leaves a little error.
     assert calibration.after["all"].time < 0.01
     assert calibration.after["all"].runs == 8
-    assert calibration.excess == pytest.approx(1.3, rel=1e-9)
+    assert calibration.cluster.allocator_excess == pytest.approx(1.3, rel=1e-9)
+    assert calibration.cluster.process_gb is None
     assert calibration.after["all"].memory < 1e-6 < calibration.before["all"].memory
 
 
@@ -54,7 +55,9 @@ def test_runs_that_were_not_used_are_estimated_too(calibration):
     recipe = made(model=SMALL, seq_len=1024, batch=32, shard=2)
     machine = dataclasses.replace(machine_of(recipe), efficiencies=TRUTH)
     other = Measured(name="other", recipe=recipe, step_seconds=step_time(recipe, machine).seconds)
-    assert abs(time_errors([other], calibration.efficiencies)[0]) < 0.03
+    assert abs(time_errors([other], calibration.cluster)[0]) < 0.03
+    assert math.isnan(memory_errors([other], calibration.cluster)[0])
+    assert time_errors([], calibration.cluster) == memory_errors([], calibration.cluster) == []
 
 
 def test_the_text_has_every_family_and_value(calibration):
@@ -62,14 +65,64 @@ def test_the_text_has_every_family_and_value(calibration):
     assert text[0].split() == ["layouts", "runs", "time", "after", "memory", "after"]
     assert [line.split("  ")[0].strip() for line in text[1:6]][1].startswith("one process")
     assert any(line.startswith("product ") for line in text)
+    assert any(line.startswith("allocator_excess ") for line in text)
 
 
 def test_the_file_is_a_cluster(calibration):
-    values = yaml.safe_load(cluster_file(measured()[0].recipe, calibration))
+    text = cluster_file(calibration.cluster, "Calibrated with 8 recipes.")
+    assert text.splitlines()[1] == "# Calibrated with 8 recipes."
+    values = yaml.safe_load(text)
     assert values.pop("defaults") == ["schema", "_self_"]
     recipe = dataclasses.replace(measured()[0].recipe, cluster=Cluster(**values))
-    found = machine_of(recipe).efficiencies
-    assert found.product == pytest.approx(calibration.efficiencies.product, rel=1e-5)
+    found = machine_of(recipe)
+    assert found.efficiencies.product == pytest.approx(calibration.cluster.efficiencies["product"], rel=1e-5)
+    assert found.reserved(most_memory(recipe)) == pytest.approx(1.3 * most_memory(recipe).allocated, rel=1e-5)
+
+
+# Cores that are slower and processes that are larger than what is assumed of CPUs.
+CORES = Cluster(
+    accelerator="cpu", device="cpu", per_node=2, peak_tflops=0.08, memory_gb_per_second=4.0, link_gb_per_second=0.7,
+    process_gb=0.3, allocator_excess=1.4, efficiencies={"product": 0.7, "latency": 3.0},
+)  # fmt: skip
+
+
+def on_cpus():
+    """Runs of `CORES` whose recipes know nothing of it but the peak."""
+    runs = []
+    for degrees in ({}, {"replicate": 2}, {"shard": 2}, {"tensor": 2}, {"pipeline": 2}):
+        for seq_len in (128, 512):
+            recipe = dataclasses.replace(made(model=SMALL, seq_len=seq_len, batch=8, **degrees), cluster=CORES)
+            machine = machine_of(recipe)
+            known = Cluster(accelerator="cpu", device="cpu", per_node=2, peak_tflops=0.08)
+            run = Measured(
+                name=f"{recipe.layout.label}-{seq_len}",
+                recipe=dataclasses.replace(recipe, cluster=known),
+                step_seconds=step_time(recipe, machine, simulated=True).seconds,
+                memory_bytes=machine.reserved(most_memory(recipe)),
+            )
+            runs.append(run)
+    return runs
+
+
+def test_a_cpu_gets_rates_and_the_memory_of_a_process():
+    calibration = calibrate(on_cpus())
+    found = calibration.cluster
+    assert calibration.before["all"].time > 0.2
+    assert calibration.after["all"].time < 0.03
+    assert found.process_gb == pytest.approx(0.3, rel=1e-3)
+    assert found.allocator_excess == pytest.approx(1.4, rel=1e-3)
+    assert calibration.after["all"].memory < 1e-3
+    # Rates are those that were reached, and shares of them at most 1.
+    assert found.memory_gb_per_second < 8
+    assert max(found.efficiencies["eager_memory"], found.efficiencies["fused_memory"]) == 1.0
+    # What was found is a start for other runs.
+    again = calibrate([dataclasses.replace(run, recipe=with_cluster(run.recipe, found)) for run in on_cpus()])
+    assert again.before["all"].time == pytest.approx(calibration.after["all"].time)
+    assert again.after["all"].time < 0.03
+
+
+def with_cluster(recipe, cluster):
+    return dataclasses.replace(recipe, cluster=cluster)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])

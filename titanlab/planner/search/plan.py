@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import AXES, Layout, resolve_layout
+from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.search.choices import choices_of
@@ -57,12 +59,15 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         stands: keep its degrees; otherwise only their product matters, and all processes shard.
 
     Raises:
-        ConfigError: the cluster leaves its accelerator or device open, or the world is unknown or not positive.
+        ConfigError: the cluster leaves its device open, or the accelerator of another host; or the world is not positive.
     """
-    cluster, known = recipe.cluster, "name one, such as cluster=h100 or cluster=cpu"
-    if cluster.accelerator == "auto":
-        rule = "is whatever this host has, and a plan is for machines whose facts are known"
-        raise ConfigError("cluster.accelerator", "auto", rule, known)
+    known = "name one, such as cluster=h100 or cluster=cpu"
+    if recipe.cluster.accelerator == "auto":
+        if not recipe.launch.runs_here:
+            rule = "is whatever a node has, and a plan is for machines whose facts are known"
+            raise ConfigError("cluster.accelerator", "auto", rule, known)
+        recipe = dataclasses.replace(recipe, cluster=here(recipe.cluster))
+    cluster = recipe.cluster
     if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
         rule = "names no GPU, and a plan is for machines whose facts are known"
         raise ConfigError("cluster.device", cluster.device, rule, known)
@@ -76,6 +81,14 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         own = recipe.parallelism.with_degrees(degrees)
         recipe = dataclasses.replace(recipe, world=world, parallelism=own)
     return resolve(recipe, world=None, accelerator="cpu", device="cpu")
+
+
+def here(cluster: Cluster) -> Cluster:
+    """The cluster with this host's accelerator, where it leaves it open."""
+    host = this_host()
+    device = host.device if cluster.device is None else cluster.device
+    per_node = host.count if cluster.per_node is None else cluster.per_node
+    return dataclasses.replace(cluster, accelerator=host.accelerator, device=device, per_node=per_node)
 
 
 def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
