@@ -13,6 +13,7 @@ from titanlab.planner.calibration import Measured, calibrate, cluster_file, line
 from titanlab.planner.efficiencies import fitted
 from titanlab.planner.machine import machine_of
 from titanlab.planner.memory import most_memory
+from titanlab.planner.reserved import reserved_bytes
 from titanlab.planner.step_time import step_time
 
 TRUTH = dataclasses.replace(fitted(), product=0.4, eager_memory=0.25, link=0.2)
@@ -76,13 +77,15 @@ def test_the_file_is_a_cluster(calibration):
     recipe = dataclasses.replace(measured()[0].recipe, cluster=Cluster(**values))
     found = machine_of(recipe)
     assert found.efficiencies.product == pytest.approx(calibration.cluster.efficiencies["product"], rel=1e-5)
-    assert found.reserved(most_memory(recipe)) == pytest.approx(1.3 * most_memory(recipe).allocated, rel=1e-5)
+    assert reserved_bytes(recipe, found, most_memory(recipe)) == pytest.approx(
+        1.3 * most_memory(recipe).allocated, rel=1e-5
+    )
 
 
 # Cores that are slower and processes that are larger than what is assumed of CPUs.
 CORES = Cluster(
     accelerator="cpu", device="cpu", per_node=2, peak_tflops=0.08, memory_gb_per_second=4.0, link_gb_per_second=0.7,
-    process_gb=0.3, allocator_excess=1.4, efficiencies={"product": 0.7, "latency": 3.0},
+    process_gb=0.3, allocator_excess=1.4, message_excess=0.9, efficiencies={"product": 0.7, "latency": 3.0},
 )  # fmt: skip
 
 
@@ -98,7 +101,7 @@ def on_cpus():
                 name=f"{recipe.layout.label}-{seq_len}",
                 recipe=dataclasses.replace(recipe, cluster=known),
                 step_seconds=step_time(recipe, machine, simulated=True).seconds,
-                memory_bytes=machine.reserved(most_memory(recipe)),
+                memory_bytes=reserved_bytes(recipe, machine, most_memory(recipe)),
             )
             runs.append(run)
     return runs
@@ -111,6 +114,7 @@ def test_a_cpu_gets_rates_and_the_memory_of_a_process():
     assert calibration.after["all"].time < 0.03
     assert found.process_gb == pytest.approx(0.3, rel=1e-3)
     assert found.allocator_excess == pytest.approx(1.4, rel=1e-3)
+    assert found.message_excess == pytest.approx(0.9, rel=1e-2)
     assert calibration.after["all"].memory < 1e-3
     # Rates are those that were reached, and shares of them at most 1.
     assert found.memory_gb_per_second < 8
@@ -119,6 +123,12 @@ def test_a_cpu_gets_rates_and_the_memory_of_a_process():
     again = calibrate([dataclasses.replace(run, recipe=with_cluster(run.recipe, found)) for run in on_cpus()])
     assert again.before["all"].time == pytest.approx(calibration.after["all"].time)
     assert again.after["all"].time < 0.03
+
+
+def test_one_process_says_nothing_of_messages():
+    found = calibrate([run for run in on_cpus() if run.recipe.layout.world == 1] * 2).cluster
+    assert found.message_excess is None
+    assert found.process_gb == pytest.approx(0.3, rel=1e-2)
 
 
 def with_cluster(recipe, cluster):

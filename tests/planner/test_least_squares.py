@@ -6,7 +6,7 @@ import math
 import pytest
 
 from titanlab.planner.efficiencies import LIMITS, Efficiencies
-from titanlab.planner.least_squares import fit
+from titanlab.planner.least_squares import fit, fit_sum
 
 
 def errors_of(rows):
@@ -54,3 +54,24 @@ def test_values_stay_inside_their_limits(measured):
     found = fit(errors_of([(1.0, 1.0, measured)]), Efficiencies(), list(LIMITS))
     for name, (least, most) in LIMITS.items():
         assert least <= getattr(found, name) <= most
+
+
+def test_the_factors_of_a_sum_in_spite_of_a_bad_row():
+    ones, sizes, others = [1.0] * 6, [1e9, 2e9, 3e9, 4e9, 5e9, 6e9], [0.0, 5.0, 1.0, 0.0, 7.0, 2.0]
+    measured = [0.3e9 + 1.5 * size + 1e8 * other for size, other in zip(sizes, others, strict=True)]
+    factors = fit_sum([ones, sizes, others], [*measured[:-1], 1.4 * measured[-1]])
+    assert factors == pytest.approx([0.3e9, 1.5, 1e8], rel=1e-2)
+
+
+def test_a_term_whose_factor_would_be_negative_is_left_out():
+    sizes = [1.0, 2.0, 3.0, 4.0]
+    factors = fit_sum([[1.0] * 4, sizes], [9.0, 8.0, 7.0, 6.0])
+    assert factors[1] == 0.0
+    assert 6.0 <= factors[0] <= 9.0
+
+
+def test_where_rows_do_not_decide_the_start_holds():
+    factors = fit_sum([[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]], [7.0, 7.0], [3.0, 2.0, 5.0])
+    assert factors == pytest.approx([3.0, 2.0, 5.0])
+    # A term that no row has keeps its factor.
+    assert fit_sum([[0.0]], [1.0], [4.0]) == [4.0]

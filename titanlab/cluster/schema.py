@@ -31,6 +31,7 @@ class Cluster:
         memory_gb_per_second: bandwidth of the memory of one device, for the planner; null: from the datasheet.
         allocator_excess: bytes that the allocator reserves for each byte of tensors; null: as in published runs, and 1
             on CPUs.
+        message_excess: bytes that a process keeps for each byte that it exchanges with others in a microbatch; null: 0.
         process_gb: memory of a process without tensors, where its memory is the device's; null: none on GPUs, and on
             CPUs that of a process that has imported torch.
         efficiencies: of the planner's model of time, by name, where they differ from those that were fitted to
@@ -48,6 +49,7 @@ class Cluster:
     peak_tflops: float | None = field(default=None, metadata={"identity": False})
     memory_gb_per_second: float | None = field(default=None, metadata={"identity": False})
     allocator_excess: float | None = field(default=None, metadata={"identity": False})
+    message_excess: float | None = field(default=None, metadata={"identity": False})
     process_gb: float | None = field(default=None, metadata={"identity": False})
     efficiencies: dict[str, float] = field(default_factory=dict, metadata={"identity": False})
 
@@ -69,6 +71,7 @@ class Cluster:
             "peak_tflops": 989,
             "memory_gb_per_second": 3350,
             "allocator_excess": 1.2,
+            "message_excess": 1.5,
             "process_gb": 0.5,
         }
         for name, example in examples.items():

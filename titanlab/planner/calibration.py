@@ -7,22 +7,25 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import AXES
 from titanlab.errors import ConfigError
 from titanlab.planner.efficiencies import LIMITS, Efficiencies
-from titanlab.planner.least_squares import fit, fit_line
+from titanlab.planner.least_squares import fit, fit_sum
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import most_memory
+from titanlab.planner.reserved import exchanged_bytes, reserved_bytes
 from titanlab.planner.step_time import step_time
 from titanlab.recipe.recipe import Recipe
+from titanlab.records.config_file import config_text
 
 KEY = "--calibrate"
 # Rates of CPUs are fitted from this multiple downwards: no efficiency is above 1, and caches are faster than memory.
 _WIDER = 5.0
 # Values of a cluster are positive.
-_LEAST_GB = 1e-6
+_LEAST = 1e-3
 # Fewer runs than this say too little of so many parameters.
 LEAST_RUNS = 4
 
@@ -102,7 +105,9 @@ def memory_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
         return []
     machine = _machine(runs, cluster)
     return [
-        machine.reserved(most_memory(run.recipe)) / run.memory_bytes - 1 if run.memory_bytes is not None else math.nan
+        reserved_bytes(run.recipe, machine, most_memory(run.recipe)) / run.memory_bytes - 1
+        if run.memory_bytes is not None
+        else math.nan
         for run in runs
     ]
 
@@ -176,17 +181,25 @@ def _narrowed(cluster: Cluster) -> Cluster:
 
 
 def _with_memory(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
-    """The cluster with the allocator's excess of its runs, and on CPUs with the memory of a process."""
-    known = [(most_memory(run.recipe).allocated, run.memory_bytes) for run in runs if run.memory_bytes is not None]
+    """The cluster with the allocator's excess of its runs; on CPUs also with that of a process and of messages."""
+    known = [(run.recipe, most_memory(run.recipe), run.memory_bytes) for run in runs if run.memory_bytes is not None]
     if not known:
         return cluster
-    if cluster.accelerator == "cpu":
-        process, excess = fit_line([own for own, _ in known], [measured for _, measured in known])
-        return dataclasses.replace(
-            cluster, process_gb=max(_LEAST_GB, process / 1e9), allocator_excess=max(_LEAST_GB, excess)
-        )
-    excess = statistics.median(measured / own for own, measured in known)
-    return dataclasses.replace(cluster, allocator_excess=excess)
+    measured = [own for _, _, own in known]
+    allocated = [float(memory.allocated) for _, memory, _ in known]
+    if cluster.accelerator != "cpu":
+        ratios = [own / estimated for own, estimated in zip(measured, allocated, strict=True)]
+        return dataclasses.replace(cluster, allocator_excess=statistics.median(ratios))
+    machine = _machine(runs, cluster)
+    terms = [[1.0] * len(known), allocated, [exchanged_bytes(recipe, memory.rank) for recipe, memory, _ in known]]
+    start = (machine.process_bytes, machine.allocator_excess, machine.message_excess)
+    process, excess, messages = fit_sum(terms, measured, start)
+    return dataclasses.replace(
+        cluster,
+        process_gb=max(process / 1e9, _LEAST),
+        allocator_excess=max(excess, _LEAST),
+        message_excess=messages or None,
+    )
 
 
 def lines(calibration: Calibration) -> list[str]:
@@ -208,19 +221,20 @@ def cluster_file(cluster: Cluster, comment: str) -> str:
     Args:
         comment: one line, how the values were found.
     """
-    text = ["defaults: [schema, _self_]", f"# {comment}"]
-    for key, value in dataclasses.asdict(cluster).items():
-        if key != "efficiencies" and value is not None:
-            text.append(f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}")
-    if cluster.efficiencies:
-        text.append("efficiencies:")
-        text += [f"  {name}: {value:.6g}" for name, value in cluster.efficiencies.items()]
-    return "\n".join(text) + "\n"
+    values = {name: _rounded(value) for name, value in dataclasses.asdict(cluster).items() if value not in (None, {})}
+    return f"defaults: [schema, _self_]\n# {comment}\n{config_text(values)}"
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits: more are not known."""
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _values(cluster: Cluster) -> list[tuple[str, float]]:
     """The figures of a cluster that a calibration may find, by name."""
-    names = ("memory_gb_per_second", "link_gb_per_second", "allocator_excess", "process_gb")
+    names = ("memory_gb_per_second", "link_gb_per_second", "allocator_excess", "message_excess", "process_gb")
     known = [(name, getattr(cluster, name)) for name in names]
     return [(name, value) for name, value in known if value is not None] + list(cluster.efficiencies.items())
 

@@ -10,6 +10,7 @@ from titanlab.errors import ConfigError
 from titanlab.planner.machine import machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.model_facts import key_of
+from titanlab.planner.reserved import reserved_bytes
 from titanlab.planner.search.plan import MARGIN
 from titanlab.planner.step_time import step_time
 from titanlab.planner.stored import Sharding, added, stored_pieces
@@ -50,7 +51,7 @@ def estimate_of(recipe: Recipe) -> Estimate | None:
         machine = machine_of(recipe)
     except ConfigError:
         return None
-    reserved = machine.reserved(most_memory(recipe))
+    reserved = reserved_bytes(recipe, machine, most_memory(recipe))
     whole = Sharding(key_of(recipe.model), key_of(recipe.precision), key_of(recipe.optimizer), 1, 1)
     saved = added(stored_pieces(whole).values())
     limit = machine.memory_bytes * (1 - MARGIN)

@@ -12,6 +12,7 @@ from titanlab.costs.traffic_table import Row
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import ITEMS, RankMemory, memory
 from titanlab.planner.model_facts import key_of
+from titanlab.planner.reserved import reserved_bytes
 from titanlab.planner.step_time import StepTime, step_time
 from titanlab.planner.timing.block_time import model_time, shape_of
 from titanlab.planner.timing.stage_time import rank_stages
@@ -95,7 +96,7 @@ def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
 
 
 def _reserved(explanation: Explanation) -> list[str]:
-    return [f"{explanation.machine.reserved(rank) / 1e9:.2f}" for rank in explanation.ranks]
+    return [f"{reserved_bytes(explanation.recipe, explanation.machine, rank) / 1e9:.2f}" for rank in explanation.ranks]
 
 
 def time_rows(time: StepTime) -> list[list[str]]:
@@ -126,7 +127,7 @@ def explanation_values(explanation: Explanation) -> dict[str, Any]:
                 "moment": rank.moment,
                 "items": dict(rank.items),
                 "allocated_bytes": rank.allocated,
-                "reserved_bytes": explanation.machine.reserved(rank),
+                "reserved_bytes": reserved_bytes(explanation.recipe, explanation.machine, rank),
             }
             for rank in explanation.ranks
         ],

@@ -16,6 +16,8 @@ _HUBER = 0.05
 # Weight of the distance from the start, in which a parameter that no row depends on stays. One unit of a parameter's
 # coordinate (a factor of 2.7 for most) counts as an error of 2 % in one row.
 _PRIOR = 0.02
+# The same for the factors of a sum.
+_HELD = 1e-3
 _ITERATIONS = 40
 _DIFFERENCE = 1e-3
 _SMALL = 1e-4
@@ -68,24 +70,41 @@ def fit(
     return _values(start, names, point)
 
 
-def fit_line(sizes: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
-    """Constant and slope of `constant + slope · size` with the smallest sum of absolute relative errors.
+def fit_sum(
+    terms: Sequence[Sequence[float]], measured: Sequence[float], start: Sequence[float] | None = None
+) -> list[float]:
+    """Factors, none negative, of a sum of terms with the smallest sum of absolute relative errors.
 
-    By least squares whose weights are repeatedly those that make each error count by its size. Sizes that are all equal
-    decide nothing: then the slope is 1.
+    By least squares whose weights are repeatedly those that make each error count by its size. A term whose factor
+    would be negative is left out.
 
     Args:
-        sizes, measured: positive, of each row.
+        terms: values of each term, by row.
+        measured: positive, by row.
+        start: factors that hold where the rows do not decide; None: zero.
     """
-    x, y = np.asarray(sizes, dtype=float), np.asarray(measured, dtype=float)
-    if np.ptp(x) <= _SMALL * x.max():
-        return float(np.median(y - x)), 1.0
-    terms = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
-    weights = np.ones_like(x)
-    for _ in range(_ITERATIONS):
-        found = np.linalg.lstsq(terms * weights[:, None], weights, rcond=None)[0]
-        weights = 1 / np.sqrt(np.maximum(np.abs(terms @ found - 1), _SMALL))
-    return float(found[0]), float(found[1])
+    y = np.asarray(measured, dtype=float)
+    shares = np.asarray(terms, dtype=float).T / y[:, None]
+    first = np.zeros(len(terms)) if start is None else np.asarray(start, dtype=float)
+    # Terms have different units: each is scaled by its largest share.
+    scales = np.maximum(np.abs(shares).max(axis=0), np.finfo(float).tiny)
+    free = np.abs(shares).max(axis=0) > 0
+    found = first.copy()
+    while free.any():
+        columns, origin = shares[:, free] / scales[free], first[free] * scales[free]
+        rest = 1 - shares[:, ~free] @ found[~free]
+        weights = np.ones_like(y)
+        for _ in range(_ITERATIONS):
+            rows = np.concatenate([columns * weights[:, None], _HELD * np.eye(columns.shape[1])])
+            factors = np.linalg.lstsq(rows, np.concatenate([rest * weights, _HELD * origin]), rcond=None)[0]
+            weights = 1 / np.sqrt(np.maximum(np.abs(columns @ factors - rest), _SMALL))
+        found[free] = factors / scales[free]
+        negative = found < 0
+        if not negative.any():
+            break
+        found[negative] = 0.0
+        free &= ~negative
+    return [float(factor) for factor in found]
 
 
 def _values(start: Efficiencies, names: Sequence[str], point: np.ndarray) -> Efficiencies:

@@ -11,7 +11,6 @@ from titanlab.costs import hardware
 from titanlab.costs.layout import AXES, FSDP_AXES, Layout
 from titanlab.errors import ConfigError
 from titanlab.planner.efficiencies import Efficiencies, allocator_excess, changed, fitted
-from titanlab.planner.memory import RankMemory
 from titanlab.recipe.recipe import Recipe
 
 # Devices of which no measured rate is known: share of the peak that a product reaches. It is that of an H100 (MAMF,
@@ -51,6 +50,7 @@ class Machine:
         link_hop_seconds, network_hop_seconds: of each hop of its ring.
         efficiencies: shares of these rates that runs reach.
         allocator_excess: reserved bytes for each byte of tensors.
+        message_excess: bytes that a process keeps for each byte that it exchanges in a microbatch.
         process_bytes: memory of a process without tensors, which counts where the device's memory is the host's.
         notes: what the figures assume, a line each.
     """
@@ -70,6 +70,7 @@ class Machine:
     network_hop_seconds: float = _NETWORK_HOP
     efficiencies: Efficiencies = field(default_factory=fitted)
     allocator_excess: float = field(default_factory=allocator_excess)
+    message_excess: float = 0.0
     process_bytes: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -77,10 +78,6 @@ class Machine:
         """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
         rates = self.product_flops
         return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
-
-    def reserved(self, memory: RankMemory) -> int:
-        """Bytes that a rank takes from its device."""
-        return memory.reserved(self.allocator_excess, self.process_bytes)
 
     def collective_seconds(
         self, axis: Axis, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
@@ -192,6 +189,7 @@ def machine_of(recipe: Recipe) -> Machine:
         network_bytes_per_second=network,
         efficiencies=changed(fitted(), cluster.efficiencies),
         allocator_excess=cluster.allocator_excess or allocator_excess(),
+        message_excess=cluster.message_excess or 0.0,
         process_bytes=(cluster.process_gb or 0.0) * 1e9,
         notes=() if device.product_tflops else (_NOT_MEASURED.format(device=device.name, share=_ATTAINABLE),),
     )
@@ -232,6 +230,7 @@ def _cpu(cluster: Cluster) -> Machine:
         network_hop_seconds=50e-6,
         efficiencies=changed(fitted(), cluster.efficiencies),
         allocator_excess=cluster.allocator_excess or 1.0,
+        message_excess=cluster.message_excess or 0.0,
         process_bytes=(cluster.process_gb or _CPU_PROCESS) * 1e9,
         notes=() if cluster.memory_gb_per_second else (_ROUGH,),
     )

@@ -12,7 +12,7 @@ from typing import Any
 from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.planner.efficiencies import LIMITS
-from titanlab.planner.least_squares import fit_line
+from titanlab.planner.least_squares import fit_sum
 from titanlab.planner.machine import Axis, Machine, machine_of
 from titanlab.profiler import rates_schema as names
 from titanlab.recipe.recipe import Recipe
@@ -165,10 +165,9 @@ def _with_link(cluster: Cluster, shares: dict[str, float], exchanges: Sequence[E
         machine.collective_seconds(Axis(ranks=own.ranks, in_node=own.ranks, nodes=nodes), 0.0, hops=own.hops)
         for own in exchanges
     ]
-    constant, slope = fit_line(
-        [own.wire_bytes / nominal for own, nominal in zip(exchanges, fixed, strict=True)],
-        [own.seconds / nominal for own, nominal in zip(exchanges, fixed, strict=True)],
-    )
+    sizes = [own.wire_bytes / nominal for own, nominal in zip(exchanges, fixed, strict=True)]
+    times = [own.seconds / nominal for own, nominal in zip(exchanges, fixed, strict=True)]
+    constant, slope = fit_sum([[1.0] * len(sizes), sizes], times)
     shares["latency"] = max(shares.get("latency", 0.0), constant)
     if slope <= 0:
         return cluster

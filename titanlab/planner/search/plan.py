@@ -59,7 +59,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         stands: keep its degrees; otherwise only their product matters, and all processes shard.
 
     Raises:
-        ConfigError: the cluster leaves its device open, or the accelerator of another host; or the world is not positive.
+        ConfigError: the cluster leaves its device open, or the accelerator of other hosts; or the world is below 1.
     """
     known = "name one, such as cluster=h100 or cluster=cpu"
     if recipe.cluster.accelerator == "auto":

@@ -25,6 +25,7 @@ from titanlab.planner.in_flight import peaks
 from titanlab.planner.machine import Machine, axis_of
 from titanlab.planner.memory import RankMemory, most_memory
 from titanlab.planner.model_facts import Key, key_of, model_facts
+from titanlab.planner.reserved import message_bytes
 from titanlab.planner.search.space import Choice, Point, Space
 from titanlab.planner.step_time import StepTime, step_time
 from titanlab.planner.stored import PieceBytes, Sharding, added, stored_pieces
@@ -104,7 +105,8 @@ class Ranking:
 
     def _ranked(self, point: Point, recipe: Recipe, time: StepTime) -> Ranked:
         memory = most_memory(recipe)
-        return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=self._reserved(memory.allocated))
+        reserved = self._reserved(memory.allocated) + message_bytes(recipe, self.machine, memory.rank)
+        return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
 
     def _reserved(self, allocated: float) -> int:
         return round(allocated * self.excess + self.machine.process_bytes)
