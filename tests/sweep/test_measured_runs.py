@@ -58,7 +58,7 @@ def test_repeats_are_one_row_with_their_medians(made):
     # Where ranks were compared, the largest of them; the table's figure is that of rank 0.
     assert [row.memory_bytes for row in found.rows] == [2.0 * 2**30, 0.75 * 2**30]
     assert (found.runs, found.left_out, found.stale) == (4, [], 0)
-    assert found.machine == "Fast CPU, 1 threads a process"
+    assert found.machine == "Fast CPU, 1 thread a process"
     assert found.rows[0].recipe.layout.shard == 2
 
 
@@ -111,7 +111,7 @@ def test_runs_of_another_machine_or_version_are_left_out(made):
     assert found.runs == 3
     assert reasons(found) == {
         "torch": "ran on torch 2.12.0, and most on 2.13.0",
-        "threads": "ran on machine Fast CPU, 4 threads a process, and most on Fast CPU, 1 threads a process",
+        "threads": "ran on machine Fast CPU, 4 threads a process, and most on Fast CPU, 1 thread a process",
     }
 
 

@@ -157,8 +157,8 @@ def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
     host, variables = env.get("host") or {}, env.get("environment") or {}
     device = f"{recipe.cluster.accelerator} {recipe.cluster.device}"
     if recipe.cluster.accelerator == "cpu":
-        threads = recipe.launch.threads or variables.get("OMP_NUM_THREADS") or "an unknown number of"
-        device = f"{host.get('cpu') or 'cpu'}, {threads} threads a process"
+        threads = str(recipe.launch.threads or variables.get("OMP_NUM_THREADS") or "an unknown number of")
+        device = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
     facts = dataclasses.replace(recipe.cluster, efficiencies={}, device=None)
     return {
         "machine": device,
