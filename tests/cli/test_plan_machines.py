@@ -126,7 +126,7 @@ def test_a_measurement_is_one_job_and_a_file(plan, tmp_path):
     small = ("profiler.seconds=0.005", "profiler.largest=64", "profiler.megabytes=1")
     code, out, _ = plan("--measure", "world=2", "cluster=cpu", "--out", "mine/cluster/here.yaml", *small)
     assert code == 0
-    assert "all_reduce, 2 ranks, 1 KiB" in out
+    assert "µs, 2 ranks of a node" in out
     values = yaml.safe_load((tmp_path / "mine" / "cluster" / "here.yaml").read_text())
     assert values["link_gb_per_second"] > 0
     assert values["memory_gb"] > 0

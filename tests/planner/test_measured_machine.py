@@ -65,7 +65,7 @@ def test_one_process_measures_no_collective():
     found = measured_cluster(on_cpu(), ROW)
     assert "latency" not in found.efficiencies
     assert found.link_gb_per_second is None
-    assert lines(found, ROW)[-1] == "one process: no collective was measured"
+    assert lines(ROW)[-1] == "one process: no collective was measured"
 
 
 def test_a_known_gpu_gets_shares_of_its_datasheet():
@@ -97,11 +97,15 @@ def test_a_device_in_no_table_is_what_was_measured():
 
 
 def test_the_lines_name_every_figure():
-    row = ROW | exchanges("node", 2, FIXED, BANDWIDTH)
-    text = lines(measured_cluster(on_cpu(), row), row)
-    assert len(text) == len(row) - 2
-    assert any(line.split() == ["product", "1024x256x768", "90.0", "GFLOP/s"] for line in text)
-    assert any(line.startswith("all_gather, 2 ranks, 1 KiB") and line.endswith("201 µs") for line in text)
+    row = ROW | exchanges("node", 2, FIXED, BANDWIDTH) | exchanges("world", 4, FIXED, BANDWIDTH)
+    text = [line.split() for line in lines(row)]
+    assert ["product", "1024x256x768", "90.0", "GFLOP/s"] in text
+    assert ["launch", "4.00", "µs"] in text
+    assert ["process", "0.40", "GB"] in text
+    assert ["µs,", "4", "ranks", "of", "several", "nodes", "all_gather"] in text
+    assert text.count(["1", "KiB", "201"]) == 2
+    # Ten figures, and two tables with a title and an empty line.
+    assert len(text) == 10 + 2 * (2 + len(SIZES))
 
 
 @pytest.mark.parametrize(

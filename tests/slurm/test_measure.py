@@ -16,7 +16,7 @@ def test_nodes_are_measured_by_a_job(site, world, per_node, links):
         "launch.partition=high", "launch.minutes=5", f"runs={site.folder}/measured{world}", "--out", str(file), *SMALL,
     )  # fmt: skip
     assert said.code == 0, said.err
-    assert f"all_reduce, {world} ranks" in said.out
+    assert f"µs, {world} ranks of {'a node' if world == per_node else 'several nodes'}" in said.out
     values = yaml.safe_load(file.read_text())
     assert (values["per_node"], values["accelerator"]) == (per_node, "cpu")
     assert links <= set(values["efficiencies"])

@@ -107,9 +107,13 @@ def test_runs_of_another_machine_or_version_are_left_out(made):
         done(made, f"most{number}", seed=number)
     done(made, "torch", env={"packages": {"torch": "2.12.0"}}, seed=10)
     done(made, "threads", env={"environment": {"OMP_NUM_THREADS": "4"}}, seed=11)
+    other = done(made, "values", seed=12)
+    config = other.attempt_folder(1) / "config.yaml"
+    config.write_text(config.read_text().replace("link_gb_per_second: null", "link_gb_per_second: 7.0"))
     found = read(made)
     assert found.runs == 3
     assert reasons(found) == {
+        "values": "has other values of its cluster than most",
         "torch": "ran on torch 2.12.0, and most on 2.13.0",
         "threads": "ran on machine Fast CPU, 4 threads a process, and most on Fast CPU, 1 thread a process",
     }

@@ -18,7 +18,16 @@ from titanlab.profiler import rates_schema as names
 from titanlab.recipe.recipe import Recipe
 
 KEY = "--measure"
-_LOCAL = ("rates/product", names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH)
+_LOCAL = (names.PRODUCT, names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH)
+# How figures are shown: divisor, unit, digits.
+_UNITS: Mapping[str, tuple[float, str, int]] = {
+    names.PRODUCT: (1e9, "GFLOP/s", 1),
+    names.ATTENTION: (1e9, "GFLOP/s", 1),
+    names.COPY: (1e9, "GB/s", 1),
+    names.POINTWISE: (1e9, "GB/s", 1),
+    names.LAUNCH: (1e-6, "µs", 2),
+    names.PROCESS: (1e9, "GB", 2),
+}
 # Squares that are too small to say how fast a model's products are.
 _SMALL_SQUARES = 2
 
@@ -89,25 +98,31 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     return dataclasses.replace(cluster, efficiencies=limited)
 
 
-def lines(cluster: Cluster, row: Mapping[str, Any]) -> list[str]:
-    """What was measured, as text."""
+def lines(row: Mapping[str, Any]) -> list[str]:
+    """What was measured, as text.
+
+    Raises:
+        ConfigError: a figure is missing, or is no positive number.
+    """
     figures = _checked(row)
     found = []
     for name, value in figures.items():
-        word = name.removeprefix("rates/")
-        if name.startswith(names.PRODUCT) or name == names.ATTENTION:
-            found.append(f"{word:34} {value / 1e9:12,.1f} GFLOP/s")
-        elif name in (names.COPY, names.POINTWISE):
-            found.append(f"{word:34} {value / 1e9:12,.1f} GB/s")
-        elif name == names.LAUNCH:
-            found.append(f"{'launch':34} {value * 1e6:12,.2f} µs")
-        elif name == names.PROCESS:
-            found.append(f"{'process':34} {value / 1e9:12,.2f} GB")
-    for exchange in _exchanges(figures):
-        label = f"{exchange.kind}, {exchange.ranks} ranks, {exchange.size / 1024:,.0f} KiB"
-        found.append(f"{label:34} {exchange.seconds * 1e6:12,.0f} µs")
-    if not _exchanges(figures):
-        found.append("one process: no collective was measured")
+        unit = next((unit for start, unit in _UNITS.items() if name.startswith(start)), None)
+        if unit is not None:
+            label = name.removeprefix("rates/").partition("(")[0]
+            found.append(f"{label:22} {value / unit[0]:9,.{unit[2]}f} {unit[1]}")
+    exchanges = _exchanges(figures)
+    if not exchanges:
+        return [*found, "one process: no collective was measured"]
+    for group, ranks in dict.fromkeys((exchange.group, exchange.ranks) for exchange in exchanges):
+        own = [exchange for exchange in exchanges if (exchange.group, exchange.ranks) == (group, ranks)]
+        kinds = list(dict.fromkeys(exchange.kind for exchange in own))
+        where = "of a node" if group == names.NODE else "of several nodes"
+        found += ["", f"µs, {ranks} ranks {where:13}" + "".join(f"{kind:>12}" for kind in kinds)]
+        for size in dict.fromkeys(exchange.size for exchange in own):
+            times = {exchange.kind: exchange.seconds for exchange in own if exchange.size == size}
+            cells = "".join(f"{times[kind] * 1e6:12,.0f}" if kind in times else " " * 12 for kind in kinds)
+            found.append(f"{size / 1024:20,.0f} KiB  {cells}")
     return found
 
 

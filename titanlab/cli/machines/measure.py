@@ -70,7 +70,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
     path = (out or run.path.parent / "cluster" / "measured.yaml").expanduser()
     processes = counted(recipe.layout.world, "process", "processes")
     with Console() as console:
-        console.note("\n".join([*lines(cluster, row), ""]))
+        console.note("\n".join([*lines(row), ""]))
         machine = cluster.device if cluster.accelerator == "cuda" else (env.get("host") or {}).get("cpu")
         console.note("\n".join(write_cluster(path, cluster, f"{MEASURED} with {processes} on {machine}.")))
     return 0
