@@ -109,7 +109,7 @@ def test_runs_of_another_machine_or_version_are_left_out(made):
     done(made, "threads", env={"environment": {"OMP_NUM_THREADS": "4"}}, seed=11)
     other = done(made, "values", seed=12)
     config = other.attempt_folder(1) / "config.yaml"
-    config.write_text(config.read_text().replace("link_gb_per_second: null", "link_gb_per_second: 7.0"))
+    config.write_text(config.read_text().replace("network_gb_per_second: null", "network_gb_per_second: 7.0"))
     found = read(made)
     assert found.runs == 3
     assert reasons(found) == {
@@ -117,6 +117,17 @@ def test_runs_of_another_machine_or_version_are_left_out(made):
         "torch": "ran on torch 2.12.0, and most on 2.13.0",
         "threads": "ran on machine Fast CPU, 4 threads a process, and most on Fast CPU, 1 thread a process",
     }
+
+
+def test_runs_of_another_calibration_are_used_on_the_usual_cluster(made):
+    for number in range(3):
+        run = done(made, f"r{number}", seed=number)
+        if number == 2:
+            config = run.attempt_folder(1) / "config.yaml"
+            config.write_text(config.read_text().replace("process_gb: null", "process_gb: 0.5"))
+    found = read(made)
+    assert (found.runs, found.left_out) == (3, [])
+    assert {row.recipe.cluster.process_gb for row in found.rows} == {None}
 
 
 def test_two_machines_with_equally_many_runs_are_an_error(made):

@@ -24,6 +24,9 @@ from titanlab.sweep.sweep_folder import SweepFolder
 KEY = "--calibrate"
 _RESIDENT = "memory/max_resident(GiB)"
 _OF_ALL_RANKS = "memory/max_over_ranks(GiB)"
+# Values of a cluster that a calibration or a measurement has found, and that are no facts: runs may differ in them.
+_FITTED = ("efficiencies", "memory_gb_per_second", "allocator_excess", "message_excess", "process_gb", "device")
+_FITTED_ON_CPUS = ("peak_tflops", "link_gb_per_second", "memory_gb")
 # States of runs that have not begun.
 _WAITING = ("prepared", "queued", "missing")
 
@@ -63,7 +66,7 @@ class _Run:
     repeat: int
     common: Mapping[str, str]
     peak_tflops: float | None
-    process_gb: float | None
+    host: Mapping[str, Any]
     stale: bool
 
 
@@ -135,7 +138,7 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
     memory = metrics.get(_OF_ALL_RANKS, metrics.get(meter.MEMORY_RESERVED, metrics.get(_RESIDENT)))
     measured = Measured(
         name=row["run"],
-        recipe=dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, efficiencies={})),
+        recipe=recipe,
         step_seconds=float(seconds),
         memory_bytes=memory * 2**30 if _is_positive(memory) else None,
     )
@@ -146,7 +149,7 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
         repeat=recipe.repeat,
         common=_common(recipe, env),
         peak_tflops=peak if on_cpu and _is_positive(peak) else None,
-        process_gb=process_memory_gb(recipe.cluster, host) if on_cpu else None,
+        host=host,
         stale=bool(row["stale"]),
     )
 
@@ -159,7 +162,8 @@ def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
     if recipe.cluster.accelerator == "cpu":
         threads = str(recipe.launch.threads or variables.get("OMP_NUM_THREADS") or "an unknown number of")
         device = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
-    facts = dataclasses.replace(recipe.cluster, efficiencies={}, device=None)
+    fitted = {*_FITTED, *(_FITTED_ON_CPUS if recipe.cluster.accelerator == "cpu" else ())}
+    facts = {name: value for name, value in dataclasses.asdict(recipe.cluster).items() if name not in fitted}
     return {
         "machine": device,
         "cluster": repr(facts),
@@ -168,16 +172,18 @@ def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def process_memory_gb(cluster: Cluster, host: Mapping[str, Any]) -> float | None:
-    """Memory of a process on CPUs in GB: processes share that of their host; None: it was not recorded.
+def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
+    """A cluster of CPUs with the processes of a host, one a core, and their share of its memory, where it lacks these.
 
     Args:
         host: the part of env.json.
     """
-    memory, processes = host.get("memory_gib"), cluster.per_node or host.get("usable_cores")
-    if not (_is_positive(memory) and _is_positive(processes)):
-        return None
-    return float(memory) * 2**30 / 1e9 / float(processes)  # type: ignore[arg-type]
+    memory, cores = host.get("memory_gib"), host.get("usable_cores")
+    if cluster.per_node is None and isinstance(cores, int) and cores > 0:
+        cluster = dataclasses.replace(cluster, per_node=cores)
+    if cluster.memory_gb is None and cluster.per_node is not None and _is_positive(memory):
+        cluster = dataclasses.replace(cluster, memory_gb=float(memory) * 2**30 / 1e9 / cluster.per_node)  # type: ignore[arg-type]
+    return cluster
 
 
 def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut]]:
@@ -209,13 +215,15 @@ def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut
 
 def _pooled(runs: Sequence[_Run]) -> list[Measured]:
     """A row for each recipe, with the medians over its repeats, on a cluster that has what the runs tell of it."""
-    cluster = runs[0].measured.recipe.cluster
+    clusters = Counter(repr(run.measured.recipe.cluster) for run in runs)
+    usual = clusters.most_common(1)[0][0]
+    cluster = next(own for run in runs if repr(own := run.measured.recipe.cluster) == usual)
     peaks = [run.peak_tflops for run in runs if run.peak_tflops is not None]
     if cluster.peak_tflops is None and peaks:
         # The fastest product that any of them has measured: others had to share their cores.
         cluster = dataclasses.replace(cluster, peak_tflops=max(peaks))
-    if cluster.memory_gb is None and runs[0].process_gb is not None:
-        cluster = dataclasses.replace(cluster, memory_gb=runs[0].process_gb)
+    if cluster.accelerator == "cpu":
+        cluster = with_host(cluster, runs[0].host)
     by_recipe: dict[str, list[_Run]] = {}
     for run in sorted(runs, key=lambda run: run.repeat):
         same = dataclasses.replace(run.measured.recipe, repeat=0)

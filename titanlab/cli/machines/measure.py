@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from titanlab.cli.compose import compose_one
@@ -17,7 +16,7 @@ from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
-from titanlab.sweep.measured_runs import process_memory_gb
+from titanlab.sweep.measured_runs import with_host
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
@@ -66,7 +65,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
     cluster = measured_cluster(recipe, row)
     env = run.env() or {}
     if cluster.accelerator == "cpu":
-        cluster = replace(cluster, memory_gb=cluster.memory_gb or process_memory_gb(cluster, env.get("host") or {}))
+        cluster = with_host(cluster, env.get("host") or {})
     path = (out or run.path.parent / "cluster" / "measured.yaml").expanduser()
     processes = counted(recipe.layout.world, "process", "processes")
     with Console() as console:
