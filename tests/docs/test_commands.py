@@ -39,12 +39,12 @@ ALIKE = re.compile(r"titanlab (train|sweep) (?!.*(--config-dir|--dry-run|data|fi
 # What no reader in an empty folder can type, and why. The list is short, and a line that is on no page is an error.
 ELSEWHERE = {
     ("docs/sweeps.md", "titanlab sweep +sweeps=mine --dry-run"): "tests/cli/test_sweep.py holds it to what is shown",
-    ("docs/planner.md", "titanlab plan --calibrate cpu_calibration"): "tests/cli/test_plan_machines.py has the runs",
+    ("docs/planner.md", "titanlab plan --calibrate cpu_calibration"): "tests/cli/machines/test_calibrate.py has runs",
     (
         "docs/planner.md",
         "titanlab plan --measure launch=slurm cluster=h100 world=16 launch.minutes=10",
-    ): "tests/cli/test_plan_machines.py measures on Slurm",
-    ("docs/planner.md", "titanlab plan --measure"): "tests/cli/test_plan_machines.py measures",
+    ): "tests/slurm/test_measure.py does it",
+    ("docs/planner.md", "titanlab plan --measure"): "tests/cli/machines/test_measure.py does it",
     ("docs/configuration.md", "titanlab train optimizer=cautious"): "of a package that is shown in outline only",
     (
         "docs/checkpoints.md",

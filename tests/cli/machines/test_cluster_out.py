@@ -1,0 +1,32 @@
+"""Where a cluster file may be written."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_the_file_goes_where_it_is_wanted(plan, sweep, tmp_path):
+    code, out, _ = plan("--calibrate", "layouts", "--out", "mine/cluster/cores.yaml", "--runs", str(tmp_path / "runs"))
+    assert code == 0
+    assert out.splitlines()[-1] == "use it: titanlab plan --config-dir mine cluster=cores …"
+    assert (tmp_path / "mine" / "cluster" / "cores.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--calibrate", "layouts", "--out", "cores.yaml"], "must lie in a folder named cluster"),
+        (["--calibrate", "layouts", "--out", "cluster/cores.json"], "is no name of a cluster file"),
+        (["--calibrate", "layouts", "--out", "cluster/h100.yaml"], "try cluster/my_h100.yaml"),
+        (["--calibrate", "layouts", "--out", "cluster/own.yaml"], "is a file that titanlab has not written"),
+    ],
+)
+def test_mistakes_are_one_line(plan, sweep, tmp_path, arguments, complaint):
+    (tmp_path / "cluster").mkdir()
+    own = tmp_path / "cluster" / "own.yaml"
+    own.write_text("defaults: [schema]\n")
+    code, out, err = plan(*arguments)
+    assert (code, out) == (2, "")
+    assert complaint in err
+    assert err.count("\n") == 1
+    assert own.read_text() == "defaults: [schema]\n"
