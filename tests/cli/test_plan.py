@@ -7,6 +7,8 @@ import json
 import pytest
 
 from titanlab.cli import main
+from titanlab.distributed.host import Host
+from titanlab.planner.search import plan as search
 
 RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]
 TIED = ["+recipe=llama3_2_1b_8gpus", "cluster=h100"]
@@ -96,6 +98,20 @@ def test_no_layout_is_legal_and_the_nearest_that_is(plan):
     assert code == 2
     assert "the nearest smaller world that works: world=16" in out
     assert "or another batch: training.global_batch=31" in out
+
+
+def test_local_is_this_host(plan, monkeypatch):
+    monkeypatch.setattr(search, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=4))
+    code, out, err = plan("model=debug", "cluster=local", "world=2", "--top", "1")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert " on 2 CPUs (memory not known)" in lines[0]
+    assert lines[1].startswith("no rates of these CPUs were measured")
+    monkeypatch.setattr(search, "this_host", lambda: Host(accelerator="cuda", device="NVIDIA H200", count=8))
+    assert " on 8 H200 SXMs" in plan("model=debug", "cluster=local", "world=8", "--top", "1")[1]
+    code, _, err = plan("model=debug", "cluster=local", "world=2", "launch=slurm")
+    assert code == 2
+    assert "cluster.accelerator=auto: is whatever a node has" in err
 
 
 @pytest.mark.parametrize(

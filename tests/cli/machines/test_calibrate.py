@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from tests.sweep.made import Made, begin, end
+from titanlab.cli import main
 
 
-def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, tmp_path):
+def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capsys):
     code, out, err = plan("--calibrate", "layouts")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -36,6 +37,11 @@ def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, tmp_path):
     assert (code, err) == (0, "")
     best = json.loads(out)["best"][0]
     assert best["reserved_bytes"] >= values["process_gb"] * 1e9
+    # A sweep of such CPUs has estimates; others have none.
+    for cluster, estimated in (("layouts", True), ("cpu", False)):
+        dry = ("sweep", *arguments[:3], f"cluster={cluster}", "seed=1,2", "--dry-run")
+        assert main(dry) == 0
+        assert ("est. hours" in capsys.readouterr().out) is estimated
     # The sweep is still one, and its own file may be written again.
     assert plan("--calibrate", "layouts")[0] == 0
 
