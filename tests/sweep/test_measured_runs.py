@@ -82,6 +82,7 @@ def test_runs_that_say_nothing_are_left_out_with_a_reason(made):
     done(made, "short", metrics=summary(0.2, **{meter.MEASURED_STEPS: 0}), seed=4)
     done(made, "crowded", cores=1, shard=2, seed=5)
     done(made, "timeless", metrics=summary("fast"), seed=6)
+    done(made, "hungry", metrics=summary(0.2, **{meter.DATA_PERCENT: 12.0}), seed=10)
     damaged = done(made, "damaged", seed=7)
     (damaged.path / "result.json").write_text("{")
     foreign = done(made, "foreign", seed=8)
@@ -91,12 +92,13 @@ def test_runs_that_say_nothing_are_left_out_with_a_reason(made):
     found = read(made)
     assert len(found.rows) == 1
     told = reasons(found)
-    assert set(told) == {"waits", "runs", "failed", "short", "crowded", "timeless", "damaged", "foreign"}
+    assert set(told) == {"waits", "runs", "failed", "short", "crowded", "timeless", "hungry", "damaged", "foreign"}
     assert told["waits"] == "has not begun"
     assert told["runs"] == "is still running"
     assert told["failed"] == "ended as oom"
     assert told["short"] == "has no step after the warm-up"
     assert told["crowded"] == "had more processes than cores"
+    assert told["hungry"] == "waited for data in more than 5 % of its steps' time"
     assert told["timeless"] == "has no time of a step: fast"
     for name in ("damaged", "foreign"):
         assert told[name].startswith("cannot be read: "), told[name]

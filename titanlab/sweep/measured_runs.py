@@ -24,6 +24,8 @@ from titanlab.sweep.sweep_folder import SweepFolder
 KEY = "--calibrate"
 _RESIDENT = "memory/max_resident(GiB)"
 _OF_ALL_RANKS = "memory/max_over_ranks(GiB)"
+# Percent of a step in which a run may wait for data: the planner does not estimate that.
+_MOST_WAITING = 5
 # Values of a cluster that a calibration or a measurement has found, and that are no facts: runs may differ in them.
 _FITTED = ("efficiencies", "memory_gb_per_second", "allocator_excess", "message_excess", "process_gb", "device")
 _FITTED_ON_CPUS = ("peak_tflops", "link_gb_per_second", "memory_gb")
@@ -128,6 +130,9 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
     seconds = row["step_seconds"]
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise _Unusable(f"has no time of a step: {seconds}")
+    waiting = row["data_percent"]
+    if _is_positive(waiting) and waiting > _MOST_WAITING:
+        raise _Unusable(f"waited for data in more than {_MOST_WAITING} % of its steps' time")
     try:
         recipe = frozen_recipe(run, attempt=row["attempt"] or None)
         outcome = run.result()
