@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.flops import per_token
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,19 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+class Unkeyed(Generic[T]):
+    """A value that a cache does not look at: the rest of its key decides the result."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unkeyed)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def key_of(config: Any) -> Key:

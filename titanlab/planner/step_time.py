@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
 from titanlab.planner.machine import Machine
-from titanlab.planner.model_facts import Key, flops_per_token, key_of, model_facts
+from titanlab.planner.model_facts import Key, Unkeyed, flops_per_token, key_of, model_facts
 from titanlab.planner.stored import Sharding as Stored
 from titanlab.planner.stored import stored_pieces
 from titanlab.planner.timing.block_time import exposed, model_time, shape_of
@@ -199,7 +199,7 @@ class _Estimate:
             self.layout,
             self.machine,
             pieces,
-            _Recipe(self.recipe),
+            Unkeyed(self.recipe),
         )
 
 
@@ -212,22 +212,9 @@ def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
     return freed, blocks - freed
 
 
-class _Recipe:
-    """A recipe that a cache does not look at: the rest of the key decides."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Recipe)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 @functools.lru_cache(maxsize=16384)
 def _units(
-    model: Key, precision: Key, layout: Layout, machine: Machine, pieces: tuple[str, ...], recipe: _Recipe
+    model: Key, precision: Key, layout: Layout, machine: Machine, pieces: tuple[str, ...], recipe: Unkeyed[Recipe]
 ) -> Sharding:
-    step = step_of(recipe.recipe, account=model_facts(model).sample)
+    step = step_of(recipe.value, account=model_facts(model).sample)
     return sharding_of(step, pieces, machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from titanlab.costs.setting import Setting
@@ -24,6 +25,10 @@ class PipelineSchedule(Protocol):
             ConfigError: it does not fit.
         """
         return  # the default; mypy takes an empty body for an abstract method
+
+    def alternatives(self) -> Sequence[PipelineSchedule]:
+        """The configs of this kind that the planner compares; by default this one alone."""
+        return [self]
 
     def stage_count(self, *, ranks: int) -> int:
         """Number of stages of a pipeline; cheap for any number of ranks."""

@@ -12,7 +12,7 @@ from titanlab.costs.account import Operation
 from titanlab.costs.layout import Layout
 from titanlab.costs.tensor_styles import STYLES
 from titanlab.planner.machine import Axis, Machine
-from titanlab.planner.model_facts import Key, ModelFacts, model_facts
+from titanlab.planner.model_facts import Key, ModelFacts, Unkeyed, model_facts
 from titanlab.planner.timing.block_work import Kernel, Part, kernel_seconds, work_of
 from titanlab.planner.timing.exchange import axis_in, context_rows, seconds_of, tensor_rows
 from titanlab.recipe.communication import step_of
@@ -242,25 +242,12 @@ def exposed(compute: float, exchange: float, machine: Machine) -> float:
 
 def model_time(shape: Shape, recipe: Recipe) -> ModelTime:
     """The times of all pieces of a recipe with this shape."""
-    return _cached(shape, _Unkeyed(recipe))
-
-
-class _Unkeyed:
-    """A value that a cache does not look at: what the key says decides."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unkeyed)
-
-    def __hash__(self) -> int:
-        return 0
+    return _cached(shape, Unkeyed(recipe))
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached(shape: Shape, unkeyed: _Unkeyed) -> ModelTime:
-    model, shaped = shape.model.value, _Shaped(shape, unkeyed.recipe)
+def _cached(shape: Shape, unkeyed: Unkeyed[Recipe]) -> ModelTime:
+    model, shaped = shape.model.value, _Shaped(shape, unkeyed.value)
     operations = model.block_operations(batch=shape.microbatch, seq_len=shape.seq_len)
     names: dict[object, int] = {}
     kind_of, kinds = [], []
