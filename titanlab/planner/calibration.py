@@ -15,6 +15,7 @@ from titanlab.planner.least_squares import fit
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.step_time import step_time
+from titanlab.planner.timing.pipeline_time import simulated_time
 from titanlab.recipe.recipe import Recipe
 
 KEY = "--calibrate"
@@ -106,7 +107,7 @@ def time_errors(runs: Sequence[Measured], values: Efficiencies) -> list[float]:
         key = f"{run.recipe.cluster}"
         if key not in machines:
             machines[key] = dataclasses.replace(machine_of(run.recipe), efficiencies=values)
-        seconds = step_time(run.recipe, machines[key], simulated=True).seconds
+        seconds = step_time(run.recipe, machines[key], pipeline=simulated_time).seconds
         found.append(math.log(seconds / run.step_seconds))
     return found
 
