@@ -29,6 +29,7 @@ from titanlab.planner.least_squares import fit
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.step_time import step_time
+from titanlab.planner.timing.pipeline_time import simulated_time
 
 RESULT = Path(__file__).parent / "results" / "planner_fit.json"
 # Launches and latencies are not fitted: their time and that of small collectives are too similar in these runs.
@@ -53,7 +54,7 @@ class Runs:
             key = f"{run.recipe.cluster}"
             if key not in shared:
                 shared[key] = dataclasses.replace(machine, efficiencies=values)
-            estimate = step_time(run.recipe, shared[key], simulated=True).tokens_per_second
+            estimate = step_time(run.recipe, shared[key], pipeline=simulated_time).tokens_per_second
             found.append(math.log(estimate / run.tokens_per_second))
         return found
 

@@ -20,6 +20,7 @@ from published_runs import recipe_of
 
 from titanlab.planner.machine import machine_of
 from titanlab.planner.step_time import step_time
+from titanlab.planner.timing.pipeline_time import simulated_time
 
 HERE = Path(__file__).parent
 FIT, RESULT = (HERE / "results" / f"planner_{name}.json" for name in ("fit", "predictions"))
@@ -115,7 +116,7 @@ def predictions() -> list[dict[str, Any]]:
         rows = []
         for name, values in variants:
             recipe = recipe_of({**_USUAL, **values})
-            estimate = step_time(recipe, machine_of(recipe), simulated=True)
+            estimate = step_time(recipe, machine_of(recipe), pipeline=simulated_time)
             parts = {part: round(seconds / estimate.seconds, 4) for part, seconds in estimate.parts.items()}
             rows.append({"variant": name, "tokens_per_second": round(estimate.tokens_per_second, 1), "parts": parts})
         found.append({"title": title, "published": published, "rows": rows})

@@ -16,6 +16,7 @@ from titanlab.planner.machine import machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.reserved import reserved_bytes
 from titanlab.planner.step_time import step_time
+from titanlab.planner.timing.pipeline_time import simulated_time
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep
 
 KNOWN = Cluster(accelerator="cpu", device="cpu", per_node=2, peak_tflops=0.1)
@@ -39,7 +40,7 @@ def row(number, *, slower=1.0, **given):
     return Measured(
         name=f"r{number}-{number:08x}",
         recipe=dataclasses.replace(recipe, cluster=KNOWN),
-        step_seconds=slower * step_time(recipe, machine, simulated=True).seconds,
+        step_seconds=slower * step_time(recipe, machine, pipeline=simulated_time).seconds,
         memory_bytes=slower * reserved_bytes(recipe, machine, most_memory(recipe)),
     )
 

@@ -15,6 +15,7 @@ import pytest
 from titanlab.planner.efficiencies import Efficiencies, fitted
 from titanlab.planner.machine import machine_of
 from titanlab.planner.step_time import step_time
+from titanlab.planner.timing.pipeline_time import simulated_time
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BARS = {"throughput": 0.08}
@@ -64,7 +65,7 @@ def test_kept_errors_are_those_of_the_planner(runs, fit):
     published = runs.published_runs()
     assert list(kept) == [run.number for run in published]
     for run in published[::8]:
-        found = step_time(run.recipe, machine_of(run.recipe), simulated=True).tokens_per_second
+        found = step_time(run.recipe, machine_of(run.recipe), pipeline=simulated_time).tokens_per_second
         # The kept values have four digits.
         assert found / run.tokens_per_second - 1 == pytest.approx(kept[run.number]["error"], abs=2e-3)
 

@@ -15,6 +15,7 @@ from titanlab.planner.machine import machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.reserved import reserved_bytes
 from titanlab.planner.step_time import step_time
+from titanlab.planner.timing.pipeline_time import simulated_time
 
 TRUTH = dataclasses.replace(fitted(), product=0.4, eager_memory=0.25, link=0.2)
 
@@ -100,7 +101,7 @@ def on_cpus():
             run = Measured(
                 name=f"{recipe.layout.label}-{seq_len}",
                 recipe=dataclasses.replace(recipe, cluster=known),
-                step_seconds=step_time(recipe, machine, simulated=True).seconds,
+                step_seconds=step_time(recipe, machine, pipeline=simulated_time).seconds,
                 memory_bytes=reserved_bytes(recipe, machine, most_memory(recipe)),
             )
             runs.append(run)

@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.schedule.action import Kind
 from titanlab.schedule.interleaved_schema import rounds
 from titanlab.schedule.order import placement_of, validate
-from titanlab.schedule.timeline import simulate
+from titanlab.schedule.timeline import peak_in_flight, simulate
 
 RANKS = st.integers(1, 8)
 MICROBATCHES = st.integers(1, 40)
@@ -39,6 +39,18 @@ def test_all_of_them_up_to_a_size_are_complete_and_never_stuck():
                 for microbatches in range(2 * ranks if kind == "dualpipe_v" else 1, 24):
                     orders = schedule.actions(ranks, microbatches)
                     assert validate(orders, schedule.placement(ranks), microbatches=microbatches) is None
+
+
+@given(st.sampled_from(KINDS), st.integers(2, 8), st.integers(1, 4), MICROBATCHES)
+def test_what_they_say_of_their_actions_is_so(kind, ranks, stages_per_rank, microbatches):
+    schedule = Schedule(kind, stages_per_rank)
+    if kind == "dualpipe_v":
+        microbatches += 2 * ranks
+    orders = schedule.actions(ranks, microbatches)
+    sizes = {"ranks": ranks, "microbatches": microbatches}
+    assert schedule.config.peak_in_flight(**sizes) == max(map(peak_in_flight, orders))
+    splits = any(action.kind is Kind.WEIGHT for order in orders for action in order)
+    assert schedule.config.splits_backward(**sizes) == splits
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), RANKS, MICROBATCHES)

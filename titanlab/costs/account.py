@@ -6,6 +6,7 @@ The planner, the trainer and the tests read the same account; tests compare it w
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,7 +183,13 @@ class ModelAccount:
 
 def style_of(plan: Mapping[str, str], module: str) -> str:
     """The style of the module at a path in a tensor plan, or an empty string; `*` matches one step of a path."""
-    for pattern, style in plan.items():
+    return _style(tuple(plan.items()), module)
+
+
+# Asked for the same modules for every layout that is compared.
+@functools.lru_cache(maxsize=16384)
+def _style(plan: tuple[tuple[str, str], ...], module: str) -> str:
+    for pattern, style in plan:
         # Equally many dots, because fnmatch's `*` would match several steps.
         if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
             return style

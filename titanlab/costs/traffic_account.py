@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -221,11 +222,12 @@ def _context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic
     # A rank first sends its own block, then the blocks that arrive; of blocks of ranks before it, only the first half.
     sent = [half] * (ranks - 1) if here == 0 else [whole] * min(after + 1, ranks - 1) + [half] * (before - 1)
     received = [whole] * after + [half] * before
-    for size in sent + sent + received:  # forward, backward, and gradients of the received blocks
-        traffic.add(axis, "send", size, ranks=ranks, times=2 * times)
+    # Forward, backward, and gradients of the received blocks.
+    for size, count in Counter(sent + sent + received).items():
+        traffic.add(axis, "send", size, ranks=ranks, times=2 * times * count)
     own_gradients = [whole] * before + [half] * after
-    for size in received + received + own_gradients:
-        traffic.add(axis, "recv", size, ranks=ranks, times=2 * times)
+    for size, count in Counter(received + received + own_gradients).items():
+        traffic.add(axis, "recv", size, ranks=ranks, times=2 * times * count)
 
 
 def _pipeline(step: Step, number: int, traffic: Traffic) -> None:

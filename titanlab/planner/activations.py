@@ -6,8 +6,8 @@ import functools
 import math
 from typing import NamedTuple
 
-from titanlab.costs.account import Operation, Share, kept
-from titanlab.planner.model_facts import Key
+from titanlab.costs.account import Share, kept
+from titanlab.planner.model_facts import Key, block_operations, edge_operations, treatments
 
 # Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
 # their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the
@@ -44,24 +44,21 @@ class BlockBytes(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def block_bytes(batch: Batch, layers: int) -> tuple[BlockBytes, ...]:
     """By number of the block."""
-    block, ac, share = _block(batch.model, batch.microbatch, batch.seq_len), batch.ac.value, batch.share
+    block, ac, share = block_operations(batch.model, batch.microbatch, batch.seq_len), batch.ac.value, batch.share
     whole = share.bytes_of(kept(block))
-    known: dict[object, BlockBytes] = {}
-    found = []
-    for number in range(layers):
-        treatment = ac.treatment(number)
-        if treatment not in known:
-            saved = ac.saved_bytes(block, share, number=number)
-            again = whole - saved if ac.recomputed(block, number=number) else 0
-            known[treatment] = BlockBytes(saved, max(0, again))
-        found.append(known[treatment])
-    return tuple(found)
+    first, kind_of = treatments(batch.ac, layers)
+    kinds = []
+    for number in first:
+        saved = ac.saved_bytes(block, share, number=number)
+        again = whole - saved if ac.recomputed(block, number=number) else 0
+        kinds.append(BlockBytes(saved, max(0, again)))
+    return tuple(kinds[kind] for kind in kind_of)
 
 
 @functools.lru_cache(maxsize=4096)
 def gradients_together(model: Key, share: Share, microbatch: int, seq_len: int) -> int:
     """Bytes of gradients of activations that exist together in the backward pass of a block."""
-    block = _block(model, microbatch, seq_len)
+    block = block_operations(model, microbatch, seq_len)
     tensors = [tensor for operation in block for tensor in operation.keeps]
     tensors += [result for operation in block for operator in operation.operators for result in operator.results]
     return _LARGEST_TOGETHER * max((share.bytes_of([tensor]) for tensor in tensors), default=0)
@@ -70,7 +67,7 @@ def gradients_together(model: Key, share: Share, microbatch: int, seq_len: int) 
 @functools.lru_cache(maxsize=4096)
 def edge_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
     """Bytes that pieces before and after the blocks keep, by name."""
-    return {edge.name: share.bytes_of(kept([edge])) for edge in _edges(model, microbatch, seq_len)}
+    return {edge.name: share.bytes_of(kept([edge])) for edge in edge_operations(model, microbatch, seq_len)}
 
 
 def loss_bytes(
@@ -81,7 +78,7 @@ def loss_bytes(
     Args:
         last: name of the piece whose output are the logits.
     """
-    edges = {edge.name: edge for edge in _edges(model, microbatch, seq_len)}
+    edges = {edge.name: edge for edge in edge_operations(model, microbatch, seq_len)}
     if last not in edges:
         return 0
     output = edges[last].output
@@ -95,13 +92,3 @@ def loss_bytes(
     if compiled:
         return logits * 2 * width
     return logits * max(width + copy + _FLOAT, 3 * _FLOAT)
-
-
-@functools.lru_cache(maxsize=1024)
-def _block(model: Key, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
-    return tuple(model.value.block_operations(batch=microbatch, seq_len=seq_len))
-
-
-@functools.lru_cache(maxsize=1024)
-def _edges(model: Key, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
-    return tuple(model.value.edge_operations(batch=microbatch, seq_len=seq_len))

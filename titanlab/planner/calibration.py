@@ -18,6 +18,7 @@ from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import most_memory
 from titanlab.planner.reserved import exchanged_bytes, reserved_bytes
 from titanlab.planner.step_time import step_time
+from titanlab.planner.timing.pipeline_time import simulated_time
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.config_file import config_text
 
@@ -133,7 +134,9 @@ def _machine(runs: Sequence[Measured], cluster: Cluster) -> Machine:
 
 
 def _errors(runs: Sequence[Measured], machine: Machine) -> list[float]:
-    return [math.log(step_time(run.recipe, machine, simulated=True).seconds / run.step_seconds) for run in runs]
+    return [
+        math.log(step_time(run.recipe, machine, pipeline=simulated_time).seconds / run.step_seconds) for run in runs
+    ]
 
 
 def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:

@@ -15,6 +15,7 @@ from titanlab.planner.model_facts import key_of
 from titanlab.planner.reserved import reserved_bytes
 from titanlab.planner.step_time import StepTime, step_time
 from titanlab.planner.timing.block_time import model_time, shape_of
+from titanlab.planner.timing.pipeline_time import simulated_time
 from titanlab.planner.timing.stage_time import rank_stages
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
@@ -55,7 +56,7 @@ def explain(recipe: Recipe) -> Explanation:
         recipe=recipe,
         machine=machine,
         ranks=memory(recipe),
-        time=step_time(recipe, machine, simulated=True),
+        time=step_time(recipe, machine, pipeline=simulated_time),
         traffic=step_traffic(step_of(recipe), Coordinate()),
         timeline=_timeline(recipe, machine),
     )
@@ -65,7 +66,7 @@ def _timeline(recipe: Recipe, machine: Machine) -> Timeline | None:
     layout, model, schedule = recipe.layout, key_of(recipe.model), key_of(recipe.schedule)
     if layout.pipeline == 1:
         return None
-    times = model_time(shape_of(recipe, machine, model, key_of(recipe.precision), key_of(recipe.ac)), recipe)
+    times = model_time(shape_of(recipe, machine, model, key_of(recipe.precision)), key_of(recipe.ac), recipe)
     split, ranks = key_of(recipe.parallelism.split), layout.pipeline
     stages = rank_stages(times, model, schedule, split, ranks, recipe.training.seq_len).pipeline
     assert stages is not None

@@ -53,7 +53,11 @@ def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int,
                 rose = False
             alive[place[stage]] -= 1
     found.add(tuple(alive))
-    return tuple(sorted(one for one in found if not any(other != one and _covers(other, one) for other in found)))
+    largest: list[tuple[int, ...]] = []
+    for one in sorted(found, key=sum, reverse=True):
+        if not any(_covers(other, one) for other in largest):
+            largest.append(one)
+    return tuple(sorted(largest))
 
 
 def _covers(large: Sequence[int], small: Sequence[int]) -> bool:

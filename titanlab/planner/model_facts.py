@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from titanlab.costs.account import ModelAccount
+from titanlab.costs.account import ModelAccount, Operation
 from titanlab.costs.flops import per_token
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,19 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+class Unkeyed(Generic[T]):
+    """A value that a cache does not look at: the rest of its key decides the result."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unkeyed)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def key_of(config: Any) -> Key:
@@ -80,3 +95,23 @@ def model_facts(model: Key) -> ModelFacts:
 def flops_per_token(model: Key, seq_len: int) -> int:
     """See `titanlab.costs.flops.per_token`."""
     return per_token(model_facts(model).account, seq_len=seq_len)
+
+
+@functools.lru_cache(maxsize=1024)
+def block_operations(model: Key, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
+    """The operations of a block for a microbatch."""
+    return tuple(model.value.block_operations(batch=microbatch, seq_len=seq_len))
+
+
+@functools.lru_cache(maxsize=1024)
+def edge_operations(model: Key, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
+    """The operations outside blocks for a microbatch."""
+    return tuple(model.value.edge_operations(batch=microbatch, seq_len=seq_len))
+
+
+@functools.lru_cache(maxsize=256)
+def treatments(ac: Key, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first block of each treatment, and the number of the treatment of each block."""
+    all_treatments = [ac.value.treatment(number) for number in range(layers)]
+    different = list(dict.fromkeys(all_treatments))
+    return tuple(map(all_treatments.index, different)), tuple(map(different.index, all_treatments))

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import functools
 
-from titanlab.planner.model_facts import Key, model_facts
+from titanlab.planner.model_facts import Key, block_operations, edge_operations, model_facts
 from titanlab.recipe.stage_pieces import stage_pieces
 
 
-@functools.lru_cache(maxsize=4096)
 def stages_of(model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -> tuple[tuple[str, ...], ...]:
     """By stage.
 
     Raises:
         ConfigError: the split does not fit the model or the number of stages.
     """
-    account = model_facts(model).account
     if ranks == 1:
-        return (tuple(account.pieces or ("",)),)
+        return (tuple(model_facts(model).account.pieces or ("",)),)
+    return _stages(model, placement_of(schedule, ranks), split, seq_len)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stages(model: Key, placement: tuple[int, ...], split: Key, seq_len: int) -> tuple[tuple[str, ...], ...]:
     # The shares of the pieces do not depend on the microbatch.
-    sizes = {"batch": 1, "seq_len": seq_len}
     stages = stage_pieces(
-        account,
+        model_facts(model).account,
         split=split.value,
-        placement=placement_of(schedule, ranks),
-        block=model.value.block_operations(**sizes),
-        edges=model.value.edge_operations(**sizes),
+        placement=placement,
+        block=block_operations(model, 1, seq_len),
+        edges=edge_operations(model, 1, seq_len),
     )
     return tuple(stages)
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
 from titanlab.planner.machine import Machine
-from titanlab.planner.model_facts import Key, flops_per_token, key_of, model_facts
+from titanlab.planner.model_facts import Key, Unkeyed, flops_per_token, key_of, model_facts
 from titanlab.planner.stored import Sharding as Stored
 from titanlab.planner.stored import stored_pieces
 from titanlab.planner.timing.block_time import exposed, model_time, shape_of
 from titanlab.planner.timing.exchange import Sharding, axis_in, sharding_of
-from titanlab.planner.timing.pipeline_time import Stages, pipeline_time
+from titanlab.planner.timing.pipeline_time import PipelineEstimate, Stages, pipeline_time
 from titanlab.planner.timing.stage_time import RankTime, rank_stages
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
@@ -44,19 +44,19 @@ class StepTime:
     mfu: float
 
 
-def step_time(recipe: Recipe, machine: Machine, *, simulated: bool = False) -> StepTime:
+def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = pipeline_time) -> StepTime:
     """Estimate the time of a step.
 
     Args:
         recipe: resolved.
         machine: as `machine_of` gives it.
-        simulated: simulate each action of a pipeline; False: estimate, within 1.25 % of that, from a shorter simulation
-            that recipes share.
+        pipeline: gives the time of a pipeline. `simulated_time` simulates each action; `pipeline_time` is within 1 % of
+            that, from a shorter simulation that recipes share; `least_time` is a bound.
 
     Raises:
         ConfigError: the pipeline's split or schedule does not fit the model or the batch.
     """
-    return _Estimate(recipe, machine).step(simulated=simulated)
+    return _Estimate(recipe, machine).step(pipeline)
 
 
 class _Estimate:
@@ -67,14 +67,13 @@ class _Estimate:
         self.model, self.precision = key_of(recipe.model), key_of(recipe.precision)
         self.facts = model_facts(self.model)
         self.formats = recipe.precision.formats()
-        shape = shape_of(recipe, machine, self.model, self.precision, key_of(recipe.ac))
-        self.times = model_time(shape, recipe)
+        self.times = model_time(shape_of(recipe, machine, self.model, self.precision), key_of(recipe.ac), recipe)
         self.microbatches = recipe.microbatches
         self.fsdp = self.layout.data_parallelism(mixed=self.formats.mixed) == "fsdp2"
         reshards = recipe.parallelism.frees_after_forward
         self.reshards = reshards and self.fsdp
 
-    def step(self, *, simulated: bool) -> StepTime:
+    def step(self, pipeline: PipelineEstimate) -> StepTime:
         """The estimate."""
         recipe, machine, layout = self.recipe, self.machine, self.layout
         stages = rank_stages(
@@ -92,7 +91,7 @@ class _Estimate:
             "bubble": 0.0,
         }
         if stages.pipeline is not None:
-            self._pipeline(stages.pipeline, parts, simulated=simulated)
+            self._pipeline(pipeline, stages.pipeline, parts)
         block, edges = self._unit((self.facts.block,)), self._unit(busiest.edges)
         parts["tensor"] += busiest.blocks * self.times.once
         self._data_parallel(busiest, block, edges, parts)
@@ -108,15 +107,14 @@ class _Estimate:
         flops = flops_per_token(self.model, recipe.training.seq_len)
         return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
 
-    def _pipeline(self, stages: Stages, parts: dict[str, float], *, simulated: bool) -> None:
+    def _pipeline(self, pipeline: PipelineEstimate, stages: Stages, parts: dict[str, float]) -> None:
         """Add a pipeline's bubble, and what sending adds."""
-        found = pipeline_time(
+        found = pipeline(
             key_of(self.recipe.schedule),
             stages,
             ranks=self.layout.pipeline,
             microbatches=self.microbatches,
             transfer=self._transfer(),
-            simulated=simulated,
         )
         parts["pipeline"] = found.sending
         parts["bubble"] = max(0.0, found.seconds - found.sending - stages.busy * self.microbatches)
@@ -199,7 +197,7 @@ class _Estimate:
             self.layout,
             self.machine,
             pieces,
-            _Recipe(self.recipe),
+            Unkeyed(self.recipe),
         )
 
 
@@ -212,22 +210,9 @@ def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
     return freed, blocks - freed
 
 
-class _Recipe:
-    """A recipe that a cache does not look at: the rest of the key decides."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Recipe)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 @functools.lru_cache(maxsize=16384)
 def _units(
-    model: Key, precision: Key, layout: Layout, machine: Machine, pieces: tuple[str, ...], recipe: _Recipe
+    model: Key, precision: Key, layout: Layout, machine: Machine, pieces: tuple[str, ...], recipe: Unkeyed[Recipe]
 ) -> Sharding:
-    step = step_of(recipe.recipe, account=model_facts(model).sample)
+    step = step_of(recipe.value, account=model_facts(model).sample)
     return sharding_of(step, pieces, machine)

@@ -13,7 +13,6 @@ from titanlab.recipe import layout_rules
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.records.run_name import check_name
-from titanlab.schedule.action import Kind
 
 SEEDS = 2**63
 # Ten times the largest clusters; up to this number, plans with an entry for every process are still made at once.
@@ -181,18 +180,12 @@ def setting(recipe: Recipe) -> Setting:
         compiled=recipe.compile.backend if recipe.compile.blocks else "",
         sequence_parallel=recipe.parallelism.sequence_parallel,
         cpu_offload=recipe.parallelism.cpu_offload,
-        splits_backward=_splits_backward(recipe),
+        splits_backward=recipe.layout.pipeline > 1
+        and recipe.schedule.splits_backward(ranks=recipe.layout.pipeline, microbatches=recipe.microbatches),
         rests_in=formats.master,
         computes_in=formats.compute,
         kinds={name: group.kind for name, group in groups.items() if hasattr(group, "kind")},
     )
-
-
-def _splits_backward(recipe: Recipe) -> bool:
-    if recipe.layout.pipeline == 1:
-        return False
-    actions = recipe.schedule.actions(ranks=recipe.layout.pipeline, microbatches=recipe.microbatches)
-    return any(action.kind is Kind.WEIGHT for order in actions for action in order)
 
 
 def _nearest_multiple(value: int, unit: int) -> int:

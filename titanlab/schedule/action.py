@@ -15,6 +15,9 @@ class Kind(StrEnum):
     INPUT = "I"  # only the gradient of the stage's input, for which the previous stage waits
     WEIGHT = "W"  # the gradient of the stage's weights, for which no stage waits
 
+    # That of the letter. The one of enumerations is a function in Python, and tables of actions call it very often.
+    __hash__ = str.__hash__
+
 
 class Action(NamedTuple):
     """One computation; `str` gives torch's notation: "2F0"."""
@@ -32,23 +35,23 @@ class ActionList(list[Action]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._done: defaultdict[tuple[int, Kind], int] = defaultdict(int)
+        self._done: defaultdict[int, dict[Kind, int]] = defaultdict(lambda: dict.fromkeys(Kind, 0))
 
     def add(self, stage: int, *kinds: Kind) -> None:
         """Append an action of the stage for each kind, with the next microbatch of that kind."""
-        done = self._done
+        done = self._done[stage]
         for kind in kinds:
             # A full backward counts as both halves.
             first = Kind.INPUT if kind is Kind.BACKWARD else kind
-            number = done[stage, first]
+            number = done[first]
             self.append(Action(stage, kind, number))
-            done[stage, first] = number + 1
+            done[first] = number + 1
             if kind is Kind.BACKWARD:
-                done[stage, Kind.WEIGHT] += 1
+                done[Kind.WEIGHT] += 1
 
     def done(self, stage: int, kind: Kind) -> int:
         """Number of the stage's actions of this kind."""
-        return self._done[stage, kind]
+        return self._done[stage][kind]
 
     def up_to(self, microbatches: int) -> list[Action]:
         """The actions of the first `microbatches`; they are executable, since no microbatch waits for another."""

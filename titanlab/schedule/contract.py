@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from titanlab.costs.setting import Setting
-from titanlab.schedule.action import Action
+from titanlab.schedule.action import Action, Kind
+from titanlab.schedule.timeline import peak_in_flight
 
 
 class PipelineSchedule(Protocol):
@@ -24,6 +26,25 @@ class PipelineSchedule(Protocol):
             ConfigError: it does not fit.
         """
         return  # the default; mypy takes an empty body for an abstract method
+
+    def alternatives(self) -> Sequence[PipelineSchedule]:
+        """The configs of this kind that the planner compares; by default this one alone."""
+        return [self]
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Whether gradients of weights are computed later than those of inputs (I and W).
+
+        By default seen in the actions; a schedule that always or never does answers sooner.
+        """
+        actions = self.actions(ranks=ranks, microbatches=microbatches)
+        return any(action.kind is Kind.WEIGHT for order in actions for action in order)
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """Largest number of microbatches whose activations a rank keeps, as `Timeline` counts them.
+
+        By default counted in the actions; a schedule that knows a formula answers sooner.
+        """
+        return max(map(peak_in_flight, self.actions(ranks=ranks, microbatches=microbatches)))
 
     def stage_count(self, *, ranks: int) -> int:
         """Number of stages of a pipeline; cheap for any number of ranks."""

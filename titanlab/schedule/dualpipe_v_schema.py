@@ -36,6 +36,14 @@ class DualPipeV(VShaped):
             cure = f"try schedule=zbv, or training.global_batch times {factor}"
             raise ConfigError("schedule", self.kind, rule, cure)
 
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Always."""
+        return True
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """The forward passes of the warm-up and one of the steady phase, of two stages."""
+        return ranks + 0.5
+
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank."""
         self.check_pipeline(ranks=ranks, microbatches=microbatches)

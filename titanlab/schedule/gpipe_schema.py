@@ -16,6 +16,14 @@ class GPipe(OneStage):
 
     kind: str = "gpipe"
 
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Never."""
+        return False
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """All microbatches."""
+        return microbatches
+
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank."""
         orders = []

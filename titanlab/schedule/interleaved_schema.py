@@ -24,6 +24,12 @@ class _Interleaved(Looped):
     # How many more forward passes a rank runs before its first backward pass than the next rank does.
     _lead_per_rank: ClassVar[int]
 
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """The forward passes before the first backward pass, and one that runs before it in the same turn."""
+        longest = len(rounds(ranks=ranks, microbatches=microbatches)[0])
+        lead = (self.stages_per_rank - 1) * longest + self._lead_per_rank * (ranks - 1)
+        return min(lead + 1, self.stages_per_rank * microbatches) / self.stages_per_rank
+
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank."""
         microbatches_by_round = rounds(ranks=ranks, microbatches=microbatches)
@@ -56,6 +62,10 @@ class Interleaved1F1B(_Interleaved):
     # A backward pass delays the gradient as long as a forward pass delays the activation.
     _lead_per_rank: ClassVar[int] = 2
 
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Never."""
+        return False
+
     def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
         return [(Kind.BACKWARD, lead)]
 
@@ -68,6 +78,10 @@ class InterleavedZeroBubble(_Interleaved):
     kind: str = "interleaved_zero_bubble"
     # A gradient of the input arrives sooner than after a full backward pass, so a shorter lead is enough.
     _lead_per_rank: ClassVar[int] = 1
+
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Always."""
+        return True
 
     def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
         # Gradients of weights lag by the rank's number: a later rank has gradients sooner, and has more idle time at

@@ -16,6 +16,14 @@ class LoopedBFS(Looped):
 
     kind: str = "looped_bfs"
 
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Never."""
+        return False
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """All microbatches."""
+        return microbatches
+
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank. Backward passes run in reverse: the last microbatch's activations are the newest."""
         orders = []

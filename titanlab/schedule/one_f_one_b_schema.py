@@ -16,6 +16,14 @@ class OneFOneB(OneStage):
 
     kind: str = "1f1b"
 
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Never."""
+        return False
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """One for each stage, if there are as many."""
+        return min(ranks, microbatches)
+
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank."""
         orders = []

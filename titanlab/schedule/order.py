@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from titanlab.errors import TitanlabError
 from titanlab.schedule.action import Action, Kind
@@ -79,34 +79,58 @@ def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> 
     list(executed(orders, stages=len(placement)))
 
 
-def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list[Action]]]:
-    """Yield rank, action and the actions that it needs, in an order in which all can be executed.
+def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list[int]]]:
+    """Yield rank, action and what the action needs, in an order in which all can be executed.
 
-    The needed actions are those of the lists: the gradient of a stage's input comes from its B or its I.
+    What it needs are the numbers of other actions, counted from 0 in the order in which this function yields them.
 
     Raises:
         OrderError: the remaining actions wait for each other; the message names the waiting actions.
     """
-    done: dict[Action, Action] = {}  # available result → the action that made it
-    places = [0] * len(orders)
-    progress = True
-    while progress:
-        progress = False
-        for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                action = order[places[rank]]
-                needs = _needs(action, stages)
-                if not all(need in done for need in needs):
+    span = 1 + max((action.microbatch for order in orders for action in order), default=0)
+    # By result, and by stage · span + microbatch: the number of the action that made it.
+    made: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
+    # By kind and stage: where to look for what an action needs, and how far from its own place.
+    sources = {
+        kind: [
+            [(made[result], step * span) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]
+            for stage in range(stages)
+        ]
+        for kind in Kind
+    }
+    results = {kind: made[_result(kind)] for kind in Kind}
+    streams = [iter(order) for order in orders]
+    following = [next(stream, None) for stream in streams]
+    number, before = 0, -1
+    while number > before:
+        before = number
+        for rank, stream in enumerate(streams):
+            action = following[rank]
+            while action is not None:
+                stage, kind, microbatch = action
+                place = stage * span + microbatch
+                needs = [source.get(place + away) for source, away in sources[kind][stage]]
+                if None in needs:
                     break
-                yield rank, action, [done[need] for need in needs]
-                done[_result(action)] = action
-                places[rank] += 1
-                progress = True
-    left = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
+                yield rank, action, needs  # type: ignore[misc]  # none is None
+                results[kind][place] = number
+                number += 1
+                action = next(stream, None)
+            following[rank] = action
+    left = [rank for rank, action in enumerate(following) if action is not None]
     if left:
-        raise OrderError(left[0], places[left[0]], "; ".join(_waits(orders, places, done, stages)))
+        undone = [len(list(stream)) + (action is not None) for stream, action in zip(streams, following, strict=True)]
+        places = [len(order) - count for order, count in zip(orders, undone, strict=True)]
+        raise OrderError(left[0], places[left[0]], "; ".join(_waits(orders, places, stages)))
 
 
+# What an action of each kind needs: the kind of a result, and how many stages after its own.
+_NEEDS: Mapping[Kind, Sequence[tuple[Kind, int]]] = {
+    Kind.FORWARD: [(Kind.FORWARD, -1)],
+    Kind.BACKWARD: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
+    Kind.INPUT: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
+    Kind.WEIGHT: [(Kind.INPUT, 0)],
+}
 # A microbatch has either B or I and W.
 _EXCLUDED = {
     Kind.FORWARD: (),
@@ -135,25 +159,20 @@ def _missing(seen: set[Action], stage: int, microbatch: int) -> str:
     return f"{Action(stage, Kind.BACKWARD, microbatch)}, or I and W instead,"
 
 
-def _result(action: Action) -> Action:
-    """The name of an action's result: B gives the gradient of the input, as I does."""
-    return action._replace(kind=Kind.INPUT) if action.kind is Kind.BACKWARD else action
+def _result(kind: Kind) -> Kind:
+    """The kind of an action's result: B gives the gradient of the input, as I does."""
+    return Kind.INPUT if kind is Kind.BACKWARD else kind
 
 
 def _needs(action: Action, stages: int) -> list[Action]:
+    """The results that an action needs."""
     stage, kind, microbatch = action
-    if kind is Kind.FORWARD:
-        return [Action(stage - 1, kind, microbatch)] if stage > 0 else []
-    if kind is Kind.WEIGHT:
-        return [Action(stage, Kind.INPUT, microbatch)]
-    own = [Action(stage, Kind.FORWARD, microbatch)]
-    return [*own, Action(stage + 1, Kind.INPUT, microbatch)] if stage < stages - 1 else own
+    return [Action(stage + step, result, microbatch) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]
 
 
-def _waits(orders: Orders, places: list[int], done: dict[Action, Action], stages: int) -> Iterator[str]:
-    remaining = {
-        _result(action): (rank, action) for rank, order in enumerate(orders) for action in order[places[rank] :]
-    }
+def _waits(orders: Orders, places: list[int], stages: int) -> Iterator[str]:
+    done = {_made(action) for order, place in zip(orders, places, strict=True) for action in order[:place]}
+    remaining = {_made(action): (rank, action) for rank, order in enumerate(orders) for action in order[places[rank] :]}
     stuck = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
     for rank in stuck[:_SHOWN]:
         waiting = orders[rank][places[rank]]
@@ -167,3 +186,8 @@ def _waits(orders: Orders, places: list[int], done: dict[Action, Action], stages
         yield f"{waiting} on rank {rank} waits for {action}, which comes{after} on rank {owner}"
     if len(stuck) > _SHOWN:
         yield f"and {len(stuck) - _SHOWN} more ranks wait"
+
+
+def _made(action: Action) -> Action:
+    """The name of an action's result."""
+    return action._replace(kind=_result(action.kind))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titanlab.errors import ConfigError
 from titanlab.schedule.contract import PipelineSchedule
 
 KEY = "schedule.stages_per_rank"
+_COMPARED_STAGES = (2, 4, 8)
 
 
 class OneStage(PipelineSchedule):
@@ -37,6 +38,10 @@ class Looped(PipelineSchedule):
     def __post_init__(self) -> None:
         if self.stages_per_rank < 1:
             raise ConfigError(KEY, self.stages_per_rank, "every rank has at least one stage", "try 2")
+
+    def alternatives(self) -> list[PipelineSchedule]:
+        """Few and many stages per rank."""
+        return [replace(self, stages_per_rank=stages) for stages in _COMPARED_STAGES]
 
     def stage_count(self, *, ranks: int) -> int:
         """`stages_per_rank` stages for each rank."""

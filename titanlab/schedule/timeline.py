@@ -60,13 +60,14 @@ def simulate(
         OrderError: ranks wait for each other, or for an action that no rank has.
     """
     events: list[list[Event]] = [[] for _ in orders]
-    ends: dict[Action, float] = {}
+    ends: list[tuple[float, int]] = []  # of each action: time and rank
     for rank, action, needs in executed(orders, stages=len(placement)):
-        arrivals = [ends[need] + (transfer if placement[need.stage] != rank else 0.0) for need in needs]
+        arrivals = [ends[need][0] + (transfer if ends[need][1] != rank else 0.0) for need in needs]
         begin = max([events[rank][-1].end if events[rank] else 0.0, *arrivals])
-        ends[action] = begin + _time(durations, action)
-        events[rank].append(Event(action, begin, ends[action]))
-    duration = max(ends.values(), default=0.0)
+        end = begin + _time(durations, action)
+        ends.append((end, rank))
+        events[rank].append(Event(action, begin, end))
+    duration = max((end for end, _ in ends), default=0.0)
     busy = sum(event.end - event.begin for row in events for event in row)
     return Timeline(
         events=events,

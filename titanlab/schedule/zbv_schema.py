@@ -23,6 +23,14 @@ class ZBV(VShaped):
 
     kind: str = "zbv"
 
+    def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
+        """Always."""
+        return True
+
+    def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
+        """One for each rank, if there are as many."""
+        return min(ranks, microbatches)
+
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank."""
         # The construction needs 2·ranks − 1 microbatches; for fewer, the actions of the others are left out.

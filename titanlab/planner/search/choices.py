@@ -11,10 +11,10 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.planner.search.space import Choice, Choices
 from titanlab.recipe.recipe import Recipe
+from titanlab.schedule.contract import PipelineSchedule
 
 # Groups that vary only if a person asks for it.
 VARIED = ("precision", "compile")
-STAGES_PER_RANK = (2, 4, 8)
 
 
 def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
@@ -34,7 +34,7 @@ def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
     if "compile" in vary:
         compiles += [Compile(), Compile(blocks=True, loss=True)]
     return Choices(
-        schedules=_named(recipe.schedule, _stages(_defaults("schedule"))),
+        schedules=_schedules(recipe.schedule),
         acs=_named(recipe.ac, _estimated(_defaults("ac"))),
         precisions=_named(recipe.precision, _defaults("precision") if "precision" in vary else []),
         compiles=[Choice(_compile_name(value), value) for value in _different(compiles)],
@@ -52,19 +52,14 @@ def _defaults(group: str) -> list[Any]:
     return found
 
 
-def _stages(schedules: Iterable[Any]) -> list[Any]:
-    """Schedules with several stages a rank, by their numbers of stages."""
-    found: list[Any] = []
-    for schedule in schedules:
-        if not hasattr(schedule, "stages_per_rank"):
-            found.append(schedule)
-            continue
-        for stages in STAGES_PER_RANK:
-            try:
-                found.append(dataclasses.replace(schedule, stages_per_rank=stages))
-            except ConfigError:
-                continue
-    return found
+def _schedules(own: PipelineSchedule) -> list[Choice]:
+    """A recipe's own schedule, and those of every kind; names have the stages of a rank if they are several."""
+    others = [other for schedule in _defaults("schedule") for other in schedule.alternatives()]
+    choices = []
+    for schedule in _different([own, *others]):
+        stages = schedule.stage_count(ranks=1)
+        choices.append(Choice(f"{schedule.kind} ×{stages}" if stages > 1 else schedule.kind, schedule))
+    return choices
 
 
 def _estimated(policies: Iterable[Any]) -> list[Any]:
@@ -82,8 +77,6 @@ def _different(values: Iterable[Any]) -> list[Any]:
 
 def _name(value: Any) -> str:
     """The kind, with the fields that differ from their defaults."""
-    if hasattr(value, "stages_per_rank"):
-        return f"{value.kind} ×{value.stages_per_rank}"
     changed = []
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -145,13 +146,19 @@ def _values(one: Ranked) -> dict[str, Any]:
 def overrides(one: Ranked) -> list[str]:
     """The arguments that make the recipe of the request this one; precision and compile only if they vary."""
     degrees = [f"parallelism.{axis}={degree}" for axis, degree in one.recipe.layout.degrees().items()]
-    found = [*degrees, f"training.microbatch={one.point.microbatch}", f"ac={one.point.ac.value.kind}"]
+    found = [*degrees, f"training.microbatch={one.point.microbatch}", *_chosen("ac", one.point.ac.value)]
     if one.recipe.layout.pipeline > 1:
-        schedule = one.point.schedule.value
-        found.append(f"schedule={schedule.kind}")
-        if "stages_per_rank" in schedule.__dataclass_fields__:
-            found.append(f"schedule.stages_per_rank={schedule.stages_per_rank}")
+        found += _chosen("schedule", one.point.schedule.value)
     return found
+
+
+def _chosen(group: str, option: Any) -> list[str]:
+    """An option with its numbers, also those that are defaults: the recipe of the request may have others."""
+    values = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
+    numbers = [
+        f"{group}.{name}={str(value).lower()}" for name, value in values.items() if isinstance(value, int | float)
+    ]
+    return [f"{group}={option.kind}", *numbers]
 
 
 def summary(dropped: Mapping[str, int], limit: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 A search from the best bound on (best-first): every group of recipes has a bound below which the time of none of them
 can be. The group with the smallest bound is refined, from a bound of its computation to one with its communication
-inside blocks, then to recipes with a pipeline's schedule, then to estimates. The first estimate that comes out is that
-of the fastest recipe.
+inside blocks, then to recipes without the idle time that only a simulation of their pipeline knows, then to estimates.
+The first estimate that comes out is that of the fastest recipe.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from titanlab.costs.account import Share
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
-from titanlab.planner.activations import Batch, block_bytes
-from titanlab.planner.in_flight import peaks
-from titanlab.planner.machine import Machine, axis_of
+from titanlab.planner.machine import Machine
 from titanlab.planner.memory import RankMemory, most_memory
-from titanlab.planner.model_facts import Key, key_of, model_facts
+from titanlab.planner.model_facts import Key, key_of
 from titanlab.planner.reserved import message_bytes
+from titanlab.planner.search.group import Group
+from titanlab.planner.search.memory_bound import MemoryBound
 from titanlab.planner.search.space import Choice, Point, Space
+from titanlab.planner.stages import placement_of
 from titanlab.planner.step_time import StepTime, step_time
-from titanlab.planner.stored import PieceBytes, Sharding, added, stored_pieces
 from titanlab.planner.timing.block_time import ModelTime, model_time, shape_of
+from titanlab.planner.timing.exchange import axis_in
+from titanlab.planner.timing.pipeline_bound import splits_backward
+from titanlab.planner.timing.pipeline_time import least_time
 from titanlab.recipe.recipe import Recipe
 
-# The estimate of a pipeline rounds the times of its stages, so that it may be below a bound by this share of the
-# bound's bubble.
+# Stages that differ may have a smaller bubble than equal ones; this share of it is in the bound of a group.
 _BUBBLE_SHARE = 0.8
 
 
@@ -54,20 +55,6 @@ class Ranked:
     time: StepTime
     memory: RankMemory
     reserved: int
-
-
-class _Group(NamedTuple):
-    """Recipes whose blocks take the same time: degrees without the choice between replicating and sharding."""
-
-    layouts: tuple[Layout, ...]
-    microbatch: int
-    ac: Choice
-    precision: Choice
-    compile: Choice
-
-    def point(self, layout: Layout, schedule: Choice) -> Point:
-        """One of its recipes."""
-        return Point(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
 
 
 @dataclass(kw_only=True)
@@ -148,139 +135,95 @@ class Ranking:
         if self.least is None or needed < self.least[0]:
             self.least = (needed, recipe)
 
-    def _groups(self) -> Iterator[_Group]:
-        """All groups of the space, without those whose smallest possible memory is too much."""
+    def _groups(self) -> Iterator[Group]:
+        """All groups of the space."""
         by_degrees: dict[tuple[int, int, int], list[Layout]] = {}
         for layout in self.space.layouts():
             by_degrees.setdefault((layout.pipeline, layout.context, layout.tensor), []).append(layout)
         self.listed = self.too_large = 0
         self.refused.clear()
-        for layouts in by_degrees.values():
+        for layouts in map(tuple, by_degrees.values()):
             for microbatch, schedules in self.space.microbatches(layouts[0]):
                 for ac, precision, compile_ in self.space.others():
-                    group = _Group(tuple(layouts), microbatch, ac, precision, compile_)
-                    recipes = len(layouts) * len(schedules)
-                    self.listed += recipes
-                    recipe = self.space.recipe_of(group.point(layouts[0], schedules[0]))
-                    needed = self._reserved(self._least_memory(group, recipe))
-                    if needed > self.limit:
-                        self._leave_out(needed, recipe, recipes)
-                    else:
-                        yield group
+                    self.listed += len(layouts) * len(schedules)
+                    yield Group(layouts, microbatch, ac, precision, compile_)
 
-    def _least_memory(self, group: _Group, recipe: Recipe, schedule: Choice | None = None) -> float:
-        """Bytes that the rank with most memory needs at least.
+    def _fits(self, group: Group, schedules: Sequence[Choice]) -> bool:
+        """Whether the smallest possible memory is not too much; if it is, the recipes are left out."""
+        needed = self._reserved(self._memory.least(group, schedules))
+        if needed > self.limit:
+            recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
+            self._leave_out(needed, recipe, len(group.layouts) * len(schedules))
+        return needed <= self.limit
 
-        Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of
-        the model.
+    @functools.cached_property
+    def _memory(self) -> MemoryBound:
+        return MemoryBound(self.space)
 
-        Args:
-            schedule: of the pipeline, which says how many microbatches a rank keeps; None: one.
-        """
-        layout, formats = group.layouts[0], recipe.precision.formats()
-        sharding = Sharding(
-            key_of(recipe.model),
-            key_of(recipe.precision),
-            key_of(recipe.optimizer),
-            layout.tensor,
-            layout.data * layout.context,
-        )
-        whole = _whole(sharding)
-        offload = recipe.parallelism.cpu_offload
-        needed = 0.0 if offload else float(whole.parameters + whole.optimizer)
-        accumulates = recipe.microbatches > 1 or layout.pipeline > 1
-        if accumulates and (formats.mixed or layout.context > 1):
-            needed += whole.unreduced + (0 if recipe.parallelism.frees_after_forward else whole.gathered)
-        share = Share(
-            element_bytes=formats.compute_bytes,
-            accelerator=recipe.cluster.accelerator,
-            tensor=layout.tensor,
-            context=layout.context,
-            sequence_parallel=recipe.parallelism.sequence_parallel,
-        )
-        batch = Batch(key_of(recipe.model), key_of(recipe.ac), share, recipe.microbatch, recipe.training.seq_len)
-        layers = model_facts(key_of(recipe.model)).account.layers
-        saved = _saved(batch, layers)
-        kept = 1.0 if schedule is None else _in_flight(key_of(schedule.value), layout.pipeline, recipe.microbatches)
-        return (needed + kept * saved) / layout.pipeline
+    @functools.cached_property
+    def _known_times(self) -> dict[tuple[object, ...], ModelTime]:
+        return {}
 
-    def _times(self, group: _Group, layout: Layout) -> tuple[Recipe, ModelTime]:
-        recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
-        keys = (key_of(recipe.model), key_of(recipe.precision), key_of(recipe.ac))
-        return recipe, model_time(shape_of(recipe, self.machine, *keys), recipe)
+    def _times(self, group: Group, layout: Layout) -> ModelTime:
+        key = (*group.options, group.microbatch, layout.tensor, layout.context)
+        if key not in self._known_times:
+            recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
+            shape = shape_of(recipe, self.machine, key_of(recipe.model), key_of(recipe.precision))
+            self._known_times[key] = model_time(shape, key_of(recipe.ac), recipe)
+        return self._known_times[key]
 
-    def _compute_bound(self, group: _Group) -> float:
+    def _compute_bound(self, group: Group) -> float:
         """Seconds of the blocks without parallelism inside them, divided by the processes that share them."""
         layout = group.layouts[0]
         whole = Layout(pipeline=layout.pipeline, shard=self.space.world // layout.pipeline)
-        recipe, times = self._times(group, whole)
-        ahead, back = _sums(times)
-        local = recipe.training.global_batch / layout.data / group.microbatch
-        return local * (ahead + back) / (layout.pipeline * layout.context * layout.tensor)
+        times = self._times(group, whole)
+        local = self.space.recipe.training.global_batch / layout.data / group.microbatch
+        return local * (times.whole.ahead + times.whole.back) / (layout.pipeline * layout.context * layout.tensor)
 
-    def _refine_group(self, group: _Group) -> Iterator[tuple[float, Any]]:
+    def _refine_group(self, group: Group) -> Iterator[tuple[float, Any]]:
         """The schedules of a group, with bounds of the pipeline's time."""
         layout = group.layouts[0]
-        recipe, times = self._times(group, layout)
-        ahead, back = _sums(times)
-        count, ranks = recipe.microbatches, layout.pipeline
-        weights = sum(times.kinds[kind].weights for kind in times.kind_of)
+        count = self.space.recipe.training.global_batch // layout.data // group.microbatch
+        schedules = self.space.schedules(layout, count)
+        if not self._fits(group, schedules):
+            return
+        times = self._times(group, layout)
+        ahead, back = times.whole.ahead, times.whole.back
         stragglers = 1 + self.machine.efficiencies.stragglers * math.log2(
-            axis_of(layout, "world", per_node=self.machine.per_node).nodes
+            axis_in(layout, "world", self.machine.per_node).nodes
         )
-        for schedule in self.space.schedules(layout, count):
-            bound = count * (ahead + back) / ranks
-            if ranks > 1:
-                # The last rank waits until a microbatch has passed the stages before it, and its last gradient has to
-                # pass them.
-                stages = schedule.value.stage_count(ranks=ranks)
-                bound += _BUBBLE_SHARE * (ranks - 1) / stages * (ahead + back - weights)
-            yield bound * stragglers, (self._refine_schedule, (group, schedule))
+        for schedule in schedules:
+            passes = ahead if splits_backward(key_of(schedule.value), layout.pipeline, count) else ahead + back
+            idle = _BUBBLE_SHARE * passes * _before_last_rank(key_of(schedule.value), layout.pipeline)
+            bound = (count * (ahead + back) / layout.pipeline + idle) * stragglers
+            yield bound, (self._refine_schedule, (group, schedule))
 
-    def _refine_schedule(self, item: tuple[_Group, Choice]) -> Iterator[tuple[float, Any]]:
-        """The estimates of the recipes with one schedule."""
+    def _refine_schedule(self, item: tuple[Group, Choice]) -> Iterator[tuple[float, Any]]:
+        """The recipes with one schedule, with bounds of the whole step."""
         group, schedule = item
-        if group.layouts[0].pipeline > 1:
-            recipe = self.space.recipe_of(group.point(group.layouts[0], schedule))
-            needed = self._reserved(self._least_memory(group, recipe, schedule))
-            if needed > self.limit:
-                self._leave_out(needed, recipe, len(group.layouts))
-                return
+        if group.layouts[0].pipeline > 1 and not self._fits(group, [schedule]):
+            return
         for layout in group.layouts:
-            point = group.point(layout, schedule)
-            recipe = self.space.recipe_of(point)
+            recipe = self.space.recipe_of(group.point(layout, schedule))
             try:
-                time = step_time(recipe, self.machine)
+                least = step_time(recipe, self.machine, pipeline=least_time).seconds
             except ConfigError as error:
                 self.refused[f"{error.key} {error.rule}"] += 1
                 continue
-            yield time.seconds, (None, (point, recipe, time))
+            yield least, (self._refine_recipe, group.point(layout, schedule))
+
+    def _refine_recipe(self, point: Point) -> Iterator[tuple[float, Any]]:
+        """The estimate of one recipe."""
+        recipe = self.space.recipe_of(point)
+        time = step_time(recipe, self.machine)
+        yield time.seconds, (None, (point, recipe, time))
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole(sharding: Sharding) -> PieceBytes:
-    """Bytes of one rank for the whole model."""
-    return added(stored_pieces(sharding).values())
-
-
-@functools.lru_cache(maxsize=4096)
-def _saved(batch: Batch, layers: int) -> int:
-    """Bytes that all blocks keep of one microbatch."""
-    return sum(block.saved for block in block_bytes(batch, layers))
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_flight(schedule: Key, ranks: int, microbatches: int) -> float:
-    """Microbatches that the rank with most of them keeps, if its stages are equal."""
-    found = peaks(schedule, ranks=ranks, microbatches=microbatches)
-    return max(sum(moment) / len(moment) for rank in found for moment in rank)
-
-
-@functools.lru_cache(maxsize=65536)
-def _sums(times: ModelTime) -> tuple[float, float]:
-    """Forward and backward of the whole model for one microbatch."""
-    pieces = [*(times.kinds[kind] for kind in times.kind_of), *times.edges.values()]
-    return sum(piece.ahead for piece in pieces), sum(piece.back for piece in pieces)
+def _before_last_rank(schedule: Key, ranks: int) -> float:
+    """Share of the stages that a microbatch passes before it reaches the last rank for the first time."""
+    placement = placement_of(schedule, ranks)
+    return max(map(placement.index, set(placement))) / len(placement)
 
 
 def nearest_that_fits(ranking: Ranking) -> Sequence[Ranked]:

@@ -214,10 +214,14 @@ class Space:
         ))  # fmt: skip
 
     def _tensor_broken(self, tensor: int, fsdp: int) -> str:
-        whole = dataclasses.replace(self.recipe.parallelism, sequence_parallel=False)
+        layout, seq_len = Layout(tensor=tensor, shard=fsdp), self.recipe.training.seq_len
         return self._asked("tensor", (tensor, fsdp), lambda: layout_rules.check_tensor(
-            Layout(tensor=tensor, shard=fsdp), whole, self._account, seq_len=self.recipe.training.seq_len, microbatch=1,
+            layout, self._whole_sequences, self._account, seq_len=seq_len, microbatch=1
         ))  # fmt: skip
+
+    @functools.cached_property
+    def _whole_sequences(self) -> Parallelism:
+        return dataclasses.replace(self.recipe.parallelism, sequence_parallel=False)
 
     def _tokens_broken(self, layout: Layout, microbatch: int) -> str:
         if layout.tensor == 1:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from titanlab.ac.contract import ACConfig
 from titanlab.costs.account import Operation
 from titanlab.costs.layout import Layout
 from titanlab.costs.tensor_styles import STYLES
+from titanlab.costs.traffic_table import Row
 from titanlab.planner.machine import Axis, Machine
-from titanlab.planner.model_facts import Key, ModelFacts, model_facts
+from titanlab.planner.model_facts import (
+    Key,
+    ModelFacts,
+    Unkeyed,
+    block_operations,
+    edge_operations,
+    model_facts,
+    treatments,
+)
 from titanlab.planner.timing.block_work import Kernel, Part, kernel_seconds, work_of
 from titanlab.planner.timing.exchange import axis_in, context_rows, seconds_of, tensor_rows
 from titanlab.recipe.communication import step_of
@@ -63,11 +73,10 @@ class PieceTime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Everything on which the time of a block depends, as the key of a cache."""
+    """Everything but checkpointing on which the time of a block depends, as the key of a cache."""
 
     model: Key
     precision: Key
-    ac: Key
     machine: Machine
     microbatch: int
     seq_len: int
@@ -92,21 +101,32 @@ class ModelTime:
         kind_of: index of each block in `kinds`.
         edges: by name, the pieces before and after the blocks; the last one includes the loss.
         once: communication of tensor parallelism in a step for each block.
+        whole: sums over all pieces.
     """
 
     kinds: tuple[PieceTime, ...]
     kind_of: tuple[int, ...]
-    edges: dict[str, PieceTime]
+    edges: Mapping[str, PieceTime]
     once: float
+    whole: PieceTime
 
 
-def shape_of(recipe: Recipe, machine: Machine, model: Key, precision: Key, ac: Key) -> Shape:
+def total(times: ModelTime, kind_of: Sequence[int], edges: Iterable[str]) -> PieceTime:
+    """Sums over some blocks, by their kinds, and other pieces."""
+    parts = [PieceTime(*(kind_of.count(kind) * part for part in piece)) for kind, piece in enumerate(times.kinds)]
+    return _sum([*parts, *(times.edges[name] for name in edges if name in times.edges)])
+
+
+def _sum(pieces: Iterable[PieceTime]) -> PieceTime:
+    return PieceTime(*map(sum, zip(*pieces, strict=True)))
+
+
+def shape_of(recipe: Recipe, machine: Machine, model: Key, precision: Key) -> Shape:
     """The shape of a resolved recipe's blocks."""
     layout, config = recipe.layout, recipe.parallelism
     return Shape(
         model=model,
         precision=precision,
-        ac=ac,
         machine=machine,
         microbatch=recipe.microbatch,
         seq_len=recipe.training.seq_len,
@@ -122,14 +142,23 @@ def shape_of(recipe: Recipe, machine: Machine, model: Key, precision: Key, ac: K
     )
 
 
+class _OperationTime(NamedTuple):
+    """Seconds of one operation for one microbatch: forward, gradients of inputs, gradients of weights."""
+
+    name: str
+    kind: str
+    forward: float
+    inputs: float
+    weights: float
+
+
 class _Shaped:
-    """Computes the times of one shape."""
+    """The times of one shape, without and with checkpointing."""
 
     def __init__(self, shape: Shape, recipe: Recipe) -> None:
         self.shape, self.machine = shape, shape.machine
         self.facts: ModelFacts = model_facts(shape.model)
         formats = shape.precision.value.formats()
-        products = shape.precision.value.products(self.facts.sample)
         # Without the degrees that the key leaves out.
         step = step_of(recipe, account=self.facts.sample)
         self.step = replace(step, layout=shape.inner, microbatches=1)
@@ -142,27 +171,40 @@ class _Shaped:
             fused=shape.fuses_blocks,
             plan=self.facts.sample.tensor_plan,
             prefix=f"{self.facts.block}.",
-            products=products,
+            products=shape.precision.value.products(self.facts.sample),
         )
+        self.operations = block_operations(shape.model, shape.microbatch, shape.seq_len)
+        self.times = self._times(self.operations, self.part)
+        attention = [time for time in self.times if time.kind == "attention"]
+        self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
+        self.context = self._context(*self.ring)
+        self.tensor_rows = tensor_rows(self.step, self.facts.block) if shape.tensor > 1 else ([], [])
+        edges = edge_operations(shape.model, shape.microbatch, shape.seq_len)
+        last = self.facts.after[-1] if self.facts.after else edges[-1].name
+        self.edges = {edge.name: self.edge(edge, last=edge.name == last) for edge in edges}
 
-    def block(self, operations: Sequence[Operation], number: int, recomputed: tuple[str, ...]) -> PieceTime:
+    def _times(self, operations: Sequence[Operation], part: Part) -> list[_OperationTime]:
+        return [
+            _OperationTime(work.name, work.kind, *(kernel_seconds(kernels, self.machine) for kernels in work[2:]))
+            for work in work_of(operations, part)
+        ]
+
+    def block(self, number: int, ac: ACConfig) -> PieceTime:
         """One block."""
-        shape, machine = self.shape, self.machine
-        work = work_of(operations, self.part, frozenset(recomputed))
-        forward, inputs, weights, again = (
-            kernel_seconds(kernels, machine) for kernels in (work.forward, work.inputs, work.weights, work.recomputed)
-        )
-        rings = [kernel_seconds(kernels, machine) for kernels in (work.ring_forward, work.ring_backward)]
-        context_forward, context_backward = self._context(rings[0], rings[1])
-        if any(operation.kind == "attention" and operation.name in recomputed for operation in operations):
+        recomputed = frozenset(ac.recomputed(self.operations, number=number))
+        forward, inputs, weights = (sum(column) for column in list(zip(*self.times, strict=True))[2:])
+        again = [time for time in self.times if time.name in recomputed]
+        repeated = sum(time.forward for time in again)
+        context_forward, context_backward = self.context
+        if any(time.kind == "attention" for time in again):
             context_backward += context_forward
-        tensor_forward, tensor_backward = self._tensor(self.facts.block, number)
-        if shape.async_tensor and tensor_forward:
+        tensor_forward, tensor_backward = self._tensor_of_block(number, ac)
+        if self.shape.async_tensor and tensor_forward:
             # Products and the collectives beside them run together.
-            tensor_forward = self._exposed(forward - rings[0], tensor_forward)
-            tensor_backward = self._exposed(inputs + again + weights - rings[1], tensor_backward)
+            tensor_forward = self._exposed(forward - self.ring[0], tensor_forward)
+            tensor_backward = self._exposed(inputs + repeated + weights - self.ring[1], tensor_backward)
         return PieceTime(
-            forward, inputs, weights, again, tensor_forward, tensor_backward, context_forward, context_backward
+            forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward
         )
 
     def edge(self, operation: Operation, *, last: bool) -> PieceTime:
@@ -171,11 +213,9 @@ class _Shaped:
         part = replace(self.part, prefix="", fused=False)
         if operation.name in self.step.fp32_parts:
             part = replace(part, dtype="float32", width=4)
-        work = work_of([operation], part, frozenset())
-        forward, inputs, weights = (
-            kernel_seconds(kernels, machine) for kernels in (work.forward, work.inputs, work.weights)
-        )
-        tensor_forward, tensor_backward = self._tensor(operation.name, None)
+        (time,) = self._times([operation], part)
+        forward, inputs = time.forward, time.inputs
+        tensor = self._tensor_of_edge(operation.name)
         if last:
             logits = math.prod(operation.output) / shape.context
             logits /= shape.tensor if shape.loss_parallel else 1
@@ -184,25 +224,24 @@ class _Shaped:
             launches = _COMPILED_LOSS_KERNELS if fused else _LOSS_KERNELS
             loss = kernel_seconds([Kernel(0.0, "", moved / 2, launches / 2, fused)], machine)
             forward, inputs = forward + loss, inputs + loss
-        return PieceTime(forward, inputs, weights, 0.0, tensor_forward, tensor_backward)
+        return PieceTime(forward, inputs, time.weights, 0.0, tensor, tensor)
 
     def once(self) -> float:
         """Communication of tensor parallelism that a block has once in a step."""
+        return self._tensor_seconds(self.tensor_rows[1])
+
+    def _tensor_of_edge(self, piece: str) -> float:
+        """Communication of tensor parallelism in each pass of a piece outside blocks."""
         if self.shape.tensor == 1:
             return 0.0
-        return seconds_of(tensor_rows(self.step, self.facts.block)[1], self._axis("tensor"), self.machine)
+        return self._tensor_seconds(tensor_rows(self.step, piece)[0]) / 2
 
-    def _tensor(self, piece: str, number: int | None) -> tuple[float, float]:
+    def _tensor_of_block(self, number: int, ac: ACConfig) -> tuple[float, float]:
         """Communication of tensor parallelism in the forward and the backward pass, with that of recomputation."""
         if self.shape.tensor == 1:
             return 0.0, 0.0
-        rows = tensor_rows(self.step, piece)[0]
-        axis = self._axis("tensor")
-        half = seconds_of(rows, axis, self.machine) / 2
-        if number is None:
-            return half, half
-        ac = self.shape.ac.value
-        by_kind = {row.kind: seconds_of([row], axis, self.machine) for row in rows}
+        by_kind = {row.kind: self._tensor_seconds([row]) for row in self.tensor_rows[0]}
+        half = sum(by_kind.values()) / 2
         styles = [style for path, style in self.facts.sample.tensor_plan.items() if path.startswith("layers.")]
         gathers = sum(STYLES[style].gathers for style in styles)
         sums = sum(STYLES[style].sums for style in styles)
@@ -214,6 +253,9 @@ class _Shaped:
             repeated += gathers * gather if ac.repeats_collective(_GATHER, number=number) else 0.0
             repeated += (sums - 1) * scatter if ac.repeats_collective(_SCATTER, number=number) else 0.0
         return half, half + repeated
+
+    def _tensor_seconds(self, rows: Sequence[Row]) -> float:
+        return seconds_of(rows, self._axis("tensor"), self.machine) if rows else 0.0
 
     def _context(self, attention: float, backward: float) -> tuple[float, float]:
         """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is all exposed."""
@@ -240,42 +282,19 @@ def exposed(compute: float, exchange: float, machine: Machine) -> float:
     return machine.efficiencies.overlap * min(compute, exchange) + abs(compute - exchange) - compute
 
 
-def model_time(shape: Shape, recipe: Recipe) -> ModelTime:
-    """The times of all pieces of a recipe with this shape."""
-    return _cached(shape, _Unkeyed(recipe))
-
-
-class _Unkeyed:
-    """A value that a cache does not look at: what the key says decides."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unkeyed)
-
-    def __hash__(self) -> int:
-        return 0
+def model_time(shape: Shape, ac: Key, recipe: Recipe) -> ModelTime:
+    """The times of all pieces of a recipe with this shape and policy of checkpointing."""
+    return _cached(_shaped(shape, Unkeyed(recipe)), ac)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached(shape: Shape, unkeyed: _Unkeyed) -> ModelTime:
-    model, shaped = shape.model.value, _Shaped(shape, unkeyed.recipe)
-    operations = model.block_operations(batch=shape.microbatch, seq_len=shape.seq_len)
-    names: dict[object, int] = {}
-    kind_of, kinds = [], []
-    for number in range(shaped.facts.account.layers):
-        treatment = shape.ac.value.treatment(number)
-        if treatment not in names:
-            names[treatment] = len(names)
-            recomputed = shape.ac.value.recomputed(operations, number=number)
-            kinds.append(shaped.block(operations, number, recomputed))
-        kind_of.append(names[treatment])
-    edges = model.edge_operations(batch=shape.microbatch, seq_len=shape.seq_len)
-    last = shaped.facts.after[-1] if shaped.facts.after else edges[-1].name
-    return ModelTime(
-        kinds=tuple(kinds),
-        kind_of=tuple(kind_of),
-        edges={edge.name: shaped.edge(edge, last=edge.name == last) for edge in edges},
-        once=shaped.once(),
-    )
+def _shaped(shape: Shape, recipe: Unkeyed[Recipe]) -> _Shaped:
+    return _Shaped(shape, recipe.value)
+
+
+@functools.lru_cache(maxsize=16384)
+def _cached(shaped: _Shaped, ac: Key) -> ModelTime:
+    first, kind_of = treatments(ac, shaped.facts.account.layers)
+    kinds = tuple(shaped.block(number, ac.value) for number in first)
+    times = ModelTime(kinds=kinds, kind_of=kind_of, edges=shaped.edges, once=shaped.once(), whole=kinds[0])
+    return replace(times, whole=total(times, kind_of, shaped.edges))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,23 +38,25 @@ class Kernel(NamedTuple):
     fused: bool
 
 
+# Of the forward pass, of the gradients of inputs, and of the gradients of weights.
+_Passes = tuple[list[Kernel], list[Kernel], list[Kernel]]
+
+
 class Work(NamedTuple):
-    """Kernels of one block or piece for one microbatch.
+    """Kernels of one operation for one microbatch.
 
     Attributes:
+        name, kind: of the operation.
         forward: of the forward pass.
         inputs: of the backward pass, except those of `weights`.
         weights: products for the gradients of weights.
-        recomputed: of the forward pass that run again before the backward.
-        ring_forward, ring_backward: attention, between whose parts a ring of ranks sends keys and values.
     """
 
-    forward: tuple[Kernel, ...]
-    inputs: tuple[Kernel, ...]
-    weights: tuple[Kernel, ...]
-    recomputed: tuple[Kernel, ...]
-    ring_forward: tuple[Kernel, ...]
-    ring_backward: tuple[Kernel, ...]
+    name: str
+    kind: str
+    forward: Sequence[Kernel]
+    inputs: Sequence[Kernel]
+    weights: Sequence[Kernel]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,42 +100,31 @@ def kernel_seconds(kernels: Sequence[Kernel], machine: Machine) -> float:
     return total
 
 
-def work_of(operations: Sequence[Operation], part: Part, recomputed: Collection[str]) -> Work:
-    """The kernels of some operations.
-
-    Args:
-        recomputed: names of the operations that run again in the backward pass.
-    """
-    forward: list[Kernel] = []
-    inputs: list[Kernel] = []
-    weights: list[Kernel] = []
-    again: list[Kernel] = []
-    rings: tuple[list[Kernel], list[Kernel]] = ([], [])
+def work_of(operations: Sequence[Operation], part: Part) -> list[Work]:
+    """The kernels of operations that follow each other."""
+    found = []
     follows, cast = False, set[str]()
     for operation in operations:
         if operation.kind == "matmul":
             # A compiler casts an input once for all products that read it.
             source = operation.keeps[0].name if operation.keeps and part.fused else operation.name
-            first, second, third = _product(operation, part, casts_input=source not in cast)
+            kernels = _product(operation, part, casts_input=source not in cast)
             cast.add(source)
-            new = first
-            inputs += second
-            weights += third
         elif operation.kind == "attention":
-            flops = operation.flops / 2 / (part.tensor * part.context)  # causal: half of the square
-            moved = 4 * math.prod(operation.output) * part.width / (part.tensor * part.context)
-            new = [Kernel(flops, "attention", moved, 1, True)]
-            backward = Kernel(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
-            inputs.append(backward)
-            rings[0].extend(new)
-            rings[1].append(backward)
+            kernels = _attention(operation, part)
         else:
-            new = [_memory_kernel(operation, part, follows=follows)]
-            inputs.append(new[0]._replace(moved=_POINTWISE_BACKWARD * new[0].moved))
+            kernel = _memory_kernel(operation, part, follows=follows)
+            kernels = [kernel], [kernel._replace(moved=_POINTWISE_BACKWARD * kernel.moved)], []
         follows = operation.kind in ("norm", "pointwise")
-        forward += new
-        again += new if operation.name in recomputed else ()
-    return Work(tuple(forward), tuple(inputs), tuple(weights), tuple(again), tuple(rings[0]), tuple(rings[1]))
+        found.append(Work(operation.name, operation.kind, *kernels))
+    return found
+
+
+def _attention(operation: Operation, part: Part) -> _Passes:
+    flops = operation.flops / 2 / (part.tensor * part.context)  # causal: half of the square
+    moved = 4 * math.prod(operation.output) * part.width / (part.tensor * part.context)
+    backward = Kernel(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
+    return [Kernel(flops, "attention", moved, 1, True)], [backward], []
 
 
 def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel:
@@ -151,7 +142,7 @@ def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel
     return Kernel(0.0, "", passes * math.prod(operation.output) * part.width / ranks, launches, part.fused)
 
 
-def _product(operation: Operation, part: Part, *, casts_input: bool) -> tuple[list[Kernel], list[Kernel], list[Kernel]]:
+def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     """Kernels of a linear layer: forward, gradient of the input, gradient of the weight."""
     path = f"{part.prefix}{operation.name}"
     rows = math.prod(operation.output[:-1]) / part.context

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from titanlab.planner.actions import actions_of
 from titanlab.planner.model_facts import Key
-from titanlab.schedule.action import Action, Kind
+from titanlab.planner.stages import placement_of
+from titanlab.planner.timing.pipeline_bound import least_idle
+from titanlab.planner.timing.stage import StageTime
+from titanlab.schedule.action import Kind
 from titanlab.schedule.order import executed
-from titanlab.schedule.timeline import Durations, simulate
+from titanlab.schedule.timeline import simulate
 
 # Times of stages are rounded to this share of their mean, so that recipes with similar stages share a simulation.
-_ROUNDING = 0.01
+_ROUNDING = 0.005
 # Microbatches of a shorter simulation, for each rank: the steady state is reached.
 _ROUNDS = 2
 # Time of a transfer, in units of a stage's mean time, with which transfers on the longest path are counted.
@@ -22,14 +25,6 @@ _SMALL = 1e-4
 
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-
-
-class StageTime(NamedTuple):
-    """Seconds of one stage for one microbatch: forward, gradients of inputs, gradients of weights."""
-
-    forward: float
-    inputs: float
-    weights: float
 
 
 class PipelineTime(NamedTuple):
@@ -60,76 +55,108 @@ class Stages:
     rounded: tuple[StageTime, ...]
 
 
-def stages_of(stages: Sequence[StageTime], placement: Sequence[int], *, ranks: int) -> Stages:
-    """Sums over the stages of a pipeline."""
+def stages_of(
+    different: Sequence[StageTime], kind_of: Sequence[int], placement: Sequence[int], *, ranks: int
+) -> Stages:
+    """Sums over the stages of a pipeline.
+
+    Args:
+        different: times of stages.
+        kind_of: by stage, index in `different`.
+        placement: rank of each stage.
+    """
+    sums = [sum(stage) for stage in different]
     by_rank = [0.0] * ranks
-    for stage, rank in enumerate(placement):
-        by_rank[rank] += sum(stages[stage])
-    mean = sum(by_rank) / len(stages)
+    for kind, rank in zip(kind_of, placement, strict=True):
+        by_rank[rank] += sums[kind]
+    mean = sum(by_rank) / len(kind_of)
     unit = _ROUNDING * mean
+    rounded = [StageTime(*(round(part / unit) for part in stage)) for stage in different]
     return Stages(
-        stages=tuple(stages),
+        stages=tuple(different[kind] for kind in kind_of),
         placement=tuple(placement),
         busy=max(by_rank),
         busiest=by_rank.index(max(by_rank)),
         mean=mean,
-        rounded=tuple(StageTime(*(round(part / unit) for part in stage)) for stage in stages),
+        rounded=tuple(rounded[kind] for kind in kind_of),
     )
 
 
-def pipeline_time(
-    schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float, simulated: bool
-) -> PipelineTime:
-    """Time of all microbatches.
+class PipelineEstimate(Protocol):
+    """Gives the time of a pipeline: `simulated_time`, `pipeline_time` or `least_time`."""
 
-    Args:
-        schedule: config of the schedule.
-        transfer: time to send a tensor from one rank to another.
-        simulated: simulate every action with the times of its stage. False: simulate few microbatches once for all
-            recipes with similar stages, and add the others at the pace that these reach.
-    """
-    if simulated:
-        orders = schedule.value.actions(ranks=ranks, microbatches=microbatches)
-        durations = _durations(stages.stages)
-        whole = simulate(orders, stages.placement, durations, transfer=transfer).duration
-        without = simulate(orders, stages.placement, durations).duration if transfer else whole
-        return PipelineTime(whole, whole - without)
+    def __call__(
+        self, schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float
+    ) -> PipelineTime:
+        """Time of all microbatches.
+
+        Args:
+            schedule: config of the schedule.
+            transfer: time to send a tensor from one rank to another.
+        """
+        ...
+
+
+def simulated_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+    """Every action is simulated with the times of its stage."""
+    orders = schedule.value.actions(ranks=ranks, microbatches=microbatches)
+    durations = _durations(stages.stages)
+    whole = simulate(orders, stages.placement, durations, transfer=transfer).duration
+    without = simulate(orders, stages.placement, durations).duration if transfer else whole
+    return PipelineTime(whole, whole - without)
+
+
+def pipeline_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+    """Few microbatches are simulated, once for all recipes with similar stages; the others come at their pace."""
     few = shorter(ranks, microbatches)
     bubble, hops = _short(schedule, ranks, few, stages.rounded)
     if microbatches > few:
         # In the steady state the idle time grows with every round by as much as in one more round.
         more, _ = _short(schedule, ranks, few + ranks, stages.rounded)
         bubble += (more - bubble) * (microbatches - few) / ranks
+        # Idle time that shrinks with every round cannot shrink below this.
+        bubble = max(bubble, least_idle(schedule, stages.placement, stages.rounded, microbatches))
     seconds = bubble * _ROUNDING * stages.mean + stages.busy * microbatches + hops * transfer
     return PipelineTime(seconds, hops * transfer)
 
 
+def least_time(schedule: Key, stages: Stages, *, ranks: int, microbatches: int, transfer: float) -> PipelineTime:
+    """A bound: `pipeline_time` is never less. Nothing is simulated, and messages take no time."""
+    idle = least_idle(schedule, stages.placement, stages.rounded, microbatches)
+    return PipelineTime(idle * _ROUNDING * stages.mean + stages.busy * microbatches, 0.0)
+
+
 def shorter(ranks: int, microbatches: int) -> int:
     """Number of microbatches of a shorter simulation, with as many left over from rounds as the recipe has."""
-    least = _ROUNDS * ranks
+    # Schedules that make rounds as equal as they can need one round more to show their pace.
+    least = (_ROUNDS + (microbatches % ranks > 0)) * ranks
     return microbatches if microbatches < least + ranks else least + microbatches % ranks
 
 
 class _Program(NamedTuple):
-    """The actions of all ranks in an order in which they can run: rank, stage, index of the kind, needed actions.
+    """The actions of all ranks in an order in which they can run.
 
-    A need is the number of an action, and whether it is on another rank.
+    Attributes:
+        actions: rank, number of stage and kind in a table of times, and number of the action of another rank that it
+            waits for, or -1. The actions of one rank run one after the other and need not wait for each other.
+        placement: rank of each stage.
     """
 
-    actions: list[tuple[int, int, int, tuple[tuple[int, bool], ...]]]
-    placement: list[int]
+    actions: list[tuple[int, int, int]]
+    placement: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1024)
 def _program(schedule: Key, ranks: int, microbatches: int) -> _Program:
-    orders = actions_of(schedule, ranks, microbatches)
-    placement = schedule.value.placement(ranks=ranks)
-    numbers: dict[Action, int] = {}
-    actions: list[tuple[int, int, int, tuple[tuple[int, bool], ...]]] = []
-    for rank, action, needs in executed(orders, stages=len(placement)):
-        numbers[action] = len(actions)
-        waits = tuple((numbers[need], placement[need.stage] != rank) for need in needs)
-        actions.append((rank, action.stage, _KINDS.index(action.kind), waits))
+    placement = placement_of(schedule, ranks)
+    index = {kind: number for number, kind in enumerate(_KINDS)}
+    actions: list[tuple[int, int, int]] = []
+    for rank, (stage, kind, _), needs in executed(actions_of(schedule, ranks, microbatches), stages=len(placement)):
+        waits = -1
+        for need in needs:
+            if actions[need][0] != rank:
+                waits = need
+        actions.append((rank, stage * len(_KINDS) + index[kind], waits))
     return _Program(actions, placement)
 
 
@@ -147,21 +174,22 @@ def _short(schedule: Key, ranks: int, microbatches: int, stages: tuple[StageTime
 
 def _duration(program: _Program, ranks: int, stages: Sequence[StageTime], transfer: float) -> float:
     """End of the last action; the same as `titanlab.schedule.timeline.simulate`, whose order is found once."""
-    times = [(stage.forward, stage.inputs + stage.weights, stage.inputs, stage.weights) for stage in stages]
+    durations = _durations(stages)
+    times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
     free = [0.0] * ranks
     ends: list[float] = []
-    for rank, stage, kind, needs in program.actions:
+    for rank, place, need in program.actions:
         begin = free[rank]
-        for need, sent in needs:
-            arrival = ends[need] + transfer if sent else ends[need]
+        if need >= 0:
+            arrival = ends[need] + transfer
             if arrival > begin:
                 begin = arrival
-        free[rank] = end = begin + times[stage][kind]
+        free[rank] = end = begin + times[place]
         ends.append(end)
     return max(free)
 
 
-def _durations(stages: Sequence[StageTime]) -> Durations:
+def _durations(stages: Sequence[StageTime]) -> dict[Kind, list[float]]:
     return {
         Kind.FORWARD: [stage.forward for stage in stages],
         Kind.BACKWARD: [stage.inputs + stage.weights for stage in stages],

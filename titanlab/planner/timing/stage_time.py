@@ -6,11 +6,12 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.costs.account import Operation
-from titanlab.planner.model_facts import Key, model_facts
-from titanlab.planner.timing.block_time import ModelTime
-from titanlab.planner.timing.pipeline_time import Stages, StageTime, stages_of
-from titanlab.recipe.stage_pieces import stage_pieces
+from titanlab.planner.model_facts import Key
+from titanlab.planner.stages import placement_of
+from titanlab.planner.stages import stages_of as parts_of
+from titanlab.planner.timing.block_time import ModelTime, total
+from titanlab.planner.timing.pipeline_time import Stages, stages_of
+from titanlab.planner.timing.stage import StageTime
 
 
 class RankTime(NamedTuple):
@@ -44,11 +45,12 @@ class RankStages:
 def rank_stages(times: ModelTime, model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -> RankStages:
     """The stages of a recipe; without a pipeline, one."""
     if ranks == 1:
-        return RankStages(busiest=_stage(times, 0, len(times.kind_of), tuple(times.edges)), pipeline=None)
-    placement = schedule.value.placement(ranks=ranks)
-    stages = [_stage(times, *part) for part in _split(model, schedule, split, ranks, seq_len)]
-    pipeline = stages_of([stage.time for stage in stages], placement, ranks=ranks)
-    own = [stage for stage, rank in zip(stages, placement, strict=True) if rank == pipeline.busiest]
+        return RankStages(busiest=_stage(times, _Part(times.kind_of, tuple(times.edges))), pipeline=None)
+    placement = placement_of(schedule, ranks)
+    kinds, kind_of = _different(parts_of(model, schedule, split, ranks, seq_len), times.kind_of)
+    different = [_stage(times, part) for part in kinds]
+    pipeline = stages_of([stage.time for stage in different], kind_of, placement, ranks=ranks)
+    own = [different[kind] for kind, rank in zip(kind_of, placement, strict=True) if rank == pipeline.busiest]
     merged = RankTime(
         blocks=sum(stage.blocks for stage in own),
         edges=tuple(name for stage in own for name in stage.edges),
@@ -62,40 +64,39 @@ def rank_stages(times: ModelTime, model: Key, schedule: Key, split: Key, ranks: 
     return RankStages(busiest=merged, pipeline=pipeline)
 
 
-def _stage(times: ModelTime, first: int, blocks: int, edges: tuple[str, ...]) -> RankTime:
-    """Sums over some blocks, from the first on, and other pieces."""
-    own = [times.kinds[kind] for kind in times.kind_of[first : first + blocks]]
-    pieces = [*own, *(times.edges[name] for name in edges if name in times.edges)]
-    weights = sum(piece.weights for piece in pieces)
+class _Part(NamedTuple):
+    """The pieces of a stage: kinds of its blocks, and names of the others."""
+
+    kind_of: tuple[int, ...]
+    edges: tuple[str, ...]
+
+
+def _stage(times: ModelTime, part: _Part) -> RankTime:
+    """Sums over the pieces of a stage."""
+    own, whole = total(times, part.kind_of, ()), total(times, part.kind_of, part.edges)
     return RankTime(
-        blocks=blocks,
-        edges=edges,
-        compute=sum(piece.compute for piece in pieces),
-        tensor=sum(piece.tensor_forward + piece.tensor_backward for piece in pieces),
-        context=sum(piece.context_forward + piece.context_backward for piece in pieces),
-        time=StageTime(sum(piece.ahead for piece in pieces), sum(piece.back for piece in pieces) - weights, weights),
-        block_forward=sum(piece.ahead for piece in own),
-        block_backward=sum(piece.back for piece in own),
+        blocks=len(part.kind_of),
+        edges=part.edges,
+        compute=whole.compute,
+        tensor=whole.tensor_forward + whole.tensor_backward,
+        context=whole.context_forward + whole.context_backward,
+        time=StageTime(whole.ahead, whole.back - whole.weights, whole.weights),
+        block_forward=own.ahead,
+        block_backward=own.back,
     )
 
 
 @functools.lru_cache(maxsize=16384)
-def _split(model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -> list[tuple[int, int, tuple[str, ...]]]:
-    """By stage: number of its first block, number of its blocks, and its other pieces."""
-    facts = model_facts(model)
-    # The shares of the pieces do not depend on the microbatch.
-    sizes = {"batch": 1, "seq_len": seq_len}
-    block: list[Operation] = model.value.block_operations(**sizes)
-    stages = stage_pieces(
-        facts.account,
-        split=split.value,
-        placement=schedule.value.placement(ranks=ranks),
-        block=block,
-        edges=model.value.edge_operations(**sizes),
-    )
-    found, number = [], 0
+def _different(
+    stages: tuple[tuple[str, ...], ...], kind_of: tuple[int, ...]
+) -> tuple[tuple[_Part, ...], tuple[int, ...]]:
+    """The different stages, and the number in them of each stage."""
+    parts, first = [], 0
     for pieces in stages:
-        blocks = sum(piece.startswith("layers.") for piece in pieces)
-        found.append((number, blocks, tuple(piece for piece in pieces if not piece.startswith("layers."))))
-        number += blocks
-    return found
+        edges = tuple(piece for piece in pieces if not piece.startswith("layers."))
+        blocks = len(pieces) - len(edges)
+        # The order of blocks changes no sum.
+        parts.append(_Part(tuple(sorted(kind_of[first : first + blocks])), edges))
+        first += blocks
+    different = list(dict.fromkeys(parts))
+    return tuple(different), tuple(map(different.index, parts))

@@ -1,0 +1,31 @@
+"""What a plan prints of its recipes."""
+
+from __future__ import annotations
+
+from tests.planner.layouts import planned, ranking_of
+from titanlab.ac.block_schema import SelectiveLayer
+from titanlab.planner.search.plan_table import overrides
+from titanlab.schedule.interleaved_schema import Interleaved1F1B
+
+
+def printed(recipe, *, pipeline, ac, schedule):
+    """The arguments of the first recipe of the space with these choices."""
+    ranking = ranking_of(recipe)
+    layout = next(layout for layout in ranking.space.layouts() if layout.pipeline == pipeline)
+    points = ranking.space.points(layout)
+    point = next(one for one in points if (one.ac.name, one.schedule.name) == (ac, schedule))
+    return overrides(ranking.estimate(point))
+
+
+def test_options_have_their_numbers_also_those_that_are_defaults():
+    """The recipe of the request has every=4 and four stages, and keeps them unless they are said."""
+    recipe = planned(ac=SelectiveLayer(every=4), schedule=Interleaved1F1B(stages_per_rank=4))
+    arguments = printed(recipe, pipeline=2, ac="selective_layer", schedule="interleaved_1f1b ×2")
+    assert {"ac=selective_layer", "ac.every=2", "ac.keep=false"} < set(arguments)
+    assert {"schedule=interleaved_1f1b", "schedule.stages_per_rank=2"} < set(arguments)
+
+
+def test_a_layout_without_a_pipeline_needs_no_schedule():
+    arguments = printed(planned(), pipeline=1, ac="none", schedule="")
+    assert "ac=none" in arguments
+    assert not [one for one in arguments if one.startswith("schedule")]
