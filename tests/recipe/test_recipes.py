@@ -27,6 +27,10 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.options import discover
 from titanlab.parallelism.schema import Parallelism
 from titanlab.parity import parity
+from titanlab.planner.estimate import estimate_of
+from titanlab.planner.machine import machine_of
+from titanlab.planner.search.plan import for_planning
+from titanlab.planner.step_time import step_time
 from titanlab.recipe.composition.recipes import conf_folder, register
 from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check
@@ -41,12 +45,25 @@ LARGE = [name.removesuffix(CPU) for name in TWINS]
 # What runs in `make test` too.
 QUICK = "llama3_2_1b_8gpus_cpu"
 # What runs in `make test-matrix`: the slowest, whose axes and techniques other twins have too.
-SLOWEST = ("llama3_1_405b_2048gpus_cpu", "llama3_1_405b_512gpus_131k_cpu", "llama3_1_70b_256gpus_cpu")
+SLOWEST = (
+    "llama2_13b_64gpus_32k_cpu",
+    "llama2_70b_128gpus_16k_cpu",
+    "llama3_1_405b_2048gpus_cpu",
+    "llama3_1_405b_512gpus_131k_cpu",
+    "llama3_1_70b_2048gpus_cpu",
+    "llama3_1_70b_256gpus_131k_cpu",
+    "llama3_1_70b_256gpus_cpu",
+    "llama3_1_8b_256gpus_3d_cpu",
+    "llama3_1_8b_256gpus_4d_cpu",
+    "llama3_70b_128gpus_cpu",
+)
 
 # By model: parameters as published (docs/models.md says where) and tokens of a sequence.
 PARAMETERS = {
     "llama3_2_1b": 1_235_814_400,
     "llama3_2_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
     "llama3_1_8b": 8_030_261_248,
     "llama3_1_70b": 70_553_706_496,
     "llama3_1_405b": 405_853_388_800,
@@ -57,10 +74,15 @@ PARAMETERS = {
 }
 # Tokens of one step, in sequences × their length: of the published run, or what the recipe's comments say.
 TOKENS = {
+    "llama2_7b_64gpus": 1024 * 4096,
+    "llama2_13b_64gpus_32k": 128 * 32_768,
+    "llama2_70b_128gpus_16k": 256 * 16_384,
     "llama2_7b_96gpus": 192 * 4096,
     "llama2_13b_96gpus": 192 * 4096,
     "llama2_34b_96gpus": 192 * 4096,
     "llama2_70b_96gpus": 192 * 4096,
+    "llama3_8b_64gpus": 256 * 8192,
+    "llama3_70b_128gpus": 512 * 8192,
     "llama3_2_1b_8gpus": 16 * 8192,
     "llama3_2_3b_8gpus": 16 * 8192,
     "llama3_1_8b_8gpus": 16 * 8192,
@@ -68,8 +90,13 @@ TOKENS = {
     "llama3_1_8b_8gpus_262k": 262_144,
     "llama3_1_8b_128gpus": 256 * 8192,
     "llama3_1_8b_128gpus_float8": 256 * 8192,
+    "llama3_1_8b_256gpus_2d": 128 * 8192,
+    "llama3_1_8b_256gpus_3d": 128 * 8192,
+    "llama3_1_8b_256gpus_4d": 128 * 8192,
     "llama3_1_70b_32gpus": 32 * 8192,
     "llama3_1_70b_256gpus": 512 * 8192,
+    "llama3_1_70b_256gpus_131k": 32 * 131_072,
+    "llama3_1_70b_2048gpus": 1024 * 8192,
     "llama3_1_405b_512gpus": 256 * 8192,
     "llama3_1_405b_512gpus_131k": 16 * 131_072,
     "llama3_1_405b_512gpus_262k": 8 * 262_144,
@@ -90,6 +117,8 @@ SHORTER = {
 # in another order in another layout, of which a mean over hundreds of tokens keeps little: 1.2e-5 at most is measured.
 # Float8 rounds to 2⁻⁴, and a scale is that of a rank's part where tensor parallelism has cut a matrix: 1.2e-4.
 BANDS = {"bf16": 5e-5, "float8_tensorwise": 5e-4}
+# Tensor parallelism adds partial sums that bf16 has rounded: 8.6e-5 is measured, and 6e-8 with the same layouts in fp32.
+BANDS_OF_TENSOR = {"bf16": 3e-4, "float8_tensorwise": 5e-4}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +173,11 @@ def test_a_recipe_fits_its_world(composed, gpu_host, name):
 
 # Seconds of a step where the interval between checkpoints is shorter than half of the run, as their comments say.
 STEP_SECONDS = {
+    "llama2_13b_64gpus_32k": 25,
+    "llama2_70b_128gpus_16k": 36,
+    "llama3_70b_128gpus": 35,
+    "llama3_1_70b_256gpus_131k": 70,
+    "llama3_1_70b_2048gpus": 4.7,
     "llama3_1_70b_256gpus": 19,
     "llama3_1_405b_512gpus": 35,
     "llama3_1_405b_512gpus_131k": 80,
@@ -189,6 +223,58 @@ def test_saves_of_a_recipe_for_gpus_cost_less_than_a_hundredth_of_its_time(compo
     assert states / (world / 8 * 1e9) < between / 2
 
 
+# Published on GPUs of 96 GB; and what their comments offer for 80 GB.
+FOR_96_GB = {
+    "llama3_1_405b_512gpus_131k": "parallelism.shard=1 parallelism.context=8",
+    "llama3_1_405b_512gpus_262k": (
+        "parallelism.shard=8 parallelism.context=32 parallelism.tensor=2 parallelism.pipeline=1"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def estimated(composed):
+    """Estimates of a recipe for nodes of eight GPUs: of one run, and the seconds of a step."""
+
+    def estimates(recipe, cluster):
+        # Every recipe with the same cluster: composing each of them again would take a second for three.
+        known = composed("llama3_1_8b_8gpus", f"cluster={cluster}").cluster
+        made = for_planning(dataclasses.replace(recipe, cluster=known), stands=True)
+        return estimate_of(made), step_time(made, machine_of(made)).seconds
+
+    return estimates
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_recipe_for_gpus_fits_by_the_planners_estimate(composed, estimated, name):
+    recipe = composed(name)
+    assert estimated(recipe, "h100")[0].fits is (name not in FOR_96_GB)
+    if name in FOR_96_GB:
+        assert estimated(recipe, "h100_96gb")[0].fits
+        text = re.sub(r"\n# ", " ", text_of(name))
+        assert "For GPUs of 96 GB" in text
+        assert FOR_96_GB[name] in text
+        smaller = composed(name, *FOR_96_GB[name].split())
+        check(on_gpus(smaller))
+        assert estimated(smaller, "h100")[0].fits
+
+
+PLANNED = [
+    name for name in LARGE if "Source: layout by the planner" in (conf_folder() / "recipe" / f"{name}.yaml").read_text()
+]
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_a_recipe_says_of_the_planner_is_so(composed, estimated, name):
+    """A layout that the planner chose leaves a tenth of the memory free."""
+    text = re.sub(r"\n# ", " ", text_of(name))
+    said = re.search(r"Planner \(cluster=h100, [0-9-]+\): ([0-9.]+) s a step, ([0-9]+) of 80 GB reserved[;,]", text)
+    run, seconds = estimated(composed(name), "h100")
+    assert float(said[1]) == pytest.approx(seconds, rel=0.05)
+    assert float(said[2]) == pytest.approx(run.reserved_bytes / 1e9, rel=0.05)
+    assert run.reserved_bytes <= 0.9 * 80e9
+
+
 def text_of(name):
     return (conf_folder() / "recipe" / f"{name}.yaml").read_text()
 
@@ -197,7 +283,7 @@ def test_sweeps_that_measure_gpus_save_nothing():
     sweeps = [yaml.safe_load(path.read_text()) for path in (conf_folder() / "sweeps").glob("*.yaml")]
     begins = {each["sweep"]: [given["/recipe"] for given in each["defaults"] if "/recipe" in given] for each in sweeps}
     measuring = [each for each in sweeps if set(begins[each["sweep"]]) & set(LARGE)]
-    assert len(measuring) == 7
+    assert len(measuring) == 8
     assert {each["sweep"]: each["checkpoint"] for each in measuring} == {
         each["sweep"]: {"every": 0, "at_end": False} for each in measuring
     }
@@ -316,7 +402,8 @@ def test_a_twin_trains_as_one_process(pool, composed, alone, tmp_path, name):
     assert all(each.losses == losses for each in every)
     assert losses[2] < losses[0]
     reference = alone(made)
-    assert losses == pytest.approx(reference, rel=BANDS[made.precision.kind])
+    bands = BANDS_OF_TENSOR if made.layout.tensor > 1 else BANDS
+    assert losses == pytest.approx(reference, rel=bands[made.precision.kind])
 
 
 # The page

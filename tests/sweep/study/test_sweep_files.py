@@ -22,6 +22,7 @@ EXPECTED = {
     "cpu_1d_to_4d": (12, 0, 16),
     "cpu_calibration": (108, 36, 2),
     "llama3_405b_512gpus": (11, 0, 512),
+    "llama3_405b_512gpus_4d": (12, 0, 512),
     "llama3_70b_256gpus": (9, 0, 256),
     "llama3_8b_128gpus_1d_to_4d": (14, 0, 128),
     "llama3_8b_8gpus_layouts": (28, 0, 8),

@@ -1,0 +1,161 @@
+"""The tables of docs/choosing-a-layout.md are what their script writes, the results are the planner's, and the words hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlab.costs.layout import Layout
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# Study, index of the row: their searches are the shortest.
+CHEAP = [("8b", 0), ("8b", 8)]
+SLOWER = [("8b", 3), ("70b", 9), ("405b", 8)]
+
+
+def script(name):
+    specification = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    # Scripts import each other by name.
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return script("layout_guide_page")
+
+
+@pytest.fixture(scope="module")
+def guide(tables):
+    return script("layout_guide")
+
+
+@pytest.fixture(scope="module")
+def kept(guide):
+    return json.loads(guide.RESULT.read_text())
+
+
+def test_the_page_is_in_step(guide, tables, kept):
+    text = guide.PAGE.read_text()
+    assert tables.page(text, kept) == text
+
+
+@pytest.mark.parametrize(("name", "number"), [*CHEAP, *(pytest.param(*row, marks=pytest.mark.full) for row in SLOWER)])
+def test_rows_are_the_planners(guide, kept, name, number):
+    row = kept["studies"][name][number]
+    assert (
+        list(guide.differences(row["best"], guide.row(guide.STUDIES[name].arguments(row["seq_len"], row["gpus"]))))
+        == []
+    )
+
+
+def test_all_rows_are_kept(guide, tables, kept):
+    for name, study in guide.STUDIES.items():
+        places = [(seq_len, gpus) for seq_len in study.lengths for gpus in study.gpus]
+        assert [(row["seq_len"], row["gpus"]) for row in kept["studies"][name]] == places
+        assert all(row["sequences"] * row["seq_len"] == study.tokens for row in kept["studies"][name])
+        assert all(tuple(row["best"]) == tables.KINDS for row in kept["studies"][name])
+
+
+def test_estimates_of_measured_runs_are_the_planners(guide, kept):
+    for run, row in zip(guide.MEASURED[1::2], kept["measured"][1::2], strict=True):
+        assert guide.estimated(*run) == row
+
+
+def test_layouts_fit_and_are_of_their_kind(guide, tables, kept):
+    for rows in kept["studies"].values():
+        for row in rows:
+            for kind, values in row["best"].items():
+                if "none" not in values:
+                    assert values["reserved_gb"] <= 80 * guide.USABLE
+                    assert ("pp" in values["layout"]) is (kind in tables.WITH_PIPELINE)
+                    assert sum(values["parts"].values()) == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "kind"),
+    [
+        ({"shard": 8}, "1D"),
+        ({"replicate": 2, "shard": 4}, "1D"),
+        ({"context": 8}, "2D"),
+        ({"shard": 2, "tensor": 4}, "2D"),
+        ({"shard": 2, "context": 2, "tensor": 2}, "3D"),
+        ({"tensor": 2, "pipeline": 4}, "2D with PP"),
+        ({"context": 4, "pipeline": 2}, "3D with PP"),
+        ({"context": 2, "tensor": 2, "pipeline": 2}, "4D"),
+        # One axis alone that no sequence is split over.
+        ({"tensor": 8}, ""),
+        ({"pipeline": 8}, ""),
+    ],
+)
+def test_kinds_of_layouts(guide, degrees, kind):
+    assert guide.kind_of(Layout(**degrees)) == kind
+
+
+def best(tables, **speeds):
+    """Speeds by kind with its spaces left out."""
+    return {
+        kind: {"tokens_per_second": speeds[kind.replace(" ", "_")]}
+        if kind.replace(" ", "_") in speeds
+        else {"none": ""}
+        for kind in tables.KINDS
+    }
+
+
+def test_what_is_taken(tables):
+    taken = tables.taken
+    assert taken(best(tables)) == ""
+    assert taken({kind: {"tokens_per_second": 100.0} for kind in tables.KINDS}) == "1D"
+    assert taken(best(tables, **{"1D": 94.0, "2D": 100.0})) == "2D"
+    assert taken(best(tables, **{"1D": 96.0, "2D": 100.0, "4D": 119.0})) == "1D"
+    assert taken(best(tables, **{"1D": 96.0, "2D": 100.0, "4D": 121.0})) == "4D"
+    assert taken(best(tables, **{"2D_with_PP": 96.0, "4D": 100.0})) == "2D with PP"
+
+
+def test_what_the_page_says_in_words_is_so(tables, kept):
+    """A change of the estimates that makes a sentence wrong is found here."""
+    rows = {
+        (name, row["seq_len"], row["gpus"]): row["best"] for name, found in kept["studies"].items() for row in found
+    }
+    take = {place: tables.taken(found) for place, found in rows.items()}
+    assert [take["8b", 8192, gpus] for gpus in (64, 512)] == ["1D", "1D"]
+    assert take["70b", 8192, 512] == "1D"
+    # Context parallelism from 32,768 tokens on.
+    assert "cp" in rows["8b", 32768, 64]["2D"]["layout"]
+    assert "cp" in rows["8b", 131072, 64]["2D"]["layout"]
+    # A pipeline where nothing else fits.
+    for place in [
+        ("70b", 8192, 32),
+        *(("405b", length, gpus) for length in (8192, 32768) for gpus in (256, 512, 2048)),
+    ]:
+        assert take[place] in tables.WITH_PIPELINE
+        assert all("none" in rows[place][kind] for kind in tables.WITHOUT_PIPELINE)
+    most = [max(found.get("tokens_per_second", 0) for found in rows["8b", 8192, gpus].values()) for gpus in (512, 4096)]
+    assert 0.6 < most[1] / most[0] < 0.7
+    piped = [row for row in kept["measured"] if row["schedule"]]
+    mean = sum(row["tokens_per_second"] / row["measured"] - 1 for row in piped) / len(piped)
+    assert mean == pytest.approx(tables.WORTH_OF_PIPELINE, abs=0.05)
+    assert all(row["tokens_per_second"] < row["measured"] for row in kept["measured"] if not row["schedule"])
+
+
+def test_a_page_without_a_part_is_refused(tables, kept):
+    with pytest.raises(ValueError, match="has no part"):
+        tables.page("# Choosing a layout\n", kept)
+
+
+def test_differences_are_named(guide):
+    kept = {"studies": {"8b": [{"gpus": 8}]}}
+    assert list(guide.differences(kept, kept)) == []
+    assert list(guide.differences(kept, {"studies": {"8b": [{"gpus": 9}]}})) == [
+        "/studies/8b/0/gpus: kept 8, estimated 9"
+    ]
+
+
+def test_arguments_are_replaced(guide):
+    assert guide.changed(["a=1", "b=2"], ["a=3"]) == ["b=2", "a=3"]
