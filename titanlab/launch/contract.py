@@ -6,7 +6,7 @@ A launcher is a folder, here or in another package (docs/extending.md). Runs, sw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -126,10 +126,12 @@ class Failure:
     Attributes:
         rank: its number.
         exit_code: of its process; -N if signal N ended it.
+        pid: of its process on this host; None if it is not known.
     """
 
     rank: int
     exit_code: int
+    pid: int | None = field(default=None, compare=False)
 
 
 class LaunchConfig(Protocol):
