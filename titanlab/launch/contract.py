@@ -147,8 +147,8 @@ class LaunchConfig(Protocol):
         requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
         max_requeues: how often it may do that.
         restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
-        min_world: after a rank has failed twice in a row, the others go on without it, as at least so many processes;
-            null: they do not.
+        min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
+            so many processes; null: they do not.
     """
 
     kind: str
@@ -334,6 +334,21 @@ class Launcher(Protocol):
     def requeue(self, place: Place) -> str | None:
         """Put the job of this process back into the queue. Returns why that failed; None if it worked."""
         return "this launcher has no queue"
+
+    def lost_nodes(self, place: Place) -> frozenset[str]:
+        """Names of the nodes that the scheduler has taken from this running job because they failed."""
+        return frozenset()
+
+    def requeue_on_fewer(self, place: Place, *, least: int, most: int) -> str | None:
+        """Put the job of this process back into the queue, to start on fewer nodes too.
+
+        Args:
+            least, most: numbers of nodes.
+
+        Returns:
+            why that failed; None if it worked.
+        """
+        return self.requeue(place)
 
     # Without a queue
 
