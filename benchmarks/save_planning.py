@@ -91,7 +91,7 @@ def main() -> None:
 
 def measured(ranks: int, pipeline: int) -> dict[str, Any]:
     """Seconds of each step and the memory that they add, in MB."""
-    # Of one stage.
+    # Hosts of one stage.
     hosts = ranks // TENSOR // pipeline
     # As during training.
     gc.disable()
@@ -205,7 +205,7 @@ def _moved_item(item: WriteItem, host: int, hosts: int) -> WriteItem:
     data = item.tensor_data
     assert data is not None
     rows = data.chunk.sizes[0]
-    # Of a tensor that tensor parallelism cuts along dim 0, the rows of this rank's part.
+    # Rows of this rank's part of a tensor that tensor parallelism cuts along dim 0.
     whole = data.size[0] // TENSOR if rows * hosts < data.size[0] else data.size[0]
     start = min(host * rows, whole)
     offset = torch.Size([data.chunk.offsets[0] + start, *data.chunk.offsets[1:]])
