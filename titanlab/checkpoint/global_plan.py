@@ -13,6 +13,8 @@ from operator import itemgetter
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from titanlab.checkpoint.index.format import ITEM_BYTES
+
 # Name and place of an entry; an entry that is not a tensor has no place.
 _Key = tuple[str, tuple[int, ...] | None]
 # Offsets and sizes of a part of a tensor.
@@ -60,7 +62,9 @@ def _owners(plans: Sequence[SavePlan], several: Mapping[_Key, Sequence[int]]) ->
 
 def _bytes_of(item: WriteItem) -> int:
     data = item.tensor_data
-    return 1 if data is None or data.chunk is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+    if data is None or data.chunk is None:
+        return 1
+    return math.prod(data.chunk.sizes) * ITEM_BYTES.get(str(data.properties.dtype).removeprefix("torch."), 1)
 
 
 def check_coverage(plans: Sequence[SavePlan]) -> None:
