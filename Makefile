@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH_INSTALL_ARGS ?=
 # More arguments for pytest: make test ARGS="-k stream -x"
 ARGS ?=
-# Of make test-matrix: K/N, one part of it
+# For make test-matrix: K/N, one part of it
 PART ?=
 
 # Two pytest processes: one runs the tests of ranks, the other runs what needs none. A worker that dies is not replaced:

@@ -101,7 +101,7 @@ def held_bytes(module: nn.Module, hidden: Tensor, *others: Tensor, times: int = 
 
 
 def _held_bytes(module: nn.Module, hidden: Tensor, *others: Tensor) -> int:
-    # Of one cycle there is nothing to accumulate, but torch 2.11 warns of that.
+    # One cycle has nothing to accumulate, but torch 2.11 warns without acc_events.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         # An input of its own, of which only the module can be the keeper.
         output: Tensor = module(hidden * 1, *others)

@@ -31,7 +31,7 @@ MODEL = ("model=llama_5m", "training.seq_len=512", "training.global_batch=8")
 
 
 class Run(NamedTuple):
-    """Of one process: the median step after the first few, and what was spent on compiling, in seconds."""
+    """Seconds of one process: the median step after the first few, and the time spent on compiling."""
 
     step: float
     compiling: float

@@ -60,7 +60,7 @@ def measure(config: Llama, *, seq: int, batch: int, method: str) -> dict[str, fl
         spread_attention(model, "attention.inner", method=method, group=group)
     # A short step first: gradients exist then, and whatever torch makes once.
     _step(model, tokens[:, : 2 * ranks * 8 + 1], rank, ranks)
-    # Of one cycle there is nothing to accumulate, but torch 2.11 warns of that.
+    # One cycle has nothing to accumulate, but torch 2.11 warns without acc_events.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         loss = _step(model, tokens, rank, ranks)
     return {"peak_bytes": peak_bytes(profiled), "loss": loss}

@@ -82,7 +82,7 @@ class Published:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return float(self.row["tps_per_gpu"])
 
 

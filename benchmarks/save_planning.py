@@ -62,7 +62,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="256,512", help="numbers of ranks, multiples of 8")
     parser.add_argument("--pipeline", type=int, default=8, help="stages, one a rank")
-    parser.add_argument("--write", action="store_true", help=f"also write {RESULT.name}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"also write {RESULT.name}, beside other numbers of stages"
+    )
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -74,24 +76,23 @@ def main() -> None:
         )
         for ranks in given.ranks.split(",")
     }
-    text = json.dumps(
-        {
-            "date": datetime.date.today().isoformat(),
-            "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-            "torch": torch.__version__,
-            "pipeline": given.pipeline,
-            "ranks": rows,
-        },
-        indent=2,
-    )
-    print(text)
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "load": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+        "ranks": rows,
+    }
+    print(json.dumps(found, indent=2))
     if given.write:
-        RESULT.write_text(text + "\n")
+        known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        known[f"pipeline {given.pipeline}"] = found
+        RESULT.write_text(json.dumps(known, indent=2) + "\n")
 
 
 def measured(ranks: int, pipeline: int) -> dict[str, Any]:
     """Seconds of each step and the memory that they add, in MB."""
-    # Of one stage.
+    # Hosts of one stage.
     hosts = ranks // TENSOR // pipeline
     # As during training.
     gc.disable()
@@ -114,6 +115,7 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
         seconds[name] = round(time.perf_counter() - begin, 2)
         return time.perf_counter()
 
+    cpu_begin = time.process_time()
     at = begin = time.perf_counter()
     plans = [pickle.loads(text) for text in arrived]
     at = timed("unpickle", at)
@@ -135,12 +137,15 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
         ]
         writer.publish([Written(file=file, objects={}) for file in files])
         timed("index", at)
+        cpu_seconds = time.process_time() - cpu_begin
         index_mb = (Path(folder) / "index.json").stat().st_size / 1e6
     return {
         "entries": sum(len(plan.items) for plan in plans),
         "checkpoint_gb": round(sum(sizes) / 1e9),
         "local_plan_seconds": round(local_seconds, 2),
         "seconds": {**seconds, "all": round(sum(seconds.values()), 2)},
+        # Less than `all` where other processes had the core, and without the time for which the disk made it wait.
+        "cpu_seconds": round(cpu_seconds, 2),
         "added_mb": round(_peak_mb() - before),
         "arrived_mb": round(sum(map(len, arrived)) / 1e6),
         "answers_mb": round(sum(map(len, answers)) / 1e6),
@@ -205,7 +210,7 @@ def _moved_item(item: WriteItem, host: int, hosts: int) -> WriteItem:
     data = item.tensor_data
     assert data is not None
     rows = data.chunk.sizes[0]
-    # Of a tensor that tensor parallelism cuts along dim 0, the rows of this rank's part.
+    # Rows of this rank's part of a tensor that tensor parallelism cuts along dim 0.
     whole = data.size[0] // TENSOR if rows * hosts < data.size[0] else data.size[0]
     start = min(host * rows, whole)
     offset = torch.Size([data.chunk.offsets[0] + start, *data.chunk.offsets[1:]])

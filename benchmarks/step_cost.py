@@ -52,7 +52,7 @@ BARE_TINY = (
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one process: shell to first finished step, and the median step after the first few, in seconds."""
+    """Seconds of one process: from the shell to the first finished step, and the median step after the first few."""
 
     first_step: float
     step: float

@@ -98,7 +98,7 @@ def kernels_of(name, dtype):
 def test_auto_is_the_kernel_that_the_order_names_first():
     first = order("auto", torch.cuda.get_device_capability())[0]
     assert f"aten::_scaled_dot_product_{first}_attention" in kernels_of("auto", torch.bfloat16)
-    # Of the fused ones only `efficient` has 32 bits; with shared heads torch alone would write out all scores.
+    # Only `efficient` of the fused kernels has 32 bits; with shared heads torch alone would write out all scores.
     assert "aten::_scaled_dot_product_efficient_attention" in kernels_of("auto", torch.float32)
 
 

@@ -298,10 +298,10 @@ def parameters(function: Any, name: str) -> set[str]:
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # Of functions that are written in C++ torch's stubs tell, or their documentation.
+        # Functions in C++ have their parameters in torch's stubs or in their documentation.
         texts = [path.read_text() for path in (Path(torch.__file__).parent / "_C").glob("*.pyi")]
         signatures = re.findall(rf"def {name}\((.*?)\) *->", "".join(texts), re.DOTALL)
-        # Of a class its __init__ does.
+        # A class has them in its __init__.
         signatures += re.findall(rf"class {name}\(\w+\):\n +def __init__\((.*?)\) *->", "".join(texts), re.DOTALL)
         signatures += re.findall(rf"{name}\((.*?)\)", function.__doc__ or "", re.DOTALL)
         return {word for signature in signatures for word in re.findall(r"(\w+) *[:=]", signature)}

@@ -100,7 +100,7 @@ def test_which_collectives_are_repeated():
 
 
 def test_which_matmuls_are_repeated():
-    """Of q, k, v, o, gate, up, down: k, o and up, in every block and every microbatch."""
+    """The backward repeats k, o and up of q, k, v, o, gate, up, down, in every block and every microbatch."""
     stack = build(CONFIG, SelectiveOp(), torch.float32)
     given = inputs(CONFIG, batch=2, seq=16, dtype=torch.float32)
     losses = [stack(*given).sum() for _ in range(2)]

@@ -97,7 +97,7 @@ def test_a_damaged_file_is_named_and_hides_no_other_run(made, say, name):
     assert f"{bad.path.name}: unreadable: " in out
     if file == "status.json":
         assert "1 unreadable" in say("status")[1]
-    # Of a whole sweep, the others are seen to.
+    # The other runs of a sweep are handled.
     code, out, _ = say("retry", "layouts", "--all-failed", "--dry-run")
     assert code == 0
     assert f"{bad.path.name} is left alone: {begins}" in out
@@ -115,7 +115,7 @@ def test_an_unknown_key_names_the_file(made, say, key):
     place = lines.index(f"{group}:") + 1 if group else len(lines)
     path.write_text("\n".join([*lines[:place], f"{'  ' if group else ''}{name}: 3", *lines[place:]]) + "\n")
     verbs = ["resume bad", "retry layouts bad", "resume bad tracker=jsonl", "export bad --into out"]
-    # Of an export only the model is wanted.
+    # An export needs the model only.
     for verb in verbs[:2] if group != "model" else [*verbs[:2], verbs[3]]:
         code, out, err = say(*verb.split())
         assert (code, err.count("\n")) == (2, 1), (verb, out, err)

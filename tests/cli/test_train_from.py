@@ -36,7 +36,7 @@ def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys)
     assert train.main(["--from", command[1], command[2]]) == 0
     said = capsys.readouterr().out
     assert f"new run from step 6 of single/{parent.path.name}" in said
-    # Of ten per cent of the peak at its last step, after which a longer cosine has more.
+    # The rate is ten per cent of the peak at its last step; a longer cosine has more there.
     assert "the schedule spans steps 1 to 8 (before: 1 to 6); step 6 had 0.0001, step 7 gets 0.00" in said
     (child,) = [run for run in list_runs(parent.path.parent.parent) if run.path != parent.path]
     assert child.parent() == (f"single/{parent.path.name}", 6)

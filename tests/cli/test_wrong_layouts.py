@@ -136,7 +136,7 @@ def test_it_is_refused_and_its_cure_cures(command, files, arguments, begins, cur
     assert cure in refusal["cure"]
     # What the cure offers is what is tried: nobody is told to try what a test has not.
     if mend is None:
-        # Of a world of a hundred million processes nobody wants to know whether it would start.
+        # Nobody asks whether a world of a hundred million processes would start.
         assert "try " not in refusal["cure"] or refusal["value"] == "8"
         return
     key, _, value = mend.partition("=")

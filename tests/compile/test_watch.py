@@ -65,7 +65,7 @@ def test_optimizers_compile_once_for_each_shape(monkeypatch):
     given = records({}, {"start_time_us": 1_000_000, "end_time_us": 3_000_000})
     monkeypatch.setattr(utils, "get_compilation_metrics", lambda: given)
     found = watched.look(first=True)
-    # Of what overlaps, the time counts once.
+    # Time that overlaps counts once.
     assert found.seconds == 3.0
     assert [each.surprise for each in found.functions] == [False, False]
     given += records({"start_time_us": 5_000_000, "end_time_us": 6_000_000})

@@ -206,7 +206,7 @@ def test_tracing_changes_no_bit(pool, tmp_path):
 
 
 def table(**given):
-    """Of a Llama of two blocks with a dim of 64: (axis, kind) → count and bytes."""
+    """The traffic of a Llama of two blocks with a dim of 64: (axis, kind) → count and bytes."""
     account = llama_account.account(tiny.Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=256))
     place = given.pop("place", Coordinate())
     step = Step(account=account, **{"seq_len": 32, "microbatch": 2, **given})
@@ -263,6 +263,6 @@ def test_what_is_sent_along_the_context_arrives(ranks, method):
     sent, received = (sum(each.get(("context", kind), (0, 0))[1] for each in tables) for kind in ("send", "recv"))
     assert sent == received
     if method == "ring":
-        # Of the blocks of a whole ring, those that go on past rank 0 are halves.
+        # In a whole ring, the blocks that go on past rank 0 are halves.
         block = 4 * 2 * 48 // ranks * 2 * 16
         assert sent == 2 * 2 * 3 * block * ranks * (ranks - 1) * 3 // 4

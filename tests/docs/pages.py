@@ -50,7 +50,7 @@ class Block:
     def commands(self) -> list[Command]:
         """Its commands: every line that begins with a program, or in a block with prompts what follows a prompt.
 
-        Of a printed text, lines that are commands of titanlab are commands too: readers are meant to copy them.
+        Lines of a printed text that are commands of titanlab count too: readers are meant to copy them.
         """
         if self.language:
             return []

@@ -34,7 +34,7 @@ from titanlab.cli import main
 # In a sentence: a verb, perhaps with a flag, is spoken of and not typed.
 NAMED = re.compile(r"titanlab [a-z-]+( --?[\w-]+( titanlab)?| launch=slurm| init_from=…)?( …)?")
 HASH = re.compile(r"-[0-9a-f]{8}\b")
-# Of no file of the reader's: once is enough, on whatever pages it stands.
+# Commands that need no file of the reader's: each is run once, however many pages have it.
 ALIKE = re.compile(r"titanlab (train|sweep) (?!.*(--config-dir|--dry-run|data|file=|init_from=))")
 # What no reader in an empty folder can type, and why. The list is short, and a line that is on no page is an error.
 ELSEWHERE = {
@@ -150,7 +150,7 @@ def help_of(verb: str) -> str:
 
 
 def wrong_by_name(text: str) -> str:
-    """Of a verb that is spoken of: it exists, and has the flag."""
+    """Check that a verb in the text exists and has the flag."""
     words = text.split()
     if words[1] not in VERBS.split():
         return "is no verb"
@@ -161,7 +161,7 @@ def wrong_by_name(text: str) -> str:
 
 
 def wrong_elsewhere(text: str) -> str:
-    """Of other programs: what they name of the repository is there."""
+    """Check that what other programs name of the repository is there."""
     words = shlex.split(text, comments=True)
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
     scripts = [word for word in words if (ROOT / word).is_file() and not word.startswith("tests/")]

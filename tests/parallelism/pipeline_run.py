@@ -28,7 +28,7 @@ SCALE = 0.01
 # ‖Δ‖ / ‖reference‖ of a parameter's gradient in float32: another order of the same sums.
 TOLERANCE = 1e-5
 
-# Of each schedule, numbers of microbatches for two ranks.
+# Each schedule with its numbers of microbatches for two ranks.
 SCHEDULES = {
     "gpipe": (GPipe(), (1, 3, 4)),
     "1f1b": (OneFOneB(), (1, 3, 4)),

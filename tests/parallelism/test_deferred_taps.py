@@ -139,7 +139,7 @@ def test_a_pipeline_of_compiled_blocks(pool, data, backend):
         2 * data, pipelined, "interleaved_zero_bubble", data, backend, limit_seconds=400
     ):
         assert worst < TOLERANCE
-        # Of four microbatches; some backwards of a schedule are whole.
+        # There are four microbatches; some backwards of a schedule are whole.
         assert layers < late <= 4 * layers
 
 

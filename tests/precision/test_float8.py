@@ -166,7 +166,7 @@ def test_the_layers_that_a_precision_has_left_multiply_plainly():
 
 
 def scales(made):
-    """Of every converted weight: the scale that is computed for all, torchao's two, and the one of the whole weight."""
+    """The scales of every converted weight: the one computed for all, torchao's two, and the whole weight's own."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp as torchaos
 
     with open_world(joined(os.environ) or ALONE, accelerator="cpu", seed=0, deterministic=False) as world:

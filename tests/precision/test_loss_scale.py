@@ -191,7 +191,7 @@ def test_what_is_lost_and_what_is_not():
 
 
 def test_nobody_waits_for_the_device(monkeypatch):
-    """Of a fused optimizer: no number is read from a tensor between the norm and the end of the update."""
+    """With a fused optimizer no number is read from a tensor between the norm and the end of the update."""
     layer = nn.Linear(5, 3)
     optimizer, scale = OPTIMIZERS["fused adamw"](layer.parameters()), scale_of()
     product = scale.multiplier(2.0)

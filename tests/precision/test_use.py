@@ -58,7 +58,7 @@ def test_a_run_is_validated_and_sampled_from(pool, tmp_path, text, precision, at
         parameters = pool.run(2, trained, cache, made, run)[0]
         losses[each.kind] = [row[meter.VALIDATION_LOSS] for row in run.metrics("validation")]
     assert len(losses[precision.kind]) == 2
-    # Of twelve sequences, after eight steps.
+    # The loss of twelve sequences after eight steps.
     assert losses[precision.kind] == pytest.approx(losses["fp32"], rel=2e-3)
     run.tokenizer.mkdir()
     shutil.copy(tokenizer, run.tokenizer)

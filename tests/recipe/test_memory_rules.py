@@ -54,7 +54,7 @@ def test_sharding_keeps_one_copy_and_replication_makes_several(tmp_path):
     check_host_memory(recipes["shard"], with_memory(8), processes=4)
     with pytest.raises(ConfigError, match="parameters and their gradients"):
         check_host_memory(recipes["replicate"], with_memory(8), processes=4)
-    # Of four processes torchrun may have started one here.
+    # torchrun may have started one of four processes here.
     check_host_memory(recipes["replicate"], with_memory(8), processes=1)
 
 

@@ -102,7 +102,7 @@ TOKENS = {
     "llama3_1_405b_512gpus_262k": 8 * 262_144,
     "llama3_1_405b_2048gpus": 1024 * 8192,
 }
-# Of what comments offer for shorter contexts.
+# What the comments of recipes offer for shorter contexts.
 SHORTER = {
     "llama3_1_8b_8gpus_262k": [
         "training.seq_len=131072 parallelism.shard=2 parallelism.context=4 training.global_batch=2",
@@ -342,7 +342,7 @@ def test_a_twin_has_the_shape_of_its_recipe(composed, gpu_host, name):
     )
     own = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
     assert dataclasses.replace(twin.model, **{key: getattr(large.model, key) for key in own}) == large.model
-    # Of the pipeline: as many microbatches as stages at least, as the large one has.
+    # The pipeline has at least as many microbatches as stages, like the large one.
     if twin.layout.pipeline > 1:
         assert min(twin.microbatches // twin.layout.pipeline, large.microbatches // large.layout.pipeline) >= 1
 

@@ -110,6 +110,22 @@ class Site:
 
         until(is_back, seconds, told=lambda: self.node_state(node))
 
+    def fail(self, node: str) -> None:
+        """Kill a node's daemon and all that jobs run there, and tell Slurm, which would need a minute to notice."""
+        self._tool("fail", node)
+        self.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=a test")
+
+    def boot(self, node: str) -> None:
+        """Start a node that has failed again, and wait until it takes jobs."""
+        self._tool("boot", node)
+        self.bring_back(node)
+
+    def _tool(self, verb: str, node: str) -> None:
+        folder = Path(self.environment["SLURM_CONF"]).parent
+        tool = [sys.executable, ROOT / "launch" / "dev-slurm" / "dev-slurm", verb, folder, node]
+        done = subprocess.run(tool, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+
     def node_state(self, node: str) -> str:
         """Slurm's word, in small letters: idle, mixed, down."""
         return self.slurm("sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T", "--partition=low").strip()

@@ -84,7 +84,7 @@ def test_ends_are_the_accountings(slurm, tmp_path):
     assert (third.raw, third.exit_code, third.reason) == ("OUT_OF_MEMORY", None, "OutOfMemory")
 
 
-# Of a job whose step Slurm has killed for its memory. Its derived exit code would be 0:9 or, if the step was the last to
+# A job whose step Slurm has killed for its memory. Its derived exit code would be 0:9 or, if the step was the last to
 # end, 0:0.
 KILLED = """\
 titanlab-aa|12_0|FAILED|9:0|1|n1|None

@@ -85,6 +85,20 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     assert not list((submitted.folder.path / "jobs").glob("*.pkl"))
 
 
+def test_a_job_that_may_become_smaller_survives_the_loss_of_a_node(slurm, tmp_path):
+    launch = Slurm(restarts=2, min_world=2)
+    wanted = study(tmp_path / "runs", [{"shard": 6}, {"shard": 2}], launch=launch)
+    submit(wanted, quiet)
+    small, large = sorted(slurm.jobs().values(), key=lambda job: int(job["flags"]["nodes"]))
+    assert large["flags"]["no-kill"] is True
+    assert "--kill-on-bad-exit=0 --wait=600 --no-kill" in large["script"]
+    tasks = large["flags"]["ntasks-per-node"]
+    assert f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks}))" in large["script"]
+    # With one node there is nothing to survive.
+    assert "no-kill" not in small["flags"]
+    assert "no-kill" not in small["script"]
+
+
 def test_gpus_are_those_of_the_layout(slurm, tmp_path):
     wanted = study(tmp_path / "runs", [{"shard": 6}], launch=Slurm(gpu_type="h100"))
     (planned,) = wanted.planned

@@ -49,7 +49,7 @@ def test_runs_of_a_sweep_can_be_grouped_filtered_and_compared(pool, prepared):
     medians = (meter.TOKENS_PER_SECOND, meter.TFLOPS, meter.MFU, meter.STEP_SECONDS, meter.MEASURED_STEPS, meter.LOSS)
     for name in (*medians, "first_loss", "memory/max_resident(GiB)"):
         assert summary[name] == result.metrics[name], name
-    # Of the steps after warm-up, not of the last one, which is what wandb would take.
+    # It counts the steps after warm-up; wandb would take the last row's value.
     assert summary[meter.MEASURED_STEPS] == 8 - recipe.training.unmeasured_steps
 
 

@@ -247,7 +247,7 @@ def test_content_that_cannot_be_read_is_told_in_a_line(pool, tmp_path):
     made, run, _ = stopped(pool, tmp_path)
     (shard,) = latest(run.checkpoints).glob("*.safetensors")
     content = bytearray(shard.read_bytes())
-    # Of the size that it was saved with.
+    # The file keeps the size that it was saved with.
     content[:64] = bytes(64)
     shard.write_bytes(content)
     with pytest.raises(

@@ -10,7 +10,7 @@ from titanlab.distributed.world import World
 from titanlab.training.totals import STOPS, Reduction, Totals
 
 CPU = torch.device("cpu")
-# Of a rank that nobody has asked to stop.
+# The flags of a rank that nobody has asked to stop.
 NONE = [0.0] * len(STOPS)
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)
 

@@ -215,7 +215,7 @@ def test_garbage_is_collected_between_steps_only(pool, tmp_path):
     after, enabled, counts = pool.run(1, collected, made, tiny.begin(made))[0]
     assert after
     assert enabled == [False] * 10
-    # Of the older generation: after steps 4 and 8, and never else.
+    # The older generation is collected after steps 4 and 8 only.
     assert [counts[step][1] - counts[0][1] for step in range(10)] == [0] * 4 + [1] * 4 + [2] * 2
     assert [counts[step][0] - counts[0][0] for step in range(10)] == [0] * 10
 

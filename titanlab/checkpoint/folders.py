@@ -24,7 +24,7 @@ from titanlab.checkpoint.remote.run_place import checkpoints_of_folder
 from titanlab.errors import ConfigError
 from titanlab.system.disk import StoreFault
 
-# Of the checkpoint, written by `titanlab.checkpoint.index.format`.
+# The file that lists what a checkpoint contains; `titanlab.checkpoint.index.format` writes it.
 INDEX = "index.json"
 PART = ".part"
 # Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.

@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from titanlab.checkpoint.blocks import BlockWriter
 from titanlab.checkpoint.folders import INDEX
+from titanlab.checkpoint.global_plan import check_coverage, without_duplicates
 from titanlab.checkpoint.index.format import IndexedFile, index_bytes
 from titanlab.checkpoint.position import POSITION, Position, SavedPosition, position_bytes
 from titanlab.checkpoint.remote import objects
@@ -63,6 +64,16 @@ class Written:
 
 class SavePlannerOfJson(dcp.DefaultSavePlanner):
     """Encodes entries that are not tensors as JSON: DefaultSavePlanner would pickle them."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plans of all ranks, in which every part of a tensor is written once; the metadata is empty.
+
+        Raises:
+            ValueError: the parts of a tensor do not cover it exactly.
+        """
+        plans = without_duplicates(all_plans)
+        check_coverage(plans)
+        return plans, Metadata({})
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - the name in torch
         """The tensor, or the bytes of an object.

@@ -22,7 +22,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 
 # Longest time between two checks; with short limits the thread checks more often.
 _LOOK_SECONDS = 2.0
-# Of more than 512 ranks each looks less often, for the sake of the file server, yet often enough for
+# With more than 512 ranks each rank checks less often, to spare the file server, but often enough for
 # `silence.ANSWER_SECONDS`.
 _LOOKS_A_SECOND = 256
 _MOST_LOOK_SECONDS = 5.0

@@ -6,7 +6,7 @@ A launcher is a folder, here or in another package (docs/extending.md). Runs, sw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -126,10 +126,12 @@ class Failure:
     Attributes:
         rank: its number.
         exit_code: of its process; -N if signal N ended it.
+        pid: of its process on this host; None if it is not known.
     """
 
     rank: int
     exit_code: int
+    pid: int | None = field(default=None, compare=False)
 
 
 class LaunchConfig(Protocol):
@@ -145,8 +147,8 @@ class LaunchConfig(Protocol):
         requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
         max_requeues: how often it may do that.
         restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
-        min_world: after a rank has failed twice in a row, the others go on without it, as at least so many processes;
-            null: they do not.
+        min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
+            so many processes; null: they do not.
     """
 
     kind: str
@@ -332,6 +334,21 @@ class Launcher(Protocol):
     def requeue(self, place: Place) -> str | None:
         """Put the job of this process back into the queue. Returns why that failed; None if it worked."""
         return "this launcher has no queue"
+
+    def lost_nodes(self, place: Place) -> frozenset[str]:
+        """Names of the nodes that the scheduler has taken from this running job because they failed."""
+        return frozenset()
+
+    def requeue_on_fewer(self, place: Place, *, least: int, most: int) -> str | None:
+        """Put the job of this process back into the queue, to start on fewer nodes too.
+
+        Args:
+            least, most: numbers of nodes.
+
+        Returns:
+            why that failed; None if it worked.
+        """
+        return self.requeue(place)
 
     # Without a queue
 

@@ -6,6 +6,7 @@ This module does not import torch: an error in a recipe is reported within a sec
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,9 @@ def _attempted(
     else:
         failures = launch.implementation().start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
     terminal = {0} if ranks is None else set(range(ranks.world))
-    return _recorded(run, attempt, failures, console, terminal=terminal, memory=kills.evidence())
+    killed = [failure.pid for failure in failures if failure.exit_code == -signal.SIGKILL and failure.pid is not None]
+    memory = kills.evidence(pids=killed)
+    return _recorded(run, attempt, failures, console, terminal=terminal, memory=memory)
 
 
 def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:

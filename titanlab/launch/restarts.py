@@ -1,7 +1,8 @@
 """Restarts in place: after a rank has died, the group starts again from the newest checkpoint, perhaps on fewer ranks.
 
 The rules (docs/elastic.md states them for users): at most `launch.restarts` times, and not after an end that the same
-attempt would only repeat. With `launch.min_world`, a rank that fails twice in a row is left out.
+attempt would only repeat. With `launch.min_world`, a rank that fails twice in a row is left out, and ranks of a job
+that are lost with their node are left out at once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Restart:
         number: of this restart, from 1.
         why: one line: how the last attempt ended, and what happens now.
         cause: the cause of the last attempt's end.
-        left_out: the rank of the last attempt that is left out; None: all ranks go on.
+        left_out: the rank of the last attempt that is left out because it has failed twice; None: no rank is.
+        lost: what is known of ranks that are left out because they are lost, in one clause; empty: none is lost.
     """
 
     recipe: Recipe
@@ -48,6 +50,7 @@ class Restart:
     why: str
     cause: str | None
     left_out: int | None = None
+    lost: str = ""
 
 
 class Restarts:
@@ -69,11 +72,16 @@ class Restarts:
         # A failure in an attempt that has gained nothing yet does not count as the first one in vain.
         self._is_first = True
 
-    def after(self, outcome: Outcome, recipe: Recipe) -> tuple[Restart | None, str]:
+    def after(
+        self, outcome: Outcome, recipe: Recipe, *, lost: str = "", usable: int | None = None
+    ) -> tuple[Restart | None, str]:
         """The next attempt after one that ended; None, and why, if there is none.
 
         Args:
             recipe: of the attempt that ended.
+            lost: what is known of ranks that are lost, in one clause; empty: none is lost.
+            usable: number of processes that are left, with those that the attempt had no need of; None: those of the
+                attempt.
         """
         if not self._most or outcome.kind not in _RESTARTED or tells_of_disk(outcome.cause):
             return None, ""
@@ -90,7 +98,10 @@ class Restarts:
             times = "1 restart has" if allowed == 1 else f"{allowed} restarts in a row have"
             return None, f"not restarted: {times} reached no further step and saved no checkpoint"
         self._count += 1
-        return self._next(outcome, recipe), ""
+        usable = recipe.layout.world if usable is None else usable
+        if lost:
+            return self._without_lost(outcome, recipe, lost, usable)
+        return self._next(outcome, recipe, usable), ""
 
     def _gained(self, outcome: Outcome) -> bool:
         """Whether the attempt has saved a checkpoint or taken a step that none before it had."""
@@ -99,32 +110,35 @@ class Restarts:
         self._best, self._is_first = (max(reached[0], self._best[0]), max(reached[1], self._best[1])), False
         return gained
 
-    def _next(self, outcome: Outcome, recipe: Recipe) -> Restart:
-        checkpoint = latest(checkpoints_of(self._run))
-        place = "the beginning" if checkpoint is None else f"step {step_of(checkpoint)}"
-        rank = "" if outcome.rank is None else f", rank {outcome.rank}"
-        why = (
-            f"attempt {outcome.attempt} ended as {outcome.kind.value} after step {outcome.step}{rank}"
-            f" ({outcome.cause or outcome.kind.meaning}); restart {self._count} of {self._most} from {place}"
+    def _without_lost(self, outcome: Outcome, recipe: Recipe, lost: str, usable: int) -> tuple[Restart | None, str]:
+        """The next attempt without the ranks that are lost; None, and why, if no layout fits those that are left."""
+        smaller = recipe if usable >= recipe.layout.world else self._smaller(recipe, usable)
+        if smaller is None:
+            return None, f"not restarted: {lost}, and {self._too_few()}"
+        self._failed, self._in_a_row = None, 0
+        why = f"{self._line(outcome)}; {lost}, and left out: "
+        why += (
+            f"other processes of the job take their places in {recipe.layout.label}"
+            if smaller is recipe
+            else change(recipe, smaller)
         )
-        left_out, smaller = None, None
+        return Restart(recipe=smaller, number=self._count, why=why, cause=outcome.cause, lost=lost), ""
+
+    def _next(self, outcome: Outcome, recipe: Recipe, usable: int) -> Restart:
+        why, left_out, smaller = self._line(outcome), None, None
         if self._min_world is not None and self._in_a_row >= 2:
             left_out = self._failed
-            smaller = None if left_out in self._fixed else reduced(recipe, recipe.layout.world - 1, self._min_world)
             if left_out in self._fixed:
                 why += f"; rank {left_out} has failed twice, and is the one that cannot be left out"
-            elif smaller is None:
-                why += (
-                    f"; rank {left_out} has failed twice, and no smaller layout of at least launch.min_world="
-                    f"{self._min_world} processes fits"
-                )
+            elif usable > recipe.layout.world:
+                smaller = recipe
+                why += f"; rank {left_out} has failed twice and is left out: another process of the job takes its place"
+            elif (smaller := self._smaller(recipe, usable - 1)) is None:
+                why += f"; rank {left_out} has failed twice, and {self._too_few()}"
             else:
+                why += f"; rank {left_out} has failed twice and is left out: {change(recipe, smaller)}"
+            if smaller is not None:
                 self._failed, self._in_a_row = None, 0
-                why += (
-                    f"; rank {left_out} has failed twice and is left out: {recipe.layout.label} becomes "
-                    f"{smaller.layout.label}, the most data-parallel processes that are left and divide "
-                    f"training.global_batch={recipe.training.global_batch}, in microbatches of {smaller.microbatch}"
-                )
         return Restart(
             recipe=smaller or recipe,
             number=self._count,
@@ -132,6 +146,29 @@ class Restarts:
             cause=outcome.cause,
             left_out=left_out if smaller is not None else None,
         )
+
+    def _line(self, outcome: Outcome) -> str:
+        checkpoint = latest(checkpoints_of(self._run))
+        place = "the beginning" if checkpoint is None else f"step {step_of(checkpoint)}"
+        rank = "" if outcome.rank is None else f", rank {outcome.rank}"
+        return (
+            f"attempt {outcome.attempt} ended as {outcome.kind.value} after step {outcome.step}{rank}"
+            f" ({outcome.cause or outcome.kind.meaning}); restart {self._count} of {self._most} from {place}"
+        )
+
+    def _smaller(self, recipe: Recipe, usable: int) -> Recipe | None:
+        return None if self._min_world is None else reduced(recipe, usable, self._min_world)
+
+    def _too_few(self) -> str:
+        return f"no smaller layout of at least launch.min_world={self._min_world} processes fits"
+
+
+def change(recipe: Recipe, smaller: Recipe) -> str:
+    """The rule by which a smaller layout was chosen, with both layouts, in one clause."""
+    return (
+        f"{recipe.layout.label} becomes {smaller.layout.label}, the most data-parallel processes that are left and "
+        f"divide training.global_batch={recipe.training.global_batch}, in microbatches of {smaller.microbatch}"
+    )
 
 
 def hide_device(restart: Restart, recipe: Recipe) -> None:
@@ -155,6 +192,7 @@ def note(run: RunFolder, attempt: int, restart: Restart, after: int) -> None:
             "cause": restart.cause,
             "why": restart.why,
             "left_out": restart.left_out,
+            "lost": restart.lost or None,
             "world": restart.recipe.layout.world,
         },
     )

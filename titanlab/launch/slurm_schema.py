@@ -37,8 +37,8 @@ class Slurm(LaunchConfig):
         requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
         max_requeues: how often it may do that.
         restarts: how often the ranks of a job start again in place, from the newest checkpoint, after one has died.
-        min_world: after a rank has failed twice in a row, the others go on without it, as at least so many processes;
-            null: they do not.
+        min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
+            so many processes; null: they do not.
         threads: of one process (OMP_NUM_THREADS); null: cpus_per_task, or an equal share of the node's cores.
         python: interpreter on the nodes; null: the interpreter that submits.
         preamble: shell lines before the processes start, such as `module load cuda`.

@@ -31,8 +31,10 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
 from titanlab.terminal.console import Console
 from titanlab.terminal.progress import Progress
+from titanlab.tracker.contract import Tracker
 from titanlab.tracker.tracked_run import open_tracker
 from titanlab.training import facts
+from titanlab.training.held_rows import HeldRows
 from titanlab.training.memory import memory, peak_memory_gib
 from titanlab.training.totals import Totals
 from titanlab.training.tracked_run import tracked_run
@@ -62,6 +64,9 @@ class Recorder:
 
     def warn(self, text: str) -> None:
         """Report a problem that does not end the run."""
+
+    def go_back(self, step: int) -> None:
+        """Note that the run goes on from an earlier step."""
 
     def compared(self, metrics: Mapping[str, float], warning: str) -> None:
         """Take metrics that compare the ranks, and a warning if one is not empty."""
@@ -97,7 +102,9 @@ class LoggingRecorder(Recorder):
         self._meter = Meter(work, warmup_steps=recipe.training.unmeasured_steps, tokens_seen=position.tokens)
         self._metrics = run.open_metrics(attempt, resumed_step=position.step)
         described = tracked_run(recipe, run, attempt=attempt, resumed_step=position.step, id=position.tracker)
-        self._tracker = open_tracker(recipe.tracker, described, warn=console.warn)
+        tracker = open_tracker(recipe.tracker, described, warn=console.warn)
+        self._held = HeldRows(tracker, run.saved_step) if recipe.training.on_nan == "rollback" else None
+        self._tracker: Tracker = self._held or tracker
         self.tracker_id = described.id
         self._status_at = 0.0
         self._traced = False
@@ -142,6 +149,11 @@ class LoggingRecorder(Recorder):
 
     def warn(self, text: str) -> None:
         self._console.warn(text)
+
+    def go_back(self, step: int) -> None:
+        self._step = step
+        if self._held is not None:
+            self._held.go_back(step)
 
     def compared(self, metrics: Mapping[str, float], warning: str) -> None:
         self._ranks = dict(metrics)

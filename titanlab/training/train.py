@@ -225,6 +225,7 @@ def train(
                 assembled.after_update()
                 outcome = rollbacks.note(outcome, warnings, to=position.step)
                 step = position.step
+                recorder.go_back(step)
                 saves.go_on_from(step)
                 waiting.clear()
                 continue

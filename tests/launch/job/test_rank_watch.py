@@ -23,7 +23,7 @@ from titanlab.records.run_status import Status
 class Worker:
     """One that has written something into its log, and ends with a code when it is looked at or killed."""
 
-    # Of no process.
+    # The number of no process.
     pid = 2**22 + 1
 
     def __init__(self, code, said="", *, looks=0):

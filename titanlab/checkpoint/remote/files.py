@@ -10,7 +10,7 @@ from titanlab.checkpoint.damage import DamagedFile
 from titanlab.checkpoint.remote.address_schema import StorePath
 from titanlab.checkpoint.remote.objects import check_length, filesystem, size_of, store_errors, tried
 
-# Of one request: long enough that its latency counts little, and several of them run at once.
+# Size of one request: large enough that its latency counts little. Several requests run at once.
 _PIECE = 8 << 20
 _PIECES = 8
 _PART = 64 << 20

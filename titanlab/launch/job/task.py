@@ -27,14 +27,14 @@ from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_chec
 from titanlab.launch.bad_hosts import note_bad_host, suspect
 from titanlab.launch.child import Child
 from titanlab.launch.contract import LaunchConfig
-from titanlab.launch.job import rendezvous
+from titanlab.launch.job import rendezvous, roll_call
 from titanlab.launch.job.group import Group, await_end, ranks_in
 from titanlab.launch.job.job import Job, received_signals, say, submitted
 from titanlab.launch.job.place import address_of, free_port
 from titanlab.launch.job.precheck import check_code, claim_run
-from titanlab.launch.job.rank_watch import RankWatch, await_result, settle
+from titanlab.launch.job.rank_watch import RESULT_SECONDS, RankWatch, await_result, settle
 from titanlab.launch.job.rendezvous import Rendezvous
-from titanlab.launch.job.requeue import requeue, requeue_after
+from titanlab.launch.job.requeue import requeue, requeue_after, requeue_without_rank_0, survives
 from titanlab.launch.job.stop_file import meaning, read_stop, write_stop
 from titanlab.launch.launchers import launcher_named
 from titanlab.recipe.recipe import Recipe, from_mapping
@@ -50,6 +50,8 @@ CLAIM_AGAIN_SECONDS = 30.0
 CLAIM_DEAD_SECONDS = 150.0
 # Rank 0 has this time to write the meaning of a signal, before another rank does.
 MEANING_SECONDS = 5.0
+# After this time without a result, ranks of a job that survives the loss of a node ask whether rank 0 is lost.
+ALONE_SECONDS = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,8 +110,8 @@ def _lead(job: Job) -> int:
         if job.is_done():
             return _nothing_to_do(job, "is done")
         before = latest(checkpoints_of(job.run))
-        outcome = _attempts(job)
-        requeue_after(job, outcome, has_saved=latest(checkpoints_of(job.run)) != before)
+        outcome, has_lost_nodes = _attempts(job)
+        requeue_after(job, outcome, has_saved=latest(checkpoints_of(job.run)) != before, has_lost_nodes=has_lost_nodes)
     return _exit_code(outcome)
 
 
@@ -128,17 +130,22 @@ def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
     return code
 
 
-def _attempts(job: Job) -> Outcome:
-    """Make attempts at a claimed run, until one of them is the last of this start. Returns its outcome."""
+def _attempts(job: Job) -> tuple[Outcome, bool]:
+    """Make attempts at a claimed run, until one of them is the last of this start.
+
+    Returns:
+        its outcome, and whether it has lost a node of the job.
+    """
     group = Group(job, say)
     while True:
         outcome, recipe = _attempted(job, group)
+        outcome = group.called(outcome, recipe)
         say(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
         if not group.members:
             # In a smaller group a rank's number does not tell its host.
             _remember_host(job, outcome)
         if not group.goes_on_after(outcome, recipe):
-            return outcome
+            return outcome, group.has_lost_nodes
 
 
 def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
@@ -148,7 +155,7 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
     try:
         if job.code is not None:
             check_code(job.code)
-        recipe = from_mapping(config)
+        recipe = group.recipe()
         address = address_of(job.launcher, place, os.environ)
         missed = missed_checkpoint(run)
         if missed is not None:
@@ -182,9 +189,14 @@ def _follow(job: Job) -> int:
     """Run any other rank: join the attempts that rank 0 begins."""
     if job.is_done():
         return 0
-    code = 0
+    code, recipe = 0, None
     for number in itertools.count():
-        meeting = rendezvous.wait(job.run, job.round(number))
+        try:
+            meeting = rendezvous.wait(job.run, job.round(number))
+        except TitanlabError:
+            if recipe is None or not requeue_without_rank_0(job, recipe, max(job.run.attempts(), default=0) + 1):
+                raise
+            return OutcomeKind.NODE_FAIL.exit_code
         if meeting.reason:
             say(f"{job.run.path.name} {meeting.reason}{'' if number else ': nothing is done twice'}")
             return code
@@ -199,10 +211,17 @@ def _follow(job: Job) -> int:
         else:
             code = _watched(job, recipe, meeting)
             # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
-            outcome = await_result(job.run, meeting.attempt, job.place.ranks.world)
+            seconds = ALONE_SECONDS if survives(job, recipe) else RESULT_SECONDS
+            outcome = await_result(job.run, meeting.attempt, job.place.ranks.world, seconds=seconds)
+        if outcome is None:
+            if requeue_without_rank_0(job, recipe, meeting.attempt):
+                return OutcomeKind.NODE_FAIL.exit_code
+            outcome = job.run.result(meeting.attempt)
         code = code if outcome is None else _exit_code(outcome)
         if outcome is None or not recipe.launch.restarts:
             return code
+        if recipe.launch.min_world is not None:
+            roll_call.answer(job.run, meeting.attempt, job.place.ranks.rank)
     raise AssertionError("rank 0 ends the attempts")
 
 

@@ -76,7 +76,7 @@ def start_one(
         if ranks.world > 1:
             end_if_silent(RunFolder(folder), ranks.rank, child, since=begin)
         child.wait()
-    return [Failure(rank=ranks.rank, exit_code=child.returncode)] if child.returncode else []
+    return [Failure(rank=ranks.rank, exit_code=child.returncode, pid=child.pid)] if child.returncode else []
 
 
 def _write_line(child: subprocess.Popen[bytes], line: str) -> None:
@@ -109,7 +109,8 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
     counted = failed or {rank for rank, code in codes.items() if code}
     if failed or hangs:
         counted |= left
-    return [Failure(rank=rank, exit_code=code) for rank, code in codes.items() if rank in counted]
+    pids = started.pids
+    return [Failure(rank=rank, exit_code=code, pid=pids.get(rank)) for rank, code in codes.items() if rank in counted]
 
 
 def _forked(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses | Failure:

@@ -95,11 +95,18 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "array_parallelism": config.array_parallelism or len(submission.runs),
         # submitit would set a default of its own here.
         "wckey": None,
-        "setup": _setup(config, submission.environment(sweep)),
+        "setup": _setup(config, submission.environment(sweep), shape),
         "srun_args": _srun(config, shape),
     }
     flags = {name: value for name, value in config.extra.items() if value not in (None, False)}
+    if _survives(config, shape):
+        flags = {"no-kill": True, **flags}
     return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
+
+
+def _survives(config: Slurm, shape: Shape) -> bool:
+    """Whether a job goes on without a node that fails; otherwise Slurm ends it."""
+    return config.min_world is not None and shape.nodes > 1
 
 
 def _given(config: Slurm) -> list[str]:
@@ -118,13 +125,16 @@ def _memory(gib: float | None) -> str | None:
     return f"{int(gib)}G" if float(gib).is_integer() else f"{int(gib * 1024)}M"
 
 
-def _setup(config: Slurm, environment: Mapping[str, str]) -> list[str]:
+def _setup(config: Slurm, environment: Mapping[str, str], shape: Shape) -> list[str]:
     lines = list(config.preamble)
     lines += [f"export {name}={shlex.quote(str(value))}" for name, value in config.environment.items()]
     for name, value in environment.items():
         # The user's own modules stay on the path, after the snapshot of the code.
         inherited = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
         lines.append(f"export {name}={shlex.quote(value)}{inherited}")
+    if _survives(config, shape):
+        # sbatch sets it for the nodes that were requested; a job that has lost one may start again on fewer.
+        lines.append(f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {shape.tasks_per_node}))")
     return lines
 
 
@@ -135,6 +145,8 @@ def _srun(config: Slurm, shape: Shape) -> list[str]:
     if shape.cpus_per_task is not None:
         # Since Slurm 22.05, srun does not inherit this from the job.
         words.append(f"--cpus-per-task={shape.cpus_per_task}")
+    if _survives(config, shape):
+        words.append("--no-kill")
     return [*words, *config.srun_arguments]
 
 

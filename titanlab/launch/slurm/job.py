@@ -3,7 +3,8 @@
 Slurm sends the same signals for a preemption, a time limit and a cancellation. Observed with Slurm 22.05: during the
 grace time of a preemption `PreemptTime` is set; after a requeue `Restarts` is one higher; after the time limit the
 reason is `TimeLimit`; after a node failure it is `NodeDown`; a job that scancel ends is `COMPLETING` without any of
-these. Warnings before a time limit come up to a minute early.
+these. Warnings before a time limit come up to a minute early. A job submitted with --no-kill stays on its other nodes
+when a node fails, also when that was its first one: then its batch script is gone, and only its time limit ends it.
 """
 
 from __future__ import annotations
@@ -83,6 +84,36 @@ def requeue(place: Place) -> str | None:
     if answer is None:
         return "scontrol does not answer"
     return None if answer.code == 0 else answer.complaint
+
+
+def lost_nodes(place: Place) -> frozenset[str]:
+    """The nodes that a job with --no-kill has lost: Slurm takes them from its list."""
+    nodes = _job_facts(place.job_id).get("NodeList", "")
+    # While the job is put back into the queue, the list is empty or `(null)`.
+    return frozenset(place.nodes) - frozenset(hosts(nodes)) if nodes and not nodes.startswith("(") else frozenset()
+
+
+def requeue_on_fewer(place: Place, *, least: int, most: int) -> str | None:
+    """Put this process's job back into Slurm's queue, and change its request to a range of nodes.
+
+    The request also has the tasks and the cores of the fewest nodes. Slurm changes the request of a job in the queue
+    only, and ends this process KillWait seconds after it has requeued its job (30 by default).
+
+    Returns:
+        why the job is not in the queue, or waits for all of its nodes; None if all worked.
+    """
+    tasks = least * (place.ranks.world // len(place.nodes))
+    cores = int(_job_facts(place.job_id).get("CPUs/Task") or 1) * tasks
+    if (refused := requeue(place)) is not None:
+        return refused
+    request = (f"NumNodes={least}-{most}", f"NumTasks={tasks}", f"NumCPUs={cores}")
+    for _ in range(_TRIES):
+        answer = ask("scontrol", "update", f"JobId={place.job_id}", *request, seconds=_TIMEOUT_SECONDS)
+        if answer is not None and answer.code == 0:
+            return None
+        # Slurm sends SIGTERM to every process of a job that is requeued: to scontrol too, if it runs at that moment.
+        time.sleep(0.2)
+    return f"it waits for {most}; {answer.complaint if answer is not None else 'scontrol does not answer'}"
 
 
 def node_address(node: str) -> str | None:

@@ -111,6 +111,14 @@ class SlurmLauncher(Launcher):
         """Requeue the job with scontrol."""
         return job.requeue(place)
 
+    def lost_nodes(self, place: Place) -> frozenset[str]:
+        """The nodes that Slurm has taken from the job."""
+        return job.lost_nodes(place)
+
+    def requeue_on_fewer(self, place: Place, *, least: int, most: int) -> str | None:
+        """Requeue the job with scontrol, then change its request."""
+        return job.requeue_on_fewer(place, least=least, most=most)
+
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
         """The rank of a task of the user's own srun."""
         return joined_step(environ)

@@ -1,0 +1,94 @@
+"""Rows wait for a checkpoint before a tracker gets them, so that a rollback takes none back."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from tests.tracker.test_wandb import inspect
+from tests.training.test_bad_steps import BAD, STEPS, attempt
+from titanlab.costs import meter
+from titanlab.tracker.contract import Tracker
+from titanlab.tracker.wandb_schema import Wandb
+from titanlab.training.held_rows import HeldRows
+
+
+class Taken(Tracker):
+    """Keeps what it gets."""
+
+    def __init__(self):
+        self.rows, self.summary = [], None
+
+    def start(self, run, *, warn):
+        raise AssertionError("started twice")
+
+    def log(self, step, metrics, *, time=None):
+        assert time is not None
+        self.rows.append((step, *metrics.values()))
+
+    def finish(self, summary, *, exit_code=0):
+        self.summary = summary
+
+
+@pytest.fixture
+def saved():
+    return [0]
+
+
+@pytest.fixture
+def taken():
+    return Taken()
+
+
+@pytest.fixture
+def held(taken, saved):
+    return HeldRows(taken, lambda: saved[0])
+
+
+def test_rows_wait_for_their_checkpoint(held, taken, saved):
+    for step in (1, 2, 3):
+        held.log(step, {"loss": step * 1.0})
+    assert taken.rows == []
+    saved[0] = 2
+    held.log(4, {"loss": 4.0}, time=7.0)
+    assert taken.rows == [(1, 1.0), (2, 2.0)]
+    held.finish({"outcome": "done"})
+    assert taken.rows == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert taken.summary == {"outcome": "done"}
+
+
+def test_repeated_steps_have_their_last_rows(held, taken, saved):
+    saved[0] = 2
+    for step in (1, 2, 3, 4):
+        held.log(step, {"loss": step * 1.0})
+    held.go_back(2)
+    for step in (3, 4, 5):
+        held.log(step, {"loss": step * 10.0})
+    held.finish({})
+    assert taken.rows == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
+
+
+def test_a_damaged_checkpoint_makes_no_step_decrease(held, taken, saved):
+    saved[0] = 4
+    for step in (1, 2, 3, 4):
+        held.log(step, {"loss": step * 1.0})
+    # The checkpoint of step 4 is damaged, and that of step 2 is used.
+    held.go_back(2)
+    for step in (3, 4, 5):
+        held.log(step, {"loss": step * 10.0})
+    held.finish({})
+    assert [row[0] for row in taken.rows] == [1, 2, 3, 4, 4, 5]
+
+
+@pytest.mark.full
+def test_wandb_has_the_losses_of_metrics_jsonl_after_a_rollback(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=STEPS, on_nan="rollback", every=2, keep=0)
+    made = replace(made, tracker=Wandb(mode="offline", finish_seconds=120))
+    run = tiny.begin(made)
+    # The fourth step is bad, so the third one is repeated with other data.
+    pool.run(1, attempt, made, run, (BAD + 1,))
+    expected = {row["step"]: row[meter.LOSS] for row in run.metrics("train")}
+    rows = [record["history"]["item"] for record in inspect(run.path) if record["type"] == "history"]
+    found = {row["_step"]: row[meter.LOSS] for row in rows if meter.LOSS in row}
+    assert list(found) == list(range(1, STEPS + 1))
+    assert found == pytest.approx(expected)
