@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titanlab.cluster.schema import Cluster
@@ -108,7 +110,9 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
     machine = machine_of(recipe)
     limit = machine.memory_bytes * (1 - MARGIN)
     ranking = _ranking(recipe, machine, limit, vary)
-    best = ranking.best(top)
+    with _no_collection():
+        best = ranking.best(top)
+        advice = [] if best else _advice(ranking, vary)
     return Plan(
         base=recipe,
         machine=machine,
@@ -118,8 +122,20 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
         too_large=ranking.too_large,
         dropped=ranking.space.dropped,
         refused=ranking.refused,
-        advice=() if best else _advice(ranking, vary),
+        advice=advice,
     )
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector rests: a search makes many small objects and no cycles (a tenth of its time)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> Ranking:
