@@ -45,7 +45,7 @@ _FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package"
 _RECIPE_FLAGS = {
     "train": (*_FLAGS, FLAG),
     "sweep": (*_FLAGS, "--dry-run", "--prune", "--wait", "--force", "--json"),
-    "plan": ("--top", "--why", "--vary", "--explain", "--plot", "--json", "--help"),
+    "plan": ("--top", "--why", "--vary", "--explain", "--plot", "--trace", "--rank", "--json", "--help"),
 }
 # Hydra's flags that say where configs are, all with a value.
 _CONFIG_FLAGS = {
