@@ -268,7 +268,9 @@ def _saved(batch: Batch, layers: int) -> int:
 def _in_flight(schedule: Key, ranks: int, microbatches: int) -> float:
     """Microbatches that the rank with most of them keeps, if its stages are equal."""
     found = peaks(schedule, ranks=ranks, microbatches=microbatches)
-    return max(sum(moment) / len(moment) for rank in found for moment in rank)
+    # The second half of a moment's numbers are microbatches between the halves of their backward.
+    stages = len(found[0][0]) // 2
+    return max(sum(moment[:stages]) / stages for rank in found for moment in rank)
 
 
 @functools.lru_cache(maxsize=65536)
