@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
 from titanlab.planner.actions import actions_of
@@ -56,8 +57,13 @@ def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int,
         if rose:
             alive[number + len(stages)] += 1
     found.add(tuple(alive))
-    return tuple(sorted(one for one in found if not any(other != one and _covers(other, one) for other in found)))
+    largest: list[tuple[int, ...]] = []
+    # A moment that another one covers has a smaller sum.
+    for one in sorted(found, key=sum, reverse=True):
+        if not any(_covers(other, one) for other in largest):
+            largest.append(one)
+    return tuple(sorted(largest))
 
 
 def _covers(large: Sequence[int], small: Sequence[int]) -> bool:
-    return all(a >= b for a, b in zip(large, small, strict=True))
+    return all(map(operator.ge, large, small))
