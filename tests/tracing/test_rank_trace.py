@@ -10,6 +10,7 @@ from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.traffic_table import flat
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.precision.float8_schema import Float8Tensorwise
+from titanlab.precision.fp16_schema import Fp16
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
 from titanlab.schedule.zbv_schema import ZBV
@@ -63,6 +64,13 @@ def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
         # Rows that the comparison does not show: bytes on the wire.
         assert flat(one.traffic) == flat(own.traffic)
     assert any(own.saved for _, own in pairs)
+
+
+def test_a_stage_may_have_no_block(pool, tmp_path):
+    made = recipe(tmp_path, {"pipeline": 2, "split": ["output"], "precision": Fp16()})
+    ((own,),) = pool.run(1, accounts, made, [1])
+    found = Comparison(recipe=made, notes=(), pairs=((declared(made, 1), own),))
+    assert (found.differing, own.saved) == ([], {})
 
 
 def test_the_optimizers_communication_is_traced_too(pool, tmp_path):

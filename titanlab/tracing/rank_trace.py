@@ -65,7 +65,8 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
 
 def _blocks(model: nn.Module) -> dict[int, nn.Module]:
     """Blocks of this rank by their number in the model."""
-    return {int(name): block for name, block in model.get_submodule("layers").named_children()}
+    blocks = dict(model.named_children()).get("layers", nn.Module())
+    return {int(name): block for name, block in blocks.named_children()}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
