@@ -17,6 +17,7 @@ FILES = (
     "tests/optimizer/test_muon.py",
     "tests/parallelism/test_deferred_taps.py",
     "tests/parallelism/test_pipeline.py",
+    "tests/planner/test_activations.py",
     "tests/precision/test_float8.py",
     "tests/precision/test_float8_layouts.py",
     "tests/precision/test_fp16.py",

@@ -30,7 +30,7 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["worker"],
     ["launch"],
     ["planner"],
-    ["parity"],
+    ["parity", "tracing"],
     ["sweep"],
     ["report"],
     [("cli", "__main__")],

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
+from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
+from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.layout import Layout
 from titanlab.costs.traffic_account import Coordinate, Step, step_traffic
 from titanlab.costs.traffic_table import flat
@@ -101,6 +103,10 @@ LAYOUTS = [
     },
     {"replicate": 2, "precision": Bf16Full(reduce="bf16")},
     {"shard": 2, "microbatch": 3, "precision": Float8Tensorwise()},
+    # What is computed again is communicated again.
+    {"tensor": 2, "microbatch": 3, "ac": FullCheckpointing()},
+    {"context": 2, "tensor": 2, "ac": SelectiveLayer(every=2)},
+    {"context": 2, "context_method": "all_gather", "ac": FullCheckpointing()},
 ]
 FULL = [
     {"shard": 2, "tensor": 2, "precision": Float8Tensorwise(skip=["output", "wk"])},
@@ -137,6 +143,11 @@ FULL = [
     {"pipeline": 4, "layers": 4, "schedule": GPipe()},
     {"pipeline": 2, "shard": 2, "tensor": 2, "global_batch": 8},
     {"shard": 2, "context": 2, "tensor": 2, "global_batch": 8},
+    {"tensor": 2, "sequence_parallel": False, "ac": FullCheckpointing()},
+    {"tensor": 2, "ac": SelectiveOp()},
+    {"context": 4, "ac": FullCheckpointing()},
+    {"context": 2, "tensor": 2, "ac": SelectiveOp()},
+    {"pipeline": 2, "layers": 4, "tensor": 2, "ac": FullCheckpointing(), "schedule": ZBV()},
 ]
 MATRIX = {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "global_batch": 8}
 

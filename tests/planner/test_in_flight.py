@@ -6,8 +6,9 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.planner.in_flight import _peaks, peaks
+from titanlab.planner.in_flight import _of_rank, _peaks, peaks
 from titanlab.planner.model_facts import key_of
+from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.timeline import peak_in_flight
 
 KINDS = sorted(kind for kind in discover()["schedule"] if kind != "csv")
@@ -27,6 +28,15 @@ def test_the_largest_sum_is_that_of_the_timeline(kind):
 def test_many_microbatches_are_as_all_their_actions_say(kind, microbatches):
     key = key_of(discover()["schedule"][kind].schema())
     assert peaks(key, ranks=3, microbatches=microbatches) == _peaks(key, 3, microbatches)
+
+
+def test_a_microbatch_is_in_one_of_two_states_until_the_end_of_its_backward():
+    # One rank, one stage: F, I, F, I, W, W.
+    order = [Action(0, Kind(kind), number) for kind, number in zip("FIFIWW", (0, 0, 1, 1, 0, 1), strict=True)]
+    # One ahead with one between its halves, and both between their halves.
+    assert _of_rank(order, [0]) == ((0, 2), (1, 1))
+    whole = [Action(0, Kind(kind), number) for kind, number in zip("FFBB", (0, 1, 0, 1), strict=True)]
+    assert _of_rank(whole, [0]) == ((2, 0),)
 
 
 def test_too_few_microbatches_are_the_schedules_error():

@@ -46,6 +46,8 @@ options:
   --vary GROUP,…      precision and compile too, which otherwise stay as the recipe has them
   --explain           memory by rank of the pipeline, time by part, bytes of each collective, the timeline
   --plot FILE         with --explain: draw the timeline: timeline.svg, timeline.png
+  --trace             run one step on tensors without data; exit code 1 if it is not what the planner declares
+  --rank N,…          with --trace: these ranks, and not the first one of each pipeline stage
   --json              the same as JSON, in bytes and seconds
   --calibrate SWEEP   fit the estimates to the runs of a sweep of yours, and write a file for cluster=NAME
   --measure           measure this machine, or with launch=slurm a node, by one short job, and write such a file
@@ -65,7 +67,7 @@ class _Flags(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0; 2 if no layout fits."""
+    """Returns 0; 2 if no layout fits; 1 if a trace differs."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP.format(most=MOST))
         return 0
@@ -86,6 +88,10 @@ def main(arguments: Sequence[str]) -> int:
         if given.explain:
             _explain(for_planning(recipe, stands=True), given, console)
             return 0
+        if given.trace:
+            from titanlab.cli.plan_trace import run_trace
+
+            return run_trace(for_planning(recipe, stands=True), given.rank, console, as_json=given.json)
         found = plan(for_planning(recipe), vary=given.vary, top=given.top)
         if given.json:
             console.note(json.dumps(finite(plan_table.plan_values(found)), indent=2, ensure_ascii=False))
@@ -103,15 +109,21 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser.add_argument("--calibrate", metavar="SWEEP")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--runs")
-    for flag in ("--why", "--explain", "--json", "--measure"):
+    parser.add_argument("--rank", default="")
+    for flag in ("--why", "--explain", "--trace", "--json", "--measure"):
         parser.add_argument(flag, action="store_true")
     given, rest = parser.parse_known_args(list(arguments))
     given.vary = given.vary.split(",") if given.vary else []
     if given.plot is not None and not given.explain:
         raise ConfigError("--plot", given.plot, "draws the timeline of one recipe", "add --explain")
-    if given.explain and (given.why or given.vary):
-        flag = "--why" if given.why else "--vary"
-        raise ConfigError("--explain", "true", f"is about one recipe, and {flag} about many", "leave one out")
+    if given.rank and not given.trace:
+        raise ConfigError("--rank", given.rank, "names ranks that are traced", "add --trace")
+    if given.explain and given.trace:
+        raise ConfigError("--trace", "true", "has an answer of its own, and so has --explain", "leave one out")
+    for about_one in (name for name in ("explain", "trace") if getattr(given, name)):
+        if given.why or given.vary:
+            flag = "--why" if given.why else "--vary"
+            raise ConfigError(f"--{about_one}", "true", f"is about one recipe, and {flag} about many", "leave one out")
     _check_machine_flags(given, rest)
     return given, rest
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.context_traffic import context_of_block, forward_context_of_block
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.shard_account import gathered_part
 from titanlab.costs.tensor_styles import STYLES, cut_dim, parameter_style
@@ -29,6 +29,20 @@ class Coordinate:
     pipeline: int = 0
     context: int = 0
     tensor: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """The communication of a block's forward pass that recomputation in its backward pass repeats.
+
+    Attributes:
+        gathers, sums: of the residual stream, by tensor parallelism.
+        context: of keys and values, by context parallelism.
+    """
+
+    gathers: bool = False
+    sums: bool = False
+    context: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +67,7 @@ class Step:
         placement: by stage, its rank on the pipeline axis.
         orders: by stage, its actions in order: `F` forward, `B` or `I` backward; other letters are ignored. Empty: one
             microbatch after another.
+        repeats: by block, what its recomputation repeats; other blocks repeat nothing.
     """
 
     account: ModelAccount
@@ -74,6 +89,11 @@ class Step:
     stages: Sequence[Sequence[str]] = ()
     placement: Sequence[int] = (0,)
     orders: Sequence[Sequence[str]] = ()
+    repeats: Mapping[str, Repeats] = field(default_factory=dict)
+
+    def element_bytes(self, piece: str) -> int:
+        """Bytes of an element of a piece's activations."""
+        return 4 if piece in self.fp32_parts else self.compute_bytes
 
     @property
     def tokens(self) -> int:
@@ -115,6 +135,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
             add_sharding(step, rank, number, pieces, traffic)
         add_tensor(step, rank, pieces, traffic)
         add_context(step, rank, pieces, traffic)
+        _add_repeated(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
     traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES, ranks=step.layout.world)
     return traffic.rows()
@@ -179,13 +200,13 @@ def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tra
         return
     times = step.microbatches
     for piece in pieces:
-        size = step.tokens * step.account.dim * _element(step, piece)
+        size = step.tokens * step.account.dim * step.element_bytes(piece)
         sums = sum(STYLES[style].gathers or STYLES[style].sums for style in _styles(step.account, piece))
         for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
             traffic.add(axis, kind, size, ranks=ranks, times=times * sums)
     if step.account.pieces[-1] in pieces:
         part = -(-step.account.vocab_size // ranks)
-        logits = step.tokens * part * ranks * _element(step, step.account.pieces[-1])
+        logits = step.tokens * part * ranks * step.element_bytes(step.account.pieces[-1])
         size = step.tokens * ranks * _LOSS_BYTES if step.loss_parallel else logits
         traffic.add(axis, "all_gather", size, ranks=ranks, times=times)
     if step.sequence_parallel:
@@ -205,29 +226,23 @@ def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tr
     """Keys and values in forward and backward, and their gradients."""
     if step.layout.context > 1:
         for block in (piece for piece in pieces if piece.startswith("layers.")):
-            _context_of_block(step, block, rank, traffic)
+            context_of_block(step, block, rank, traffic)
 
 
-def _context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
-    ranks, here, account = step.layout.context, rank.context, step.account
-    axis, times = step.axis("context"), step.microbatches
-    whole = step.tokens * account.kv_heads // step.layout.tensor * account.head_dim * _element(step, block)
-    half = whole // 2
-    after, before = ranks - 1 - here, here
-    if step.context_method == "all_gather":
-        traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=2 * times)
-        returned = 2 * (after * whole + before * half)
-        traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
-        return
-    # A rank first sends its own block, then the blocks that arrive; of blocks of ranks before it, only the first half.
-    sent = [half] * (ranks - 1) if here == 0 else [whole] * min(after + 1, ranks - 1) + [half] * (before - 1)
-    received = [whole] * after + [half] * before
-    # Forward, backward, and gradients of the received blocks.
-    for size, count in Counter(sent + sent + received).items():
-        traffic.add(axis, "send", size, ranks=ranks, times=2 * times * count)
-    own_gradients = [whole] * before + [half] * after
-    for size, count in Counter(received + received + own_gradients).items():
-        traffic.add(axis, "recv", size, ranks=ranks, times=2 * times * count)
+def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
+    """What the recomputation of blocks repeats; the sum of a block's last product is not computed again."""
+    layout, axis = step.layout, step.axis("tensor")
+    for block, repeats in ((piece, step.repeats[piece]) for piece in pieces if piece in step.repeats):
+        if repeats.context and layout.context > 1:
+            forward_context_of_block(step, block, rank, traffic)
+        if layout.tensor == 1:
+            continue
+        styles = [STYLES[style] for style in _styles(step.account, block)]
+        gathers = sum(style.gathers for style in styles) if repeats.gathers and step.sequence_parallel else 0
+        sums = max(0, sum(style.sums for style in styles) - 1) if repeats.sums else 0
+        size, kind = step.tokens * step.account.dim * step.element_bytes(block), step.scatter
+        for name, times in (("all_gather", gathers), (kind if step.sequence_parallel else "all_reduce", sums)):
+            traffic.add(axis, name, size, ranks=layout.tensor, times=step.microbatches * times)
 
 
 def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
@@ -244,11 +259,6 @@ def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
         if 0 <= neighbour < len(step.placement) and step.placement[neighbour] != step.placement[number]:
             for kind in ("send", "recv"):
                 traffic.add(step.axis("pipeline"), kind, size, ranks=step.layout.pipeline, times=step.microbatches)
-
-
-def _element(step: Step, piece: str) -> int:
-    """Bytes of an element of a piece's activations."""
-    return 4 if piece in step.fp32_parts else step.compute_bytes
 
 
 def parameter_elements(step: Step, rank: Coordinate, pieces: Sequence[str]) -> int:

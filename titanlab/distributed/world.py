@@ -8,6 +8,7 @@ import importlib
 import os
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ class World:
         local_rank: its number on its host.
         device: where it computes.
         group: of its collectives; None: the group of all training.
+        without_data: the context in which parameters become tensors without data, for a trace; None: they are real.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class World:
     local_rank: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    without_data: AbstractContextManager[object] | None = None
 
     @property
     def logs(self) -> bool:

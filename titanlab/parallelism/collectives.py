@@ -12,6 +12,9 @@ import torch.distributed as dist
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+STANDS_FOR_NCCL = "fake_nccl"
+"""Backend of a process group on CPU that sends nothing, but has NCCL's collectives; see `titanlab.tracing`."""
+
 
 def gather_first(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The concatenated parts of all ranks: [n, …] → [ranks·n, …]."""
@@ -32,7 +35,7 @@ def reduce_scatter(output: torch.Tensor, summand: torch.Tensor, group: dist.Proc
 
     gloo's reduce-scatter is an all-reduce with twice the traffic, so on CPU ranks exchange parts and add them.
     """
-    if summand.device.type != "cpu":
+    if summand.device.type != "cpu" or dist.get_backend(group) == STANDS_FOR_NCCL:
         reduce_scatter_single(output, summand, group=group)
         return
     parts = torch.empty_like(summand)

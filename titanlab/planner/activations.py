@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-from titanlab.costs.account import Share, kept
+from titanlab.costs.account import Activation, Operation, Share, kept
 from titanlab.planner.model_facts import Key, block_operations, edge_operations, treatments
 
 # Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
@@ -68,6 +70,26 @@ def gradients_together(model: Key, share: Share, microbatch: int, seq_len: int) 
 def edge_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
     """Bytes that pieces before and after the blocks keep, by name."""
     return {edge.name: share.bytes_of(kept([edge])) for edge in edge_operations(model, microbatch, seq_len)}
+
+
+@functools.lru_cache(maxsize=4096)
+def deferred_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
+    """Bytes between the two halves of a split backward, by name of an edge; a block has an empty name.
+
+    The gradients of weights need the inputs of linear layers, and the gradients of their outputs; all else is freed
+    (`titanlab.parallelism.pipeline_weights`). So it does not depend on checkpointing.
+    """
+    found = {edge.name: share.bytes_of(_factors([edge])) for edge in edge_operations(model, microbatch, seq_len)}
+    return {"": share.bytes_of(_factors(block_operations(model, microbatch, seq_len))), **found}
+
+
+def _factors(operations: Iterable[Operation]) -> Iterator[Activation]:
+    """The factors of the products that are the gradients of weights."""
+    for operation in operations:
+        if operation.kind == "matmul":
+            yield from operation.keeps
+            for result in (result for operator in operation.operators for result in operator.results):
+                yield replace(result, name=f"{result.name}.gradient")
 
 
 def loss_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
 from titanlab.planner.actions import actions_of
@@ -10,16 +11,16 @@ from titanlab.planner.model_facts import Key
 from titanlab.planner.timing.pipeline_time import shorter
 from titanlab.schedule.action import Action, Kind
 
-# By rank: for each of its moments with most microbatches, the number of each of its stages.
+# By rank: for each of its moments with most microbatches, the number of each of its stages between their forward and
+# the gradient of their input; then of each between the two halves of a split backward.
 Peaks = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def peaks(schedule: Key, *, ranks: int, microbatches: int) -> Peaks:
     """The moments of each rank in which no other has at least as many microbatches of every stage.
 
-    The order of numbers is that of the rank's stages. As `titanlab.schedule.timeline.peak_in_flight`, a stage keeps a
-    microbatch from its forward to the end of its backward. For many microbatches the actions are not all made: if some
-    more microbatches change nothing, others do not either.
+    The order of numbers is that of the rank's stages. For many microbatches the actions are not all made: if some more
+    microbatches change nothing, others do not either.
     """
     few = shorter(ranks, microbatches)
     if few < microbatches:
@@ -41,19 +42,23 @@ def _peaks(schedule: Key, ranks: int, microbatches: int) -> Peaks:
 
 def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     place = {stage: number for number, stage in enumerate(stages)}
-    alive, found, rose = [0] * len(stages), set(), False
+    alive, found, rose = [0] * 2 * len(stages), set(), False
     for stage, kind, _ in order:
+        number = place[stage]
         if kind is Kind.FORWARD:
-            alive[place[stage]] += 1
+            alive[number] += 1
             rose = True
-        elif kind is not Kind.INPUT:
-            # Only before a number falls can it have been largest.
-            if rose:
-                found.add(tuple(alive))
-                rose = False
-            alive[place[stage]] -= 1
+            continue
+        # Only before a number falls can it have been largest.
+        if rose:
+            found.add(tuple(alive))
+        alive[number + len(stages) if kind is Kind.WEIGHT else number] -= 1
+        rose = kind is Kind.INPUT
+        if rose:
+            alive[number + len(stages)] += 1
     found.add(tuple(alive))
     largest: list[tuple[int, ...]] = []
+    # A moment that another one covers has a smaller sum.
     for one in sorted(found, key=sum, reverse=True):
         if not any(_covers(other, one) for other in largest):
             largest.append(one)
@@ -61,4 +66,4 @@ def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int,
 
 
 def _covers(large: Sequence[int], small: Sequence[int]) -> bool:
-    return all(a >= b for a, b in zip(large, small, strict=True))
+    return all(map(operator.ge, large, small))

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from titanlab.costs.account import Share
 from titanlab.costs.layout import hidden_shape
-from titanlab.planner.activations import Batch, BlockBytes, block_bytes, edge_bytes, gradients_together, loss_bytes
+from titanlab.planner.activations import (
+    Batch,
+    BlockBytes,
+    block_bytes,
+    deferred_bytes,
+    edge_bytes,
+    gradients_together,
+    loss_bytes,
+)
 from titanlab.planner.in_flight import peaks
 from titanlab.planner.model_facts import key_of, model_facts
 from titanlab.planner.stages import placement_of, stages_of
@@ -121,13 +129,14 @@ class _Ranks:
         """By rank of the pipeline."""
         ranks, placement = self.layout.pipeline, placement_of(self.schedule, self.layout.pipeline)
         in_flight = (
-            peaks(self.schedule, ranks=ranks, microbatches=self.recipe.microbatches) if ranks > 1 else (((1,),),)
+            peaks(self.schedule, ranks=ranks, microbatches=self.recipe.microbatches) if ranks > 1 else (((1, 0),),)
         )
         found = []
         saved = [self._stage(number) for number in range(len(placement))]
+        deferred = [self._deferred(number) for number in range(len(placement))]
         for rank in range(ranks):
             stages = [number for number, owner in enumerate(placement) if owner == rank]
-            own = [saved[number] for number in stages]
+            own = [*(saved[number] for number in stages), *(deferred[number] for number in stages)]
             kept = max(sum(map(operator.mul, moment, own)) for moment in in_flight[rank])
             moments = self._moments(stages, kept)
             moment = max(moments, key=lambda name: sum(moments[name].values()))
@@ -202,6 +211,11 @@ class _Ranks:
         )
         # The output of a stage is kept until its gradient comes.
         return saved + (self.hidden if number < len(self.stages) - 1 else 0)
+
+    def _deferred(self, number: int) -> int:
+        """Bytes that a stage keeps of one microbatch between the halves of a split backward."""
+        known = deferred_bytes(*self.shape)
+        return sum(known.get("" if piece.startswith("layers.") else piece, 0) for piece in self.stages[number])
 
     def _block(self, piece: str) -> BlockBytes:
         return self.blocks[int(piece.rpartition(".")[2])]

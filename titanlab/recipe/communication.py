@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titanlab.costs.account import ModelAccount
-from titanlab.costs.traffic_account import Step
+from titanlab.costs.traffic_account import Repeats, Step
 from titanlab.precision.account import matched
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 
@@ -49,4 +49,37 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
         stages=stages,
         placement=placement,
         orders=orders,
+        repeats=_repeats(recipe, model),
     )
+
+
+# Operators of torch that gather and scatter: in compiled code on every device, and in eager mode.
+_COMPILED = ("_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default")
+_GATHERS = "c10d._allgather_base_.default"
+_SCATTERS = {"cuda": "c10d._reduce_scatter_base_.default", "cpu": "c10d.alltoall_base_.default"}
+_ALL_REDUCES = {True: "_c10d_functional.all_reduce.default", False: "c10d.allreduce_.default"}
+
+
+def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
+    """What recomputation repeats, by block."""
+    layout, ac, compiled = recipe.layout, recipe.ac, recipe.compile.blocks
+    if layout.tensor == 1 and layout.context == 1:
+        return {}
+    block = recipe.model.block_operations(batch=recipe.microbatch, seq_len=recipe.training.seq_len)
+    attention = {operation.name for operation in block if operation.kind == "attention"}
+    gather, scatter = _COMPILED if compiled else (_GATHERS, _SCATTERS[recipe.cluster.accelerator])
+    total = scatter if recipe.parallelism.sequence_parallel else _ALL_REDUCES[compiled]
+    found: dict[object, Repeats] = {}
+    blocks = {}
+    for piece in (piece for piece in model.pieces if piece.startswith("layers.")):
+        number = int(piece.rpartition(".")[2])
+        treatment = ac.treatment(number)
+        if treatment not in found:
+            found[treatment] = Repeats(
+                gathers=ac.repeats_collective(gather, number=number),
+                sums=ac.repeats_collective(total, number=number),
+                context=bool(attention.intersection(ac.recomputed(block, number=number))),
+            )
+        if found[treatment] != Repeats():
+            blocks[piece] = found[treatment]
+    return blocks

@@ -90,8 +90,9 @@ def _apply_data_parallelism(model: LanguageModel, recipe: Recipe, world: World, 
     layout, dtypes = recipe.layout, dtypes_of(recipe)
     method = layout.data_parallelism(mixed=dtypes.mixed)
     if method == "ddp":
-        materialise(model, recipe, world)
-        return replicate_model(model, mesh.axis("replicate"))
+        with world.without_data or contextlib.nullcontext():
+            materialise(model, recipe, world)
+            return replicate_model(model, mesh.axis("replicate"))
     sharded = keep_whole(model)
     if method == "fsdp2":
         units = keep_in_fp32(model, recipe.model.account(), dtypes)
@@ -105,7 +106,8 @@ def _apply_data_parallelism(model: LanguageModel, recipe: Recipe, world: World, 
             whole=units.whole,
             apart=units.apart,
         )
-    materialise(model, recipe, world)
+    with world.without_data or contextlib.nullcontext():
+        materialise(model, recipe, world)
     return sharded
 
 
@@ -136,7 +138,8 @@ def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:
     """Allocate this rank's storage of a model on the meta device, and compute initial values."""
     model.to_empty(device="cpu" if recipe.parallelism.cpu_offload else world.device)
     model.init_buffers(world.device)
-    initialise(model, recipe.model.initial_values(), recipe.seed)
+    if world.without_data is None:
+        initialise(model, recipe.model.initial_values(), recipe.seed)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ _RECIPE_FLAGS = {
     "train": (*_FLAGS, FLAG),
     "sweep": (*_FLAGS, "--dry-run", "--prune", "--wait", "--force", "--json"),
     "plan": (
-        *("--top", "--why", "--vary", "--explain", "--plot", "--json"),
+        *("--top", "--why", "--vary", "--explain", "--plot", "--trace", "--rank", "--json"),
         *("--calibrate", "--measure", "--out", "--runs", "--help"),
     ),
 }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from titanlab.costs.account import Share
-from titanlab.planner.activations import Batch, block_bytes
+from titanlab.planner.activations import Batch, block_bytes, deferred_bytes
 from titanlab.planner.model_facts import key_of, model_facts
 from titanlab.planner.search.group import Group
 from titanlab.planner.search.space import Choice, Space
 from titanlab.planner.stored import PieceBytes, Sharding, added, stored_pieces
+from titanlab.planner.timing.pipeline_bound import splits_backward
 
 
 class MemoryBound:
@@ -22,8 +24,8 @@ class MemoryBound:
     def __init__(self, space: Space) -> None:
         self._recipe, self._space = space.recipe, space
         self._whole: dict[tuple[int, int, int], PieceBytes] = {}
-        self._saved: dict[tuple[int, int, int, int, int], int] = {}
-        self._kept: dict[tuple[int, ...], float] = {}
+        self._saved: dict[tuple[int, int, int, int, int], tuple[float, float]] = {}
+        self._kept: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def least(self, group: Group, schedules: Sequence[Choice]) -> float:
         """Bytes for a group.
@@ -38,10 +40,11 @@ class MemoryBound:
         accumulates = microbatches > 1 or layout.pipeline > 1
         if accumulates and (layout.context > 1 or group.precision.value.formats().mixed):
             needed += whole.unreduced + (0 if parallelism.frees_after_forward else whole.gathered)
-        kept = 1.0
+        saved, deferred = self._activations(group)
         if layout.pipeline > 1:
-            kept = self._in_flight(schedules, layout.pipeline, microbatches)
-        return (needed + kept * self._activations(group)) / layout.pipeline
+            whole_passes, split_passes = self._in_flight(schedules, layout.pipeline, microbatches)
+            saved = min(whole_passes * saved, split_passes * min(saved, deferred))
+        return (needed + saved) / layout.pipeline
 
     def _stored(self, group: Group) -> PieceBytes:
         """What one rank stores and gathers of the whole model."""
@@ -53,8 +56,8 @@ class MemoryBound:
             self._whole[key] = added(stored_pieces(sharding).values())
         return self._whole[key]
 
-    def _activations(self, group: Group) -> int:
-        """What all blocks keep of one microbatch."""
+    def _activations(self, group: Group) -> tuple[float, float]:
+        """What all blocks keep of one microbatch, and what of it between the halves of a split backward."""
         layout, precision = group.layouts[0], group.precision.value
         key = id(group.ac.value), id(precision), layout.tensor, layout.context, group.microbatch
         if key not in self._saved:
@@ -66,15 +69,24 @@ class MemoryBound:
                 sequence_parallel=self._recipe.parallelism.sequence_parallel,
             )
             model, seq_len = key_of(self._recipe.model), self._recipe.training.seq_len
+            layers = model_facts(model).account.layers
             batch = Batch(model, key_of(group.ac.value), share, group.microbatch, seq_len)
-            self._saved[key] = sum(block.saved for block in block_bytes(batch, model_facts(model).account.layers))
+            saved = sum(block.saved for block in block_bytes(batch, layers))
+            self._saved[key] = saved, layers * deferred_bytes(model, share, group.microbatch, seq_len)[""]
         return self._saved[key]
 
-    def _in_flight(self, schedules: Sequence[Choice], ranks: int, microbatches: int) -> float:
-        """Microbatches that the rank with most of them keeps, if its stages are equal, in the schedule with fewest."""
+    def _in_flight(self, schedules: Sequence[Choice], ranks: int, microbatches: int) -> tuple[float, float]:
+        """Microbatches that the rank with most of them keeps, if its stages are equal, in the schedule with fewest.
+
+        The first number is of schedules with whole backward passes, the second of those that split them; infinite
+        without such a schedule.
+        """
         key = (ranks, microbatches, *map(id, schedules))
         if key not in self._kept:
-            self._kept[key] = min(
-                schedule.value.peak_in_flight(ranks=ranks, microbatches=microbatches) for schedule in schedules
-            )
+            found = {False: math.inf, True: math.inf}
+            for schedule in schedules:
+                splits = splits_backward(key_of(schedule.value), ranks, microbatches)
+                kept = schedule.value.peak_in_flight(ranks=ranks, microbatches=microbatches)
+                found[splits] = min(found[splits], kept)
+            self._kept[key] = found[False], found[True]
         return self._kept[key]

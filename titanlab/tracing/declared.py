@@ -1,0 +1,122 @@
+"""What a rank stores, keeps and communicates in a step, and what the parts of a recipe declare of it. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from titanlab.costs.account import ModelAccount, Share, block_input, kept
+from titanlab.costs.layout import AXES, FSDP_AXES, Layout
+from titanlab.costs.shard_account import sharded_dim, stored_part, tensor_part
+from titanlab.costs.traffic_account import Coordinate, step_traffic
+from titanlab.costs.traffic_table import Row
+from titanlab.optimizer.contract import Stored
+from titanlab.recipe.communication import step_of
+from titanlab.recipe.recipe import Recipe, pieces_by_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAccount:
+    """One rank's part of a step.
+
+    Attributes:
+        rank: in the world.
+        parameters: number of the parameters of its pieces of the model, over all ranks that share them.
+        parameter_bytes, optimizer_bytes: that it stores, with FSDP2's padding.
+        saved: by block, bytes that it keeps of a microbatch between forward and backward.
+        traffic: of forward, backward and the totals of the step.
+        update_traffic: of the optimizer's step, for which nothing is declared.
+    """
+
+    rank: int
+    parameters: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    saved: Mapping[int, int]
+    traffic: Sequence[Row]
+    update_traffic: Sequence[Row] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Coordinate):
+    """A rank's numbers on the axes, with that of its shard of FSDP2."""
+
+    fsdp: int = 0
+
+
+def place_of(layout: Layout, rank: int) -> Place:
+    """The place of a rank of the world."""
+    numbers, rest, degrees = {}, rank, layout.degrees()
+    for axis in reversed(AXES):
+        rest, numbers[axis] = divmod(rest, degrees[axis])
+    fsdp = 0
+    for axis in FSDP_AXES:
+        fsdp = fsdp * degrees[axis] + numbers[axis]
+    return Place(pipeline=numbers["pipeline"], context=numbers["context"], tensor=numbers["tensor"], fsdp=fsdp)
+
+
+def declared(recipe: Recipe, rank: int) -> RankAccount:
+    """The account of a rank by the declarations of a resolved recipe's parts."""
+    layout, model = recipe.layout, recipe.model.account()
+    place = place_of(layout, rank)
+    stages = _stages(recipe, place.pipeline)
+    pieces = [piece for _, stage in stages for piece in stage]
+    names = [name for name in model.parameters if any(name.startswith(f"{piece}.") for piece in pieces)]
+    names = names or list(model.parameters)
+    stored = [_stored(recipe, model, name, place, padded=True) for name in names]
+    # State belongs to a shard without its padding.
+    updated = [_stored(recipe, model, name, place, padded=False) for name in names]
+    return RankAccount(
+        rank=rank,
+        parameters=sum(math.prod(each.shape) for each in stored),
+        parameter_bytes=sum(each.part_bytes for each in stored),
+        optimizer_bytes=sum(recipe.optimizer.state_bytes(each) for each in updated),
+        saved=_saved(recipe, stages),
+        traffic=tuple(step_traffic(step_of(recipe), place)),
+    )
+
+
+def _stages(recipe: Recipe, pipeline: int) -> list[tuple[int, Sequence[str]]]:
+    """The stages of a rank of the pipeline by number, with their pieces of the model."""
+    if recipe.layout.pipeline == 1:
+        return [(0, recipe.model.account().pieces)]
+    placement = recipe.schedule.placement(ranks=recipe.layout.pipeline)
+    stages = zip(pieces_by_stage(recipe), placement, strict=True)
+    return [(number, pieces) for number, (pieces, rank) in enumerate(stages) if rank == pipeline]
+
+
+def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Place, *, padded: bool) -> Stored:
+    layout, formats = recipe.layout, recipe.precision.formats()
+    part = list(tensor_part(model, name, tensor=layout.tensor, number=place.tensor))
+    if layout.data_parallelism(mixed=formats.mixed) == "fsdp2":
+        degrees = {"tensor": layout.tensor, "fsdp": layout.fsdp}
+        dim = sharded_dim(model, name, **degrees)
+        shard = stored_part(model, name, **degrees, number=place.tensor)[dim]
+        part[dim] = shard if padded else max(0, min(shard, part[dim] - place.fsdp * shard))
+    return Stored(name=name, shape=model.parameters[name], part=tuple(part), element_bytes=formats.master_bytes)
+
+
+def _saved(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[int, int]:
+    layout, step = recipe.layout, step_of(recipe)
+    block = recipe.model.block_operations(batch=recipe.microbatch, seq_len=recipe.training.seq_len)
+    found = {}
+    for stage, pieces in stages:
+        for place, piece in enumerate(pieces):
+            if not piece.startswith("layers."):
+                continue
+            number = int(piece.rpartition(".")[2])
+            share = Share(
+                element_bytes=step.element_bytes(piece),
+                # The kernels that run in a trace are those of a CPU.
+                accelerator="cpu",
+                tensor=layout.tensor,
+                context=layout.context,
+                sequence_parallel=recipe.parallelism.sequence_parallel,
+            )
+            saved = recipe.ac.saved_bytes(block, share, number=number)
+            if stage > 0 and place == 0 and saved == share.bytes_of(kept(block)):
+                # A pipeline keeps the input of a stage, also where the block does not.
+                saved = share.bytes_of([*kept(block), block_input(block)])
+            found[number] = saved
+    return found
