@@ -14,10 +14,13 @@ from titanlab.schedule.action import Action, Kind
 # By rank: for each of its moments with most microbatches, the number of each of its stages between their forward and
 # the gradient of their input; then of each between the two halves of a split backward.
 Peaks = tuple[tuple[tuple[int, ...], ...], ...]
+# Each moment is compared with so many of the largest ones. More would find more that are covered, and take longer than
+# they save.
+_COMPARED = 4
 
 
 def peaks(schedule: Key, *, ranks: int, microbatches: int) -> Peaks:
-    """The moments of each rank in which no other has at least as many microbatches of every stage.
+    """The moments of each rank in which its memory may be largest: no much larger one has as many of every stage.
 
     The order of numbers is that of the rank's stages. For many microbatches the actions are not all made: if some more
     microbatches change nothing, others do not either.
@@ -60,7 +63,7 @@ def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int,
     largest: list[tuple[int, ...]] = []
     # A moment that another one covers has a smaller sum.
     for one in sorted(found, key=sum, reverse=True):
-        if not any(_covers(other, one) for other in largest):
+        if not any(_covers(other, one) for other in largest[:_COMPARED]):
             largest.append(one)
     return tuple(sorted(largest))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from titanlab.ac.contract import ACConfig
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.traffic_account import Repeats, Step
 from titanlab.precision.account import matched
@@ -12,8 +13,8 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
     """The values on which the communication of a resolved recipe's step depends.
 
     Args:
-        account: of some pieces of the model, which are then treated as one stage; None: of the whole model, with the
-            stages of the recipe's pipeline.
+        account: of some pieces of the model, which are then treated as one stage, without what recomputation repeats;
+            None: of the whole model, with the stages of the recipe's pipeline.
     """
     config, layout = recipe.parallelism, recipe.layout
     model = account or recipe.model.account()
@@ -49,7 +50,7 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
         stages=stages,
         placement=placement,
         orders=orders,
-        repeats=_repeats(recipe, model),
+        repeats=_repeats(recipe, model) if account is None else {},
     )
 
 
@@ -60,15 +61,27 @@ _SCATTERS = {"cuda": "c10d._reduce_scatter_base_.default", "cpu": "c10d.alltoall
 _ALL_REDUCES = {True: "_c10d_functional.all_reduce.default", False: "c10d.allreduce_.default"}
 
 
+def repeats_in_block(recipe: Recipe, ac: ACConfig, number: int) -> tuple[bool, bool]:
+    """Whether recomputing a block repeats the gathers and the sums of its tensor parallelism."""
+    gather, total = _collectives(recipe)
+    return ac.repeats_collective(gather, number=number), ac.repeats_collective(total, number=number)
+
+
+def _collectives(recipe: Recipe) -> tuple[str, str]:
+    """The operators with which a recipe's tensor parallelism gathers and sums."""
+    compiled = recipe.compile.blocks
+    gather, scatter = _COMPILED if compiled else (_GATHERS, _SCATTERS[recipe.cluster.accelerator])
+    return gather, scatter if recipe.parallelism.sequence_parallel else _ALL_REDUCES[compiled]
+
+
 def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
     """What recomputation repeats, by block."""
-    layout, ac, compiled = recipe.layout, recipe.ac, recipe.compile.blocks
+    layout, ac = recipe.layout, recipe.ac
     if layout.tensor == 1 and layout.context == 1:
         return {}
     block = recipe.model.block_operations(batch=recipe.microbatch, seq_len=recipe.training.seq_len)
     attention = {operation.name for operation in block if operation.kind == "attention"}
-    gather, scatter = _COMPILED if compiled else (_GATHERS, _SCATTERS[recipe.cluster.accelerator])
-    total = scatter if recipe.parallelism.sequence_parallel else _ALL_REDUCES[compiled]
+    gather, total = _collectives(recipe)
     found: dict[object, Repeats] = {}
     blocks = {}
     for piece in (piece for piece in model.pieces if piece.startswith("layers.")):

@@ -88,12 +88,14 @@ class Ranking:
     def estimate(self, point: Point) -> Ranked:
         """The estimates of one recipe."""
         recipe = self.space.recipe_of(point)
-        return self._ranked(point, recipe, step_time(recipe, self.machine))
-
-    def _ranked(self, point: Point, recipe: Recipe, time: StepTime) -> Ranked:
-        memory = most_memory(recipe)
-        reserved = self._reserved(memory.allocated) + message_bytes(recipe, self.machine, memory.rank)
+        memory, reserved = self._memory_of(recipe)
+        time = step_time(recipe, self.machine)
         return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
+
+    def _memory_of(self, recipe: Recipe) -> tuple[RankMemory, int]:
+        """The memory of the rank that needs most, and the bytes that its allocator takes."""
+        memory = most_memory(recipe)
+        return memory, self._reserved(memory.allocated) + message_bytes(recipe, self.machine, memory.rank)
 
     def _reserved(self, allocated: float) -> int:
         return round(allocated * self.excess + self.machine.process_bytes)
@@ -110,25 +112,14 @@ class Ranking:
         while queue:
             _, _, (refine, item) = heapq.heappop(queue)
             if refine is None:
-                point, recipe, time = item
-                ranked = self._checked(point, recipe, time)
-                if ranked is not None:
-                    yield ranked
+                rule = self.space.broken_rule(item.recipe)
+                if rule:
+                    self.refused[rule] += 1
+                else:
+                    yield item
                 continue
             for bound, following in refine(item):
                 push(bound, following)
-
-    def _checked(self, point: Point, recipe: Recipe, time: StepTime) -> Ranked | None:
-        """The estimates, if the recipe fits and breaks no rule."""
-        ranked = self._ranked(point, recipe, time)
-        if ranked.reserved > self.limit:
-            self._leave_out(ranked.reserved, recipe, 1)
-            return None
-        rule = self.space.broken_rule(recipe)
-        if rule:
-            self.refused[rule] += 1
-            return None
-        return ranked
 
     def _leave_out(self, needed: int, recipe: Recipe, count: int) -> None:
         self.too_large += count
@@ -213,10 +204,14 @@ class Ranking:
             yield least, (self._refine_recipe, group.point(layout, schedule))
 
     def _refine_recipe(self, point: Point) -> Iterator[tuple[float, Any]]:
-        """The estimate of one recipe."""
+        """The estimate of one recipe, if it fits."""
         recipe = self.space.recipe_of(point)
+        memory, reserved = self._memory_of(recipe)
+        if reserved > self.limit:
+            self._leave_out(reserved, recipe, 1)
+            return
         time = step_time(recipe, self.machine)
-        yield time.seconds, (None, (point, recipe, time))
+        yield time.seconds, (None, Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -25,15 +25,13 @@ from titanlab.planner.model_facts import (
 )
 from titanlab.planner.timing.block_work import Kernel, Part, kernel_seconds, work_of
 from titanlab.planner.timing.exchange import axis_in, context_rows, seconds_of, tensor_rows
-from titanlab.recipe.communication import step_of
+from titanlab.recipe.communication import repeats_in_block, step_of
 from titanlab.recipe.recipe import Recipe
 
 # Bytes that the loss moves for each logit. Separate kernels in float32: cast 2 + 4, log-softmax 4 + 4, its backward 8 +
 # 4, cast back 4 + 2. Compiled: two passes forward over 2 bytes, one backward that reads and writes 2.
 _LOSS_BYTES, _COMPILED_LOSS_BYTES = 32, 8
 _LOSS_KERNELS, _COMPILED_LOSS_KERNELS = 12, 4
-# Operators with which torch's compiled and eager collectives appear in a policy's list.
-_GATHER, _SCATTER = "_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default"
 
 
 class PieceTime(NamedTuple):
@@ -84,6 +82,7 @@ class Shape:
     context: int
     # Only the position of ranks on nodes; the degrees of the outer axes are left out.
     inner: Layout
+    compiled: bool
     fuses_blocks: bool
     fuses_loss: bool
     sequence_parallel: bool
@@ -133,6 +132,7 @@ def shape_of(recipe: Recipe, machine: Machine, model: Key, precision: Key) -> Sh
         tensor=layout.tensor,
         context=layout.context,
         inner=Layout(pipeline=1, replicate=1, shard=1, context=layout.context, tensor=layout.tensor),
+        compiled=recipe.compile.blocks,
         fuses_blocks=recipe.compile.fuses_blocks,
         fuses_loss=recipe.compile.fuses_loss,
         sequence_parallel=config.sequence_parallel,
@@ -156,7 +156,7 @@ class _Shaped:
     """The times of one shape, without and with checkpointing."""
 
     def __init__(self, shape: Shape, recipe: Recipe) -> None:
-        self.shape, self.machine = shape, shape.machine
+        self.shape, self.machine, self.recipe = shape, shape.machine, recipe
         self.facts: ModelFacts = model_facts(shape.model)
         formats = shape.precision.value.formats()
         # Without the degrees that the key leaves out.
@@ -245,14 +245,15 @@ class _Shaped:
         styles = [style for path, style in self.facts.sample.tensor_plan.items() if path.startswith("layers.")]
         gathers = sum(STYLES[style].gathers for style in styles)
         sums = sum(STYLES[style].sums for style in styles)
-        repeated = 0.0
-        if gathers + sums and self.shape.sequence_parallel:
-            # The sum of the last product is not computed again, as the product is not.
-            gather = by_kind.get("all_gather", 0.0) / (gathers + sums)
-            scatter = by_kind.get(self.step.scatter, 0.0) / (gathers + sums)
-            repeated += gathers * gather if ac.repeats_collective(_GATHER, number=number) else 0.0
-            repeated += (sums - 1) * scatter if ac.repeats_collective(_SCATTER, number=number) else 0.0
-        return half, half + repeated
+        if not gathers + sums:
+            return half, half
+        # The sum of the last product is not computed again, as the product is not.
+        repeats_gathers, repeats_sums = repeats_in_block(self.recipe, ac, number)
+        again = max(0, sums - 1) * repeats_sums * by_kind.get("all_reduce", 0.0)
+        if self.shape.sequence_parallel:
+            again = gathers * repeats_gathers * by_kind.get("all_gather", 0.0)
+            again += max(0, sums - 1) * repeats_sums * by_kind.get(self.step.scatter, 0.0)
+        return half, half + again / (gathers + sums)
 
     def _tensor_seconds(self, rows: Sequence[Row]) -> float:
         return seconds_of(rows, self._axis("tensor"), self.machine) if rows else 0.0
