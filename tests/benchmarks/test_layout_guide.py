@@ -113,8 +113,8 @@ def test_what_is_taken(tables):
     assert taken(best(tables)) == ""
     assert taken({kind: {"tokens_per_second": 100.0} for kind in tables.KINDS}) == "1D"
     assert taken(best(tables, **{"1D": 94.0, "2D": 100.0})) == "2D"
-    assert taken(best(tables, **{"1D": 96.0, "2D": 100.0, "4D": 119.0})) == "1D"
-    assert taken(best(tables, **{"1D": 96.0, "2D": 100.0, "4D": 121.0})) == "4D"
+    assert taken(best(tables, **{"1D": 96.0, "2D": 100.0, "4D": 114.0})) == "1D"
+    assert taken(best(tables, **{"1D": 96.0, "2D": 100.0, "4D": 116.0})) == "4D"
     assert taken(best(tables, **{"2D_with_PP": 96.0, "4D": 100.0})) == "2D with PP"
 
 
@@ -139,8 +139,9 @@ def test_what_the_page_says_in_words_is_so(tables, kept):
     most = [max(found.get("tokens_per_second", 0) for found in rows["8b", 8192, gpus].values()) for gpus in (512, 4096)]
     assert 0.6 < most[1] / most[0] < 0.7
     piped = [row for row in kept["measured"] if row["schedule"]]
-    mean = sum(row["tokens_per_second"] / row["measured"] - 1 for row in piped) / len(piped)
-    assert mean == pytest.approx(tables.WORTH_OF_PIPELINE, abs=0.05)
+    errors = [row["tokens_per_second"] / row["measured"] - 1 for row in piped]
+    assert round(sum(errors) / len(errors), 2) == 0.09
+    assert round(max(errors), 2) == 0.16 < tables.WORTH_OF_PIPELINE
     assert all(row["tokens_per_second"] < row["measured"] for row in kept["measured"] if not row["schedule"])
 
 
