@@ -8,9 +8,11 @@ ARGS ?=
 # For make test-matrix: K/N, one part of it
 PART ?=
 
-# Two pytest processes: one runs the tests of ranks, the other runs what needs none. A worker that dies is not replaced:
-# a test that hangs ends the run. ARGS="-n 0" runs all tests in one process, as a debugger needs it.
+# Several pytest processes: one runs the tests of ranks, the others run what needs none and often waits for processes. A
+# worker that dies is not replaced: a test that hangs ends the run. ARGS="-n 0" runs all tests in one process, as a
+# debugger needs it.
 TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+THREE_WORKERS := -n 3 --dist loadfile --max-worker-restart 0
 
 # Python keeps compiled source beside it, in __pycache__, also where the environment forbids it: else each of the thousands
 # of processes that tests start would compile the package again.
@@ -46,10 +48,10 @@ quickstart: $(READY) ## train a small Llama, let it write code, then compare it 
 	 echo "  titanlab sweep --help; titanlab train --help                   # all there is to choose"
 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
-	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm" $(TWO_WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm" $(THREE_WORKERS) $(ARGS)
 
 test-full: $(READY) ## run the slower layer of tests
-	@$(BIN)/python -m pytest -m "full and not matrix and not slurm" $(ARGS)
+	@$(BIN)/python -m pytest -m "full and not matrix and not slurm" $(TWO_WORKERS) $(ARGS)
 
 test-matrix: $(READY) ## run whole products of layouts and techniques, and write their pages (PART=3/8: the third eighth)
 	@TITANLAB_WRITE_PARITY=1 $(BIN)/python -m pytest $(if $(PART),-m matrix --part $(PART),-m "matrix or on_page") $(ARGS)

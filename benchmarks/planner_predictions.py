@@ -219,9 +219,9 @@ def _memory(fit: Mapping[str, Any]) -> Iterable[str]:
         {memory["cross_validated_median_error"]:.1%}.
     """)
     yield _filled("""
-        That misses the aim of 5 %. By term: the tensor-parallel rows of KempnerForge have a third more than the
-        estimate, about 20 GB beside parameters, gradients and states at every degree, where the estimate has the
-        compiled loss's logits. TorchTitan's compiled rows have less than the estimate: a compiler recomputes
+        That misses the aim of 5 %. By term: KempnerForge keeps whole logits and the whole embedding on every
+        tensor-parallel rank; the estimate has the first and not the second, which no recipe of titanlab has, and is
+        still a fifth to a quarter low. TorchTitan's compiled rows have less than the estimate: a compiler recomputes
         activations that the policy's declaration counts. The median error of each source, cross-validated:
     """)
     yield _by_source(memory["rows"], {row["id"]: row for row in fit["rows"]})

@@ -133,6 +133,7 @@ def recipe_of(row: Row) -> Recipe:
             context=_number(row, "cp"),
             tensor=_number(row, "tp"),
             async_tensor=row["async_tp"] == "Y",
+            loss_parallel=not _is_kempner(row),
             reshard_after_forward="auto" if _fsdp(row) else "never",
         ),
         schedule=_schedule(row),
@@ -146,6 +147,10 @@ def recipe_of(row: Row) -> Recipe:
 
 def _number(row: Row, name: str) -> int:
     return int(float(row[name])) if row[name] else 1
+
+
+def _is_kempner(row: Row) -> bool:
+    return "KempnerForge" in row["source"]
 
 
 def _is_hsdp(row: Row) -> bool:
@@ -177,7 +182,7 @@ def _schedule(row: Row) -> PipelineSchedule:
 
 def _precision(row: Row) -> PrecisionConfig:
     name = row["precision"]
-    if "KempnerForge" in row["source"]:
+    if _is_kempner(row):
         # Float32 parameters and states of the first row would take 128 GB, and it had 81 GB.
         return Bf16Full(reduce="bf16")
     if name == "fp8":

@@ -140,8 +140,8 @@ def test_what_the_page_says_in_words_is_so(tables, kept):
     assert 0.6 < most[1] / most[0] < 0.7
     piped = [row for row in kept["measured"] if row["schedule"]]
     errors = [row["tokens_per_second"] / row["measured"] - 1 for row in piped]
-    assert round(sum(errors) / len(errors), 2) == 0.09
-    assert round(max(errors), 2) == 0.16 < tables.WORTH_OF_PIPELINE
+    assert round(sum(errors) / len(errors), 2) == 0.1
+    assert round(max(errors), 2) == 0.17 < tables.WORTH_OF_PIPELINE
     assert all(row["tokens_per_second"] < row["measured"] for row in kept["measured"] if not row["schedule"])
 
 
