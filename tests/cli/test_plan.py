@@ -125,6 +125,7 @@ def test_local_is_this_host(plan, monkeypatch):
         (["world=8", "cluster=local"], "cluster.device=null: names no GPU"),
         (["world=8", "--plot", "a.svg"], "draws the timeline of one recipe; add --explain"),
         (["--explain", "--why"], "is about one recipe"),
+        (["--explain", "--top", "3"], "is about one recipe, and --top about many"),
         (["--explain", "parallelism.pipeline=64", "parallelism.shard=1", "world=64"], "parallelism.pipeline=64: "),
         (["world=8", "--fast"], "--fast: is no flag"),
         (["world=8", "training.seq_len=4096,8192"], "training.seq_len"),

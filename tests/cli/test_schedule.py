@@ -133,6 +133,8 @@ def test_without_matplotlib(schedule, monkeypatch):
         ("1f1b --file no.csv", "--file=no.csv: is for the schedule csv"),
         ("all --csv x.csv", "--csv=x.csv: holds one schedule"),
         ("1f1b --csv no/x.csv", "--csv=no/x.csv: there is no such folder"),
+        ("1f1b --csv /proc/x.csv", "--csv=/proc/x.csv: cannot be written: No such file or directory"),
+        ("1f1b --plot /proc/x.svg", "--plot=/proc/x.svg: cannot be written: No such file or directory"),
         ("1f1b --plot x.bmp", "--plot=x.bmp: is drawn as PNG, SVG or PDF; try x.svg"),
         ("1f1b --plot no/x.png", "--plot=no/x.png: there is no such folder"),
         ("1f1b --ranks 64 --microbatches 512 --plot x.png", "--plot=x.png: would have 65536 cells"),

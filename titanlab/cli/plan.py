@@ -31,6 +31,9 @@ from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted, grouped
 
+# How many recipes a table shows.
+_TOP = 20
+
 _HELP = """\
 titanlab plan: estimate memory and speed of layouts without a GPU, and rank those that fit
 
@@ -92,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
             from titanlab.cli.plan_trace import run_trace
 
             return run_trace(for_planning(recipe, stands=True), given.rank, console, as_json=given.json)
-        found = plan(for_planning(recipe), vary=given.vary, top=given.top)
+        found = plan(for_planning(recipe), vary=given.vary, top=_TOP if given.top is None else given.top)
         if given.json:
             console.note(json.dumps(finite(plan_table.plan_values(found)), indent=2, ensure_ascii=False))
         else:
@@ -103,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The verb's own flags, and the rest of the command line."""
     parser = _Flags(add_help=False, allow_abbrev=False)
-    parser.add_argument("--top", type=int, default=20)
+    parser.add_argument("--top", type=int)
     parser.add_argument("--vary", default="")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--calibrate", metavar="SWEEP")
@@ -121,9 +124,10 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     if given.explain and given.trace:
         raise ConfigError("--trace", "true", "has an answer of its own, and so has --explain", "leave one out")
     for about_one in (name for name in ("explain", "trace") if getattr(given, name)):
-        if given.why or given.vary:
-            flag = "--why" if given.why else "--vary"
-            raise ConfigError(f"--{about_one}", "true", f"is about one recipe, and {flag} about many", "leave one out")
+        for about_many in ("why", "vary", "top"):
+            if getattr(given, about_many) not in (False, None, []):
+                rule = f"is about one recipe, and --{about_many} about many"
+                raise ConfigError(f"--{about_one}", "true", rule, "leave one out")
     _check_machine_flags(given, rest)
     return given, rest
 
@@ -131,7 +135,11 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
 def _check_machine_flags(given: Any, rest: Sequence[str]) -> None:
     """Check that --calibrate and --measure stand without flags of a plan, and --out and --runs with them."""
     verb = "--calibrate" if given.calibrate is not None else "--measure" if given.measure else None
-    other = [name for name in ("why", "explain", "json", "vary", "plot") if getattr(given, name)]
+    other = [
+        name
+        for name in ("top", "why", "explain", "trace", "json", "vary", "plot")
+        if getattr(given, name) not in (False, None, [])
+    ]
     if verb is None:
         for name in ("out", "runs"):
             if getattr(given, name) is not None:

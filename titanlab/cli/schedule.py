@@ -76,7 +76,12 @@ def main(arguments: Sequence[str]) -> int:
     if given.csv is not None:
         if not given.csv.absolute().parent.is_dir():
             raise ConfigError("--csv", given.csv, "there is no such folder", "make it, or name another")
-        write_actions(given.csv, made[0].orders)
+        try:
+            write_actions(given.csv, made[0].orders)
+        except OSError as error:
+            raise ConfigError(
+                "--csv", given.csv, f"cannot be written: {error.strerror}", "name another file"
+            ) from error
     if given.plot is not None:
         draw([(f"{one.title} · bubble {_percent(one.timeline)}", one.timeline) for one in made], given.plot)
     lines = _table(made, refused, given) if given.kind == ALL else _picture(made[0], given)

@@ -35,7 +35,7 @@ def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
         path: its ending is the format.
 
     Raises:
-        ConfigError: unknown ending, missing folder, too many actions, or matplotlib is not installed.
+        ConfigError: unknown ending, a place that takes no file, too many actions, or matplotlib is not installed.
     """
     actions = sum(len(events) for _, timeline in panels for events in timeline.events)
     if actions > LIMIT:
@@ -66,7 +66,10 @@ def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
             _panel(axis, title, timeline, longest, (size[0] - 1.6) / longest)
         axes[-1].set_xlabel("time, in units of the durations given", fontsize=9, color="#444444")
         _legend(figure, [timeline for _, timeline in panels])
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        try:
+            figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        except OSError as error:
+            raise ConfigError("--plot", path, f"cannot be written: {error.strerror}", "name another file") from error
 
 
 def _cells(timeline: Timeline) -> float:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
+
+from titanlab.cli.machines import cluster_out
+from titanlab.cluster.schema import Cluster
+from titanlab.errors import ConfigError
 
 
 def test_the_file_goes_where_it_is_wanted(plan, sweep, tmp_path):
@@ -19,6 +26,12 @@ def test_the_file_goes_where_it_is_wanted(plan, sweep, tmp_path):
         (["--calibrate", "layouts", "--out", "cluster/cores.json"], "is no name of a cluster file"),
         (["--calibrate", "layouts", "--out", "cluster/h100.yaml"], "try cluster/my_h100.yaml"),
         (["--calibrate", "layouts", "--out", "cluster/own.yaml"], "is a file that titanlab has not written"),
+        (
+            ["--calibrate", "layouts", "--out", "/proc/cluster/cores.yaml"],
+            "cannot be written: No such file or directory",
+        ),
+        (["--calibrate", "layouts", "--top", "3"], "makes no plan, which --top is about"),
+        (["--measure", "--trace"], "makes no plan, which --trace is about"),
     ],
 )
 def test_mistakes_are_one_line(plan, sweep, tmp_path, arguments, complaint):
@@ -30,3 +43,12 @@ def test_mistakes_are_one_line(plan, sweep, tmp_path, arguments, complaint):
     assert complaint in err
     assert err.count("\n") == 1
     assert own.read_text() == "defaults: [schema]\n"
+
+
+def test_a_full_disk_is_one_line(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cluster_out, "write_text", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        cluster_out.write_cluster(tmp_path / "cluster" / "cores.yaml", Cluster(), "Measured.")

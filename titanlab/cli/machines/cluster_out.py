@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shlex
 from pathlib import Path
@@ -22,7 +24,7 @@ def check_out(path: Path) -> None:
     """Check that a cluster file can be written there, and that `cluster=NAME` then means it.
 
     Raises:
-        ConfigError: its name or folder is no place of a cluster file, or another file is there.
+        ConfigError: its name or folder is no place of a cluster file, another file is there, or nobody may write there.
     """
     example = Path(path.parent, "cluster", f"{path.stem or 'mine'}.yaml")
     if path.suffix != ".yaml" or not _NAME.fullmatch(path.stem):
@@ -35,6 +37,12 @@ def check_out(path: Path) -> None:
         raise ConfigError(KEY, path, rule, f"try {path.with_name('my_' + path.name)}")
     if path.exists() and not _is_ours(path):
         raise ConfigError(KEY, path, "is a file that titanlab has not written", "give another name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if not os.access(path.parent, os.W_OK):
+        raise _unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def write_cluster(path: Path, cluster: Cluster, comment: str) -> list[str]:
@@ -42,13 +50,23 @@ def write_cluster(path: Path, cluster: Cluster, comment: str) -> list[str]:
 
     Args:
         comment: begins with CALIBRATED or MEASURED.
+
+    Raises:
+        ConfigError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, cluster_file(cluster, comment))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, cluster_file(cluster, comment))
+    except OSError as error:
+        raise _unwritable(path, error) from error
     return [
         f"cluster file: {path}",
         f"use it: titanlab plan --config-dir {shlex.quote(str(path.parent.parent))} cluster={path.stem} …",
     ]
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(KEY, path, f"cannot be written: {error.strerror}", "choose another folder, or make room")
 
 
 def _is_ours(path: Path) -> bool:
