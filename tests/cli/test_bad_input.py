@@ -38,7 +38,7 @@ UNKNOWN = [
     ("+foo=3", "foo=3: is no key", "--cfg job"),
     ("++training.foo=3", "training.foo=3: is no key", "keys of training"),
     ("model=debgu", "model=debgu: is no option of this group", "try debug; known: debug, llama2_13b,"),
-    ("+recipe=nope", "recipe=nope: is no option of this group", "known: llama2_13b_96gpus, "),
+    ("+recipe=nope", "recipe=nope: is no option of this group", "known: llama2_13b_64gpus_32k, "),
     ("training.steps.x=300", "training.steps.x=300: is no key of this recipe", "did you mean training.steps?"),
     ("+sweeps=nope", "sweeps=nope: is no option of this group", "known: "),
     ("model/x=debug", "model/x=debug: is no key", "did you mean model?"),

@@ -141,6 +141,7 @@ def test_one_that_native_code_holds_is_asked_for_its_stacks(run):
     script = "import faulthandler as f, signal, ctypes; f.register(signal.SIGUSR1); print(flush=True); ctypes.PyDLL(None).sleep(600)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=-1, stderr=-1, text=True) as child:
         child.stdout.readline()
+        until(lambda: process_state(child.pid) == "S")
         run.write_failure(waits(0))
         assert note_silence(run, 1, child.pid, since=0.0)
         child.kill()
