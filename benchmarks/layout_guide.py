@@ -176,7 +176,7 @@ def _near(ranking: Ranking) -> list[Ranked]:
 def _simplicity(one: Ranked) -> tuple[int, int, int, str]:
     """Fewest processes that share a model, then fewest stages of a rank, then least memory."""
     layout = one.recipe.layout
-    stages = getattr(one.point.schedule.value, "stages_per_rank", 1) if layout.pipeline > 1 else 0
+    stages = one.point.schedule.value.stage_count(ranks=1) if layout.pipeline > 1 else 0
     return layout.tensor * layout.context * layout.pipeline, stages, one.reserved, one.point.schedule.name
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.scripts import script as imported
 from tests.planner.recipes import SMALL, made
 from titanlab.cluster.schema import Cluster
 from titanlab.planner.calibration import Measured
@@ -27,11 +26,7 @@ TRUE = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def script():
-    path = Path(__file__).parents[2] / "benchmarks" / "cpu_calibration.py"
-    specification = importlib.util.spec_from_file_location("cpu_calibration", path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return imported("cpu_calibration")
 
 
 def row(number, *, slower=1.0, **given):

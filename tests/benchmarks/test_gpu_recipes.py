@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from argparse import Namespace
 from importlib.metadata import PackageNotFoundError, distribution, requires
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_recipes.py"
+from tests.benchmarks.scripts import BENCHMARKS, script
+
+SCRIPT = BENCHMARKS / "gpu_recipes.py"
 NEEDED = ("torch", "torchao", "hydra-core", "omegaconf")
 
 
 @pytest.fixture(scope="module")
 def study():
-    specification = importlib.util.spec_from_file_location("gpu_recipes", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return script("gpu_recipes")
 
 
 def canonical(name):

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.scripts import script
 from titanlab.costs.layout import Layout
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Study, index of the row: their searches are the shortest.
 CHEAP = [("8b", 0), ("8b", 8)]
 SLOWER = [("8b", 3), ("70b", 9), ("405b", 8)]
-
-
-def script(name):
-    specification = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    # Scripts import each other by name.
-    sys.modules[name] = module
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

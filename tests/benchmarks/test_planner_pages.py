@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.scripts import BENCHMARKS, script
 from titanlab.planner.efficiencies import Efficiencies, fitted
 from titanlab.planner.machine import machine_of
 from titanlab.planner.step_time import step_time
 from titanlab.planner.timing.pipeline_time import simulated_time
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BARS = {"throughput": 0.08}
-
-
-def script(name):
-    specification = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    # Scripts import each other by name, and dataclasses look their module up.
-    sys.modules[name] = module
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

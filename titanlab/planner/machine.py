@@ -25,7 +25,7 @@ _LATER_ATTENTION = 0.34
 # (systems/h100_80g_nvl8.json), the others those of NCCL's model of rings (tuning.cc, LL128 and Simple).
 _LINK_SECONDS, _NETWORK_SECONDS = 10e-6, 20e-6
 _LINK_HOP, _NETWORK_HOP = 1.9e-6, 14e-6
-# Of a core whose rates nobody has measured, in GB/s; and memory of a process that has imported torch, in GB.
+# Memory and link of a core whose rates nobody has measured, in GB/s; memory of a process with torch imported, in GB.
 _CPU_MEMORY, _CPU_LINK, _CPU_PROCESS = 20.0, 4.0, 0.45
 _ROUGH = "no rates of these CPUs were measured, times are rough: titanlab plan --measure, or --calibrate SWEEP"
 # A network adapter of 400 Gb/s for each device, where the cluster does not say it.

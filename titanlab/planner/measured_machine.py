@@ -57,7 +57,7 @@ class Exchange:
 
     @property
     def hops(self) -> int:
-        """Of its ring."""
+        """The number of hops of its ring."""
         return (2 if self.kind == "all_reduce" else 1) * (self.ranks - 1)
 
 

@@ -267,7 +267,7 @@ class _Shaped:
         sent = seconds_of(context_rows(self.step, self.facts.block), axis, self.machine)
         if self.shape.context_method != "ring":
             return sent / 3, sent * 2 / 3
-        # Of three transfers, one is in the forward pass; the backward sends keys, values and their gradients.
+        # One of three transfers is in the forward pass; the backward sends keys, values and their gradients.
         hidden = (ranks - 1) / ranks
         return max(0.0, sent / 3 - attention * hidden), max(0.0, sent * 2 / 3 - backward * hidden)
 
