@@ -20,6 +20,7 @@ from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share
 from titanlab.model.llama_account import account
 from titanlab.model.llama_schema import Llama
+from titanlab.model.qwen3_schema import Qwen3
 
 BAR = 0.05
 # From the least to the most.
@@ -31,9 +32,12 @@ POLICIES = {
     "selective_layer, one computed again": SelectiveLayer(every=4),
     "none": NoCheckpointing(),
 }
+# Norms of heads add to what a whole block keeps, and nothing to what selective_op saves.
+ORDERS = {"head norms": ("full", "selective_op", "selective_layer, one kept", *list(POLICIES)[3:])}
 SHAPES = {
     # The proportions of Llama 3 8B, and of Llama 2: shared heads, and none shared.
     "shared heads": (Llama(dim=256, layers=4, heads=8, kv_heads=2, ffn_dim=896, vocab_size=64), 2, 256),
+    "head norms": (Qwen3(dim=192, layers=4, heads=4, kv_heads=2, head_dim=64, ffn_dim=512, vocab_size=64), 2, 192),
     "own heads": (Llama(dim=192, layers=4, heads=6, kv_heads=6, ffn_dim=512, vocab_size=64), 3, 192),
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,19 +55,21 @@ def measured(config, policy, dtype, *, batch, seq, backend=""):
     [
         ("shared heads", "bf16"),
         ("own heads", "fp32"),
+        ("head norms", "bf16"),
         pytest.param("shared heads", "fp32", marks=pytest.mark.full),
         pytest.param("own heads", "bf16", marks=pytest.mark.full),
     ],
 )
 def test_policies_hold_what_they_declare_and_less_one_than_the_other(shape, precision):
     config, batch, seq = SHAPES[shape]
-    found = [measured(config, policy, PRECISIONS[precision], batch=batch, seq=seq) for policy in POLICIES.values()]
-    for name, (held, declared) in zip(POLICIES, found, strict=True):
+    bytes_of = {
+        name: measured(config, policy, PRECISIONS[precision], batch=batch, seq=seq) for name, policy in POLICIES.items()
+    }
+    for name, (held, declared) in bytes_of.items():
         assert held == pytest.approx(declared, rel=BAR), name
-    held = [each for each, _ in found]
-    assert all(less < more for less, more in zip(held, held[1:], strict=False)), held
-    declared = [each for _, each in found]
-    assert declared == sorted(set(declared))
+    for kind in (0, 1):
+        ordered = [bytes_of[name][kind] for name in ORDERS.get(shape, POLICIES)]
+        assert all(less < more for less, more in zip(ordered, ordered[1:], strict=False)), ordered
 
 
 class LeavesGarbage(torch.nn.Module):

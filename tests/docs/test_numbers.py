@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from tests.docs.pages import CONFIGS, read
 from tests.docs.test_names import options, tables
+from tests.model.published import SCHEMAS
 from titanlab.costs.flops import per_token
-from titanlab.model.llama_schema import Llama
 from titanlab.recipe.composition.recipes import conf_folder
 
 
@@ -19,8 +19,9 @@ from titanlab.recipe.composition.recipes import conf_folder
 def models():
     """Every model's config by its name."""
     given = {name: OmegaConf.load(conf_folder() / "model" / f"{name}.yaml") for name in options("model")}
-    assert all(each.pop("defaults") == ["llama_schema", "_self_"] for each in given.values())
-    return {name: Llama(**each) for name, each in given.items()}
+    defaults = {name: each.pop("defaults") for name, each in given.items()}
+    assert all(own == "_self_" for _, own in defaults.values())
+    return {name: SCHEMAS[defaults[name][0]](**each) for name, each in given.items()}
 
 
 def parameters(model):

@@ -5,12 +5,15 @@ from pathlib import Path
 import yaml
 
 from titanlab.model.llama_schema import Llama
+from titanlab.model.qwen3_schema import Qwen3
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"
+SCHEMAS = {"llama_schema": Llama, "qwen3_schema": Qwen3}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 # Parameters: of the released checkpoints. The 34B of Llama 2 was not released; the count is that of Code Llama
-# 34B, which has its sizes. llama3_405b has the sizes of the released 3.1 405B.
+# 34B, which has its sizes. llama3_405b has the sizes of the released 3.1 405B. Of the tied Qwen3 the head is not
+# counted a second time, though their checkpoints hold it.
 PARAMETERS = {
     "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320,
@@ -24,6 +27,12 @@ PARAMETERS = {
     "llama3_1_405b": 405_853_388_800,
     "llama3_2_1b": 1_235_814_400,
     "llama3_2_3b": 3_212_749_824,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
 }
 # FLOPs per token at a sequence length, by 6(N − N_emb) + 12·L·H·Q·T.
 FLOPS_PER_TOKEN = {
@@ -39,5 +48,6 @@ FLOPS_PER_TOKEN = {
 def load(name, **changes):
     """The schema with the values of conf/model/NAME.yaml, and some of them changed."""
     values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    assert values.pop("defaults") == ["llama_schema", "_self_"]
-    return Llama(**{**values, **changes})
+    schema, own = values.pop("defaults")
+    assert own == "_self_"
+    return SCHEMAS[schema](**{**values, **changes})

@@ -21,6 +21,7 @@ SMALL = {
     "debug": {},
     "tied": {"tied_embeddings": True},
     "unshared": {"kv_heads": 4},
+    "head norms": {"name": "qwen3_debug"},
     "odd": {"dim": 60, "heads": 6, "kv_heads": 3, "ffn_dim": 77, "vocab_size": 101, "layers": 3},
 }
 
@@ -41,7 +42,7 @@ def test_parameters_are_the_modules(name):
     assert account.parameter_count == sum(p.numel() for p in module.parameters())
     assert dict(account.tied) == ({"output.weight": "tok_embeddings.weight"} if config.tied_embeddings else {})
     assert (account.layers, account.dim, account.vocab_size) == (config.layers, config.dim, config.vocab_size)
-    assert account.heads * account.head_dim == config.dim
+    assert account.heads * account.head_dim == config.attention_dim
     assert account.kv_heads == config.kv_heads
 
 
@@ -96,7 +97,7 @@ def traced_operations(config):
 
 @pytest.mark.parametrize("change", SMALL.values(), ids=SMALL)
 def test_operations_are_the_modules(change):
-    config = load("debug", **change)
+    config = load(**{"name": "debug", **change})
     block = block_operations(config, batch=BATCH, seq_len=SEQ)
     first, *last = llama_account.edge_operations(config, batch=BATCH, seq_len=SEQ)
     declared = [(first.name, first.output)]
@@ -120,7 +121,7 @@ def test_the_trace_sees_every_kind_of_operation():
 
 @pytest.mark.parametrize("change", SMALL.values(), ids=SMALL)
 def test_flops_are_those_that_torch_counts(change):
-    config = load("debug", **change)
+    config = load(**{"name": "debug", **change})
     module = on_meta(config)
     with FlopCounterMode(display=False) as counter:
         module(torch.zeros(BATCH, SEQ, dtype=torch.int64, device="meta"))
@@ -150,7 +151,7 @@ def test_flops_per_token_are_three_forward_passes(name):
 
 def test_initial_values_cover_the_parameters():
     for change in SMALL.values():
-        config = load("debug", **change)
+        config = load(**{"name": "debug", **change})
         assert llama_account.initial_values(config).keys() == llama_account.account(config).parameters.keys()
 
 

@@ -68,14 +68,20 @@ def test_cures_work(dim, heads, kv_heads):
 @pytest.mark.parametrize("name", NAMES)
 def test_models_are_valid_and_convert_through_omegaconf(name):
     config = load(name)
-    structured = OmegaConf.merge(OmegaConf.structured(schema_of("model", "llama")), vars(config))
+    structured = OmegaConf.merge(OmegaConf.structured(schema_of("model", config.kind)), vars(config))
     assert OmegaConf.to_object(structured) == config
 
 
 def test_what_the_families_have():
     """Sharing of heads, scaled frequencies and tied embeddings, where the releases have them."""
     ours = {name: load(name) for name in NAMES}
-    assert {n for n, c in ours.items() if c.tied_embeddings} == {"llama3_2_1b", "llama3_2_3b"}
+    assert {n for n, c in ours.items() if c.tied_embeddings} == {
+        "llama3_2_1b",
+        "llama3_2_3b",
+        "qwen3_0_6b",
+        "qwen3_1_7b",
+        "qwen3_4b",
+    }
     assert {n: c.rope_factor for n, c in ours.items() if c.rope_factor != 1} == {
         "llama3_1_8b": 8,
         "llama3_1_70b": 8,

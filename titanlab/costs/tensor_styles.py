@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titanlab.costs.account import ModelAccount, style_of
@@ -17,6 +18,8 @@ class TensorStyle:
         gathers: whether it gathers the residual stream: forward an all-gather or nothing, backward a sum.
         sums: whether it sums into the residual stream: forward a sum, backward an all-gather or nothing.
         has_parameters: whether the module has parameters of its own.
+        treats_part: whether it treats a rank's part of an activation with whole parameters, so that each rank has a
+            partial gradient of them.
     """
 
     cut_dim: int | None = None
@@ -24,6 +27,7 @@ class TensorStyle:
     gathers: bool = False
     sums: bool = False
     has_parameters: bool = True
+    treats_part: bool = False
 
 
 # `titanlab.parallelism.tensor` implements them.
@@ -32,6 +36,7 @@ STYLES = {
     "rowwise": TensorStyle(cut_dim=1, sums=True),
     "gathered": TensorStyle(gathers=True, has_parameters=False),
     "norm": TensorStyle(),
+    "head_norm": TensorStyle(treats_part=True),
     "embedding": TensorStyle(cut_dim=0, allows_uneven=True, sums=True),
     "head": TensorStyle(cut_dim=0, allows_uneven=True, gathers=True),
 }
@@ -41,6 +46,12 @@ def cut_dim(style: str, dims: int) -> int | None:
     """The dim along which a style cuts a parameter with `dims` dims; None: the parameter stays whole."""
     dim = STYLES[style].cut_dim if style in STYLES else None
     return dim if dim is not None and dim < dims else None
+
+
+def has_partial_gradient(plan: Mapping[str, str], parameter: str, *, sequence_parallel: bool) -> bool:
+    """Whether each rank has a partial gradient of a whole parameter of a tensor plan."""
+    style = style_of(plan, parameter.rpartition(".")[0])
+    return sequence_parallel or (style in STYLES and STYLES[style].treats_part)
 
 
 def parameter_style(account: ModelAccount, parameter: str) -> str:

@@ -14,7 +14,7 @@ from titanlab.costs.account import ModelAccount
 from titanlab.costs.context_traffic import context_of_block, forward_context_of_block
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.shard_account import gathered_part
-from titanlab.costs.tensor_styles import STYLES, cut_dim, parameter_style
+from titanlab.costs.tensor_styles import STYLES, cut_dim, has_partial_gradient, parameter_style
 from titanlab.costs.traffic_table import Row, Traffic
 
 # The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.training.totals`).
@@ -134,6 +134,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
         else:
             add_sharding(step, rank, number, pieces, traffic)
         add_tensor(step, rank, pieces, traffic)
+        sum_whole_gradients(step, pieces, traffic)
         add_context(step, rank, pieces, traffic)
         _add_repeated(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
@@ -209,11 +210,20 @@ def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tra
         logits = step.tokens * part * ranks * step.element_bytes(step.account.pieces[-1])
         size = step.tokens * ranks * _LOSS_BYTES if step.loss_parallel else logits
         traffic.add(axis, "all_gather", size, ranks=ranks, times=times)
-    if step.sequence_parallel:
-        # Gradients of whole parameters come from a share of the tokens, and are summed in one reduction.
-        size = sum(_whole_shard(step, name) for name in _names(step.account, pieces))
-        if size:
-            traffic.add(axis, "all_reduce", size * max(step.master_bytes, step.reduce_bytes), ranks=ranks)
+
+
+def sum_whole_gradients(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
+    """The one reduction of a step that sums partial gradients of whole parameters over tensor ranks.
+
+    They come from a share of the tokens (sequence parallelism) or from a rank's heads.
+    """
+    if step.layout.tensor == 1:
+        return
+    plan, cut = step.account.tensor_plan, step.sequence_parallel
+    names = [n for n in _names(step.account, pieces) if has_partial_gradient(plan, n, sequence_parallel=cut)]
+    if size := sum(_whole_shard(step, name) for name in names):
+        size *= max(step.master_bytes, step.reduce_bytes)
+        traffic.add(step.axis("tensor"), "all_reduce", size, ranks=step.layout.tensor)
 
 
 def _whole_shard(step: Step, name: str) -> int:

@@ -125,15 +125,20 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         kv_dim = config.kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.attention_dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wo = nn.Linear(config.attention_dim, config.dim, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.has_head_norms else None for _ in range(2)
+        )
         self.inner = InnerAttention(config.attention)
 
     def forward(self, hidden: Tensor, rope: Tensor) -> Tensor:
         # The number of heads is that of the projections' outputs: under tensor parallelism, this rank's heads.
         q, k, v = (w(hidden).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rope), rotate(k, rope)
         mixed = self.inner(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         output: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))

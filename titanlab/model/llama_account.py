@@ -30,6 +30,7 @@ TENSOR_PLAN = {
     "norm": "norm",
     "output": "head",
 }
+HEAD_NORMS_PLAN = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
 
 
 def account(config: Llama) -> ModelAccount:
@@ -52,18 +53,20 @@ def account(config: Llama) -> ModelAccount:
         vocab_size=config.vocab_size,
         pieces=("tok_embeddings", *(f"layers.{layer}" for layer in range(config.layers)), "norm", "output"),
         attention="attention.inner",
-        tensor_plan=TENSOR_PLAN,
+        tensor_plan={**TENSOR_PLAN, **HEAD_NORMS_PLAN} if config.has_head_norms else TENSOR_PLAN,
     )
 
 
 def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
-    dim, kv_dim = config.dim, config.kv_heads * config.head_dim
+    dim, q_dim, kv_dim = config.dim, config.attention_dim, config.kv_heads * config.head_dim
+    head_norms = {f"attention.{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
     return {
         "attention_norm.weight": (dim,),
-        "attention.wq.weight": (dim, dim),
+        "attention.wq.weight": (q_dim, dim),
         "attention.wk.weight": (kv_dim, dim),
         "attention.wv.weight": (kv_dim, dim),
-        "attention.wo.weight": (dim, dim),
+        "attention.wo.weight": (dim, q_dim),
+        **(head_norms if config.has_head_norms else {}),
         "ffn_norm.weight": (dim,),
         "feed_forward.w1.weight": (config.ffn_dim, dim),
         "feed_forward.w2.weight": (dim, config.ffn_dim),

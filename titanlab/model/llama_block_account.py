@@ -31,7 +31,8 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
     The rotations save only the table of angles, which all blocks share. Casts are not declared as operators: without
     mixed precision there are none.
     """
-    dim, kv_dim, ffn_dim = config.dim, config.kv_heads * config.head_dim, config.ffn_dim
+    dim, ffn_dim = config.dim, config.ffn_dim
+    q_shape, k_shape = ((batch, seq_len, heads, config.head_dim) for heads in (config.heads, config.kv_heads))
     tokens = (batch, seq_len)
     stream, after_attention = (Activation(name=name, shape=(*tokens, dim)) for name in (HIDDEN, "attention_residual"))
     normed, fed = (Activation(name=f"{name}_norm", shape=(*tokens, dim), cut="whole") for name in ("attention", "ffn"))
@@ -42,11 +43,12 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
     attention = _attention(config, batch, seq_len)
     return [
         norm("attention_norm", stream),
-        matmul("attention.wq", normed, dim, "part"),
-        matmul("attention.wk", normed, kv_dim, "part"),
-        matmul("attention.wv", normed, kv_dim, "part"),
-        _rotation("attention.rope_q", (*tokens, config.heads, config.head_dim)),
-        _rotation("attention.rope_k", (*tokens, config.kv_heads, config.head_dim)),
+        matmul("attention.wq", normed, config.attention_dim, "part"),
+        matmul("attention.wk", normed, math.prod(k_shape[2:]), "part"),
+        matmul("attention.wv", normed, math.prod(k_shape[2:]), "part"),
+        *_head_norms(config, q_shape, k_shape),
+        _rotation("attention.rope_q", q_shape),
+        _rotation("attention.rope_k", k_shape),
         attention,
         matmul("attention.wo", _mixed(config, attention, tokens), dim, "whole"),
         _pointwise(after_attention, "aten.add.Tensor"),
@@ -77,7 +79,7 @@ def matmul(name: str, inputs: Activation, outputs: int, cut: Cut) -> Operation:
 
 def norm(name: str, inputs: Activation) -> Operation:
     """RMSNorm in float32: on a GPU one kernel, which saves its inputs; on a CPU one kernel for each step."""
-    rstd = Activation(name=f"{name}.rstd", shape=(*inputs.shape[:-1], 1), element_bytes=4)
+    rstd = Activation(name=f"{name}.rstd", shape=(*inputs.shape[:-1], 1), cut=inputs.cut, element_bytes=4)
     wide = replace(inputs, name=f"{name}.wide", copy_of=inputs.name, element_bytes=4)
     scaled, squares = (replace(inputs, name=f"{name}.{step}", element_bytes=4) for step in ("scaled", "squares"))
     weighted = replace(scaled, name=f"{name}.weighted", copy_of=name)
@@ -98,6 +100,16 @@ def norm(name: str, inputs: Activation) -> Operation:
         operators=(fused, *steps),
         passes=2.0,
     )
+
+
+def _head_norms(config: Llama, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> list[Operation]:
+    if not config.has_head_norms:
+        return []
+    products = {"q_norm": ("wq", q_shape), "k_norm": ("wk", k_shape)}
+    return [
+        norm(f"attention.{name}", Activation(name=f"attention.{product}", shape=shape, cut="part"))
+        for name, (product, shape) in products.items()
+    ]
 
 
 def _pointwise(result: Activation, operator: str, keeps: tuple[Activation, ...] = (), passes: float = 3.0) -> Operation:
@@ -168,10 +180,10 @@ def _plain_attention(
 
 
 def _mixed(config: Llama, attention: Operation, tokens: tuple[int, int]) -> Activation:
-    """The attention's output as the input of the projection, [batch, seq, dim]."""
+    """The attention's output as the input of the projection, [batch, seq, heads · head_dim]."""
     # Fused kernels write this order; the output of math is copied into it.
     name = f"{attention.name}.by_token" if config.attention == "math" else attention.name
-    return Activation(name=name, shape=(*tokens, config.dim), cut="part")
+    return Activation(name=name, shape=(*tokens, config.attention_dim), cut="part")
 
 
 def _on(accelerator: str, *activations: Activation) -> tuple[Activation, ...]:

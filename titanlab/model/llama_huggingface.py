@@ -7,9 +7,9 @@ Sources: the config.json files of Llama 2, 3, 3.1 and 3.2, in the style of trans
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlab.errors import ConfigError
 from titanlab.model.contract import HuggingFaceFamily
@@ -26,13 +26,15 @@ _IN_BLOCK = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
 # transformers rotates the pairs (i, i + head_dim/2) of a head, titanlab neighbouring elements.
-_ROTATED = ("attention.wq", "attention.wk")
+_ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 _SIZES = {
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
@@ -47,7 +49,7 @@ _SCALING = {
     "rope_original_context": "original_max_position_embeddings",
 }
 # Features that are not supported, each with the value that switches it off.
-_UNSUPPORTED: Mapping[str, Any] = {
+UNSUPPORTED: Mapping[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
@@ -66,7 +68,9 @@ class LlamaFamily(HuggingFaceFamily):
     """
 
     schema: type[Llama]
-    architectures = ("LlamaForCausalLM",)
+    architectures: Sequence[str] = ("LlamaForCausalLM",)
+    model_type: ClassVar[str] = "llama"
+    unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
     # Files from 2023 have these tensors.
     derived = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -86,24 +90,29 @@ class LlamaFamily(HuggingFaceFamily):
         return {_OUTSIDE[HEAD]: _OUTSIDE[EMBEDDING]} if model.tied_embeddings else {}
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
-        for name, off in _UNSUPPORTED.items():
+        for name, off in self.unsupported.items():
             value = config.get(name, off)
             if value != off and value is not None:
-                cure = f"import a Llama with {name}={_json(off)}"
+                cure = f"import a model with {name}={_json(off)}"
                 raise _wrong(name, value, "is not computed here", cure)
-        sizes: dict[str, Any] = {ours: _whole(config, theirs) for ours, theirs in _SIZES.items()}
-        heads = sizes["heads"]
-        head_dim = _whole(config, "head_dim", sizes["dim"] // max(heads, 1))
-        if head_dim * heads != sizes["dim"]:
-            rule = f"heads are hidden_size / num_attention_heads = {sizes['dim']} / {heads} wide here"
-            raise _wrong("head_dim", head_dim, rule, "import a Llama whose heads are as wide")
+        sizes: dict[str, Any] = {ours: whole_number(config, theirs) for ours, theirs in _SIZES.items()}
         return self.schema(
             **sizes,
-            kv_heads=_whole(config, "num_key_value_heads", heads),
+            **self.head_fields(config, sizes),
+            kv_heads=whole_number(config, "num_key_value_heads", sizes["heads"]),
             norm_eps=_number(config, "rms_norm_eps", 1e-6),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             **_rope(config),
         )
+
+    def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Fields of the config beside the sizes; a Llama has none, because the width of its heads is derived."""
+        dim, heads = sizes["dim"], sizes["heads"]
+        head_dim = whole_number(config, "head_dim", dim // heads)
+        if head_dim * heads != dim:
+            rule = f"heads are hidden_size / num_attention_heads = {dim} / {heads} wide here"
+            raise _wrong("head_dim", head_dim, rule, "import a Llama whose heads are as wide")
+        return {}
 
     def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
         """config.json of a model in the style of transformers 4, which transformers 5 reads too.
@@ -113,7 +122,7 @@ class LlamaFamily(HuggingFaceFamily):
         scaling = {theirs: getattr(model, ours) for ours, theirs in _SCALING.items()}
         return {
             "architectures": list(self.architectures),
-            "model_type": "llama",
+            "model_type": self.model_type,
             **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
             "num_key_value_heads": model.kv_heads,
             "head_dim": model.head_dim,
@@ -158,7 +167,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_theta": theta}
     fields: dict[str, Any] = {"rope_theta": theta}
     for ours, theirs in _SCALING.items():
-        fields[ours] = (_whole if ours == "rope_original_context" else _number)(given, theirs)
+        fields[ours] = (whole_number if ours == "rope_original_context" else _number)(given, theirs)
     return fields
 
 
@@ -186,7 +195,7 @@ def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], sc
                 raise _wrong(f"{place}.{name}", _json(inner), rule, cure)
 
 
-def _whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def whole_number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from titanlab.costs.account import Init, ModelAccount, Operation
 from titanlab.costs.divisors import divisors
@@ -43,6 +44,9 @@ class Llama(ModelConfig):
         ConfigError: a value breaks a rule.
     """
 
+    # Whether each head of queries and keys is normalised before it is rotated.
+    has_head_norms: ClassVar[bool] = False
+
     kind: str = "llama"
     dim: int
     # Rules and plans loop over all blocks; no known model has more than 1,000.
@@ -64,6 +68,11 @@ class Llama(ModelConfig):
     def head_dim(self) -> int:
         """Width of one head."""
         return self.dim // self.heads
+
+    @property
+    def attention_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
 
     def account(self) -> ModelAccount:
         return llama_account.account(self)
@@ -122,14 +131,14 @@ class Llama(ModelConfig):
                 "model.heads",
                 self.heads,
                 f"must divide dim={self.dim} into heads of even width",
-                f"try {_nearest(usable, self.heads)}",
+                f"try {nearest(usable, self.heads)}",
             )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 "model.kv_heads",
                 self.kv_heads,
                 f"must divide {self.heads} query heads",
-                f"try {_nearest(divisors(self.heads), self.kv_heads)}",
+                f"try {nearest(divisors(self.heads), self.kv_heads)}",
             )
 
     def _check_rope(self) -> None:
@@ -155,7 +164,7 @@ def _usual_ffn_dim(dim: int) -> int:
     return max(math.ceil(8 * dim / 3 / 256), 1) * 256
 
 
-def _nearest(usable: list[int], given: int) -> str:
+def nearest(usable: list[int], given: int) -> str:
     """The nearest usable values below and above the given one."""
     below = [n for n in usable if n < given][-1:]
     above = [n for n in usable if n > given][:1]

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanlab.costs.account import style_of
-from titanlab.costs.tensor_styles import cut_dim
+from titanlab.costs.tensor_styles import cut_dim, has_partial_gradient
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
 from titanlab.parallelism.local import local_part
 from titanlab.parallelism.pipeline_weights import linear as linear_product
@@ -174,6 +174,8 @@ STYLES: Mapping[str, Style] = {
     "rowwise": rowwise,
     "gathered": gathered,
     "norm": norm,
+    # A head is on one rank, so each rank normalises its own heads.
+    "head_norm": norm,
     "embedding": embedding,
     "head": head,
 }
@@ -188,8 +190,8 @@ def parallelise(
         plan: path of a module → name of its style; `*` matches one step of a path.
 
     Returns:
-        names of the whole parameters that act on shares of the tokens. After the backward each rank has a partial
-        gradient of them; the caller has to sum these over ranks, which takes one reduction for all.
+        names of the whole parameters that act on shares of the tokens or on a rank's heads. After the backward each
+        rank has a partial gradient of them; the caller has to sum these over ranks, which takes one reduction for all.
 
     Raises:
         ValueError: the plan names an unknown style.
@@ -201,10 +203,14 @@ def parallelise(
         style = style_of(plan, name)
         if style:
             styles[style](module, cut)
-    if not cut.sequence_parallel:
-        return frozenset()
     whole = (Replicate(),)
-    return frozenset(name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.placements == whole)
+    return frozenset(
+        name
+        for name, p in model.named_parameters()
+        if isinstance(p, DTensor)
+        and p.placements == whole
+        and has_partial_gradient(plan, name, sequence_parallel=cut.sequence_parallel)
+    )
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: str) -> None:

@@ -47,21 +47,35 @@ LLAMA_3_2 = {
         "original_max_position_embeddings": 64,
     },
 }
-FAMILIES = {"llama 2": LLAMA_2, "llama 3.1": LLAMA_3_1, "llama 3.2": LLAMA_3_2}
+# Heads are wider than their share of the stream, and queries and keys are normalised in each head.
+QWEN_3 = {
+    **SMALL,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 24,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
+FAMILIES = {"llama 2": LLAMA_2, "llama 3.1": LLAMA_3_1, "llama 3.2": LLAMA_3_2, "qwen 3": QWEN_3}
 
 
 def names(config):
     """Shapes by the names that transformers gives, said here once more."""
     dim, ffn = config["hidden_size"], config["intermediate_size"]
-    kv = dim // config["num_attention_heads"] * config["num_key_value_heads"]
+    head = config.get("head_dim", dim // config["num_attention_heads"])
+    q, kv = (head * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    head_norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     found = {"model.embed_tokens.weight": (config["vocab_size"], dim), "model.norm.weight": (dim,)}
     for layer in range(config["num_hidden_layers"]):
         block = f"model.layers.{layer}"
         for name, shape in {
-            "self_attn.q_proj": (dim, dim),
+            "self_attn.q_proj": (q, dim),
             "self_attn.k_proj": (kv, dim),
             "self_attn.v_proj": (kv, dim),
-            "self_attn.o_proj": (dim, dim),
+            "self_attn.o_proj": (dim, q),
+            **(head_norms if config["model_type"] == "qwen3" else {}),
             "mlp.gate_proj": (ffn, dim),
             "mlp.up_proj": (ffn, dim),
             "mlp.down_proj": (dim, ffn),

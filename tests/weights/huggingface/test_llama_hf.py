@@ -13,7 +13,7 @@ from titanlab.weights.huggingface.families import family_for
 
 llama_hf = Llama.hugging_face()
 CONF = Path(__file__).parents[3] / "conf" / "model"
-MODELS = sorted(path.stem for path in CONF.glob("*.yaml"))
+MODELS = sorted(path.stem for path in CONF.glob("*.yaml") if not path.stem.startswith("qwen3"))
 # As released, by what decides what is computed.
 PUBLISHED = {
     "llama2_7b": {
@@ -75,7 +75,7 @@ def test_a_released_config_is_our_model(name):
 
 
 def test_names_are_those_of_transformers():
-    for config in made.FAMILIES.values():
+    for config in (made.LLAMA_2, made.LLAMA_3_1, made.LLAMA_3_2):
         model = llama_hf.from_hf(config)
         shapes = model.account().parameters
         assert {each.name: shapes[ours] for ours, each in llama_hf.tensors(model).items()} == made.names(config)
@@ -103,8 +103,8 @@ def test_what_makes_two_models_different():
 
 WRONG = [
     ({"attention_bias": True}, "attention_bias=true: is not computed here"),
-    ({"mlp_bias": True}, "mlp_bias=true: is not computed here; import a Llama with mlp_bias=false"),
-    ({"hidden_act": "gelu"}, "hidden_act=gelu: is not computed here; import a Llama with hidden_act=silu"),
+    ({"mlp_bias": True}, "mlp_bias=true: is not computed here; import a model with mlp_bias=false"),
+    ({"hidden_act": "gelu"}, "hidden_act=gelu: is not computed here; import a model with hidden_act=silu"),
     ({"quantization_config": {"bits": 4}}, "quantization_config="),
     ({"head_dim": 32}, "head_dim=32: heads are hidden_size / num_attention_heads = 64 / 4 wide here"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear: is a scaling that is not computed here"),
@@ -133,7 +133,9 @@ def test_other_architectures_are_refused(given):
     if given == "LlamaForCausalLM":
         assert family_for({"architectures": given}) == llama_hf
         return
-    with pytest.raises(ConfigError, match=r"^config.json:architectures=.*; supported: LlamaForCausalLM$"):
+    with pytest.raises(
+        ConfigError, match=r"^config.json:architectures=.*; supported: LlamaForCausalLM, Qwen3ForCausalLM$"
+    ):
         family_for({"architectures": given})
 
 

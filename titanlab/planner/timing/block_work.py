@@ -133,7 +133,7 @@ def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel
     A fused operation writes its result, and the first of a group also reads its input.
     """
     results = [tensor for operator in operation.operators for tensor in operator.results]
-    cut = results[0].cut if results and operation.kind == "pointwise" else "stream"
+    cut = results[0].cut if results else "stream"
     ranks = part.context * (part.tensor if cut == "part" or part.sequence_parallel else 1)
     passes = operation.passes
     if part.fused:

@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from titanlab.costs.layout import Layout
-from titanlab.costs.traffic_account import Coordinate, Step, add_context, add_sharding, add_tensor, parameter_elements
+from titanlab.costs.traffic_account import (
+    Coordinate,
+    Step,
+    add_context,
+    add_sharding,
+    add_tensor,
+    parameter_elements,
+    sum_whole_gradients,
+)
 from titanlab.costs.traffic_table import Row, Traffic
 from titanlab.planner.machine import Axis, Machine, axis_of
 
@@ -69,9 +77,9 @@ def tensor_rows(step: Step, piece: str) -> tuple[list[Row], list[Row]]:
     """Communication of tensor parallelism in one piece: for each microbatch, and for each step."""
     traffic = Traffic()
     add_tensor(step, _FIRST, (piece,), traffic)
-    rows = traffic.rows()
-    once = [row for row in rows if row.kind == "all_reduce" and step.sequence_parallel]
-    return [row for row in rows if row not in once], once
+    once = Traffic()
+    sum_whole_gradients(step, (piece,), once)
+    return traffic.rows(), once.rows()
 
 
 def context_rows(step: Step, piece: str) -> list[Row]:
