@@ -176,13 +176,13 @@ class _Ranks:
         """
         ranks, microbatches = self.layout.pipeline, self.recipe.microbatches
         if ranks == 1:
-            (kept,) = saved
-            return kept
+            return saved[0]
         if len(set(saved)) == len(set(deferred)) == 1:
             pairs = totals(self.schedule, ranks=ranks, microbatches=microbatches)[rank]
             return max(passes * saved[0] + halves * deferred[0] for passes, halves in pairs)
         moments = peaks(self.schedule, ranks=ranks, microbatches=microbatches)[rank]
-        return max(sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments)
+        most: int = max(sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments)
+        return most
 
     def _moments(self, stages: Sequence[int]) -> dict[str, dict[str, int]]:
         """The items at the moments of a step that may be largest; of activations, the most that are kept then."""
