@@ -1,0 +1,279 @@
+"""Ranks the recipes of a sweep by speed, MFU or memory, and says whether the first one is better by more than noise.
+
+The unit is the run: steps of one run share its processes, its memory and its minutes, so that they say little about
+another run of the same recipe. The noise of a run is the standard deviation of the logarithms of the figures of equal
+recipes, pooled over all recipes that have repeats.
+
+A recipe is named the winner if it is better than *each* other one at a family-wise error of at most 5 %: Student's t
+with the pooled degrees of freedom, two-sided, at `ERROR` / (recipes - 1). These are the multiple comparisons with the
+best of Edwards and Hsu (Journal of the American Statistical Association 78, 1983), with Bonferroni's inequality in
+place of the tables of Dunnett's distribution: recipes may then have different numbers of runs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from titanlab.sweep.table.comparison import Group, groups
+from titanlab.sweep.table.drift import Drift, drift_of
+from titanlab.sweep.table.listing import Row, word
+from titanlab.sweep.table.ranking_text import notes_of, sentence_of
+from titanlab.sweep.table.student import t_quantile
+
+# The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
+# one hundredth is left for noise that is not quite normal.
+ERROR = 0.04
+COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
+OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A recipe in a ranking.
+
+    Attributes:
+        group: its runs, and its name.
+        figures: of the runs that count; empty if it is left out for want of them.
+        centre: their geometric mean.
+        low, high: the interval of 95 % around it; None if the noise is unknown.
+        spread_percent: relative standard deviation of its own figures; None with fewer than two.
+        memory_gib: the most that a run of it needed; None if unknown.
+        is_within_noise: whether it may be as good as the first: True for the first itself. None if that is unknown.
+        left_out: why it has no place in the ranking; None: it has one.
+    """
+
+    group: Group
+    figures: tuple[float, ...] = ()
+    centre: float | None = None
+    low: float | None = None
+    high: float | None = None
+    spread_percent: float | None = None
+    memory_gib: float | None = None
+    is_within_noise: bool | None = None
+    left_out: str | None = None
+
+    @property
+    def runs(self) -> int:
+        """The number of runs that count."""
+        return len(self.figures)
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is the sweep's control: the recipe without the sweep's changes."""
+        return any(row.get("control") for row in self.group.rows)
+
+    @property
+    def label(self) -> str:
+        """The recipe's short name."""
+        return self.group.label
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """The number of its runs by outcome; by state if they have not ended."""
+        return dict(Counter(map(word, self.group.rows)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The recipes of a sweep, best first.
+
+    Attributes:
+        by: `tps`, `mfu` or `memory`; the least memory is the best.
+        max_memory_gib: recipes that need more are left out; None: no limit.
+        entries: the ranked recipes in their order, then those that are left out.
+        winner: the first, if it is better than every other by more than noise. None: nobody can be named.
+        runner_up: the second.
+        gap_percent: by how much the first is better than the second: how many percent more it does, or less it needs.
+        interval_percent: the interval of that gap, which holds for the comparisons with all others together; None if
+            the noise is unknown.
+        is_within_noise: whether nobody can be named because of noise; None: the noise is unknown, or nothing is there
+            to compare.
+        noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
+        degrees: degrees of freedom of the noise.
+        drift: of the control during the sweep; None without one.
+    """
+
+    by: str
+    max_memory_gib: float | None
+    entries: tuple[Entry, ...]
+    winner: Entry | None
+    runner_up: Entry | None
+    gap_percent: float | None
+    interval_percent: tuple[float, float] | None
+    is_within_noise: bool | None
+    noise_percent: float | None
+    degrees: int
+    drift: Drift | None
+
+    @property
+    def ranked(self) -> tuple[Entry, ...]:
+        """The entries that have a place."""
+        return tuple(entry for entry in self.entries if entry.left_out is None)
+
+    @property
+    def left_out(self) -> tuple[Entry, ...]:
+        """The entries that have none."""
+        return tuple(entry for entry in self.entries if entry.left_out is not None)
+
+    @property
+    def first(self) -> Entry | None:
+        """The entry with the best figure, whether or not it can be named the winner."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        return sentence_of(self)
+
+    @property
+    def notes(self) -> list[str]:
+        """What else one has to know to believe the answer: one sentence each."""
+        return notes_of(self)
+
+
+def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None = None) -> Ranking:
+    """Rank the recipes of a sweep's rows.
+
+    Args:
+        rows: of `titanlab.sweep.table.rows`.
+        by: `tps` (tokens per second of one device), `mfu` or `memory`.
+        max_memory_gib: leave out recipes of which a run needed more, or of which that is unknown.
+
+    Raises:
+        KeyError: `by` is none of these.
+    """
+    column = COLUMN_OF[by]
+    entries = [_entry(group, by, column, max_memory_gib) for group in groups(rows)]
+    # A recipe that does not fit says as much about the noise as one that fits.
+    samples = [[math.log(figure) for figure in entry.figures] for entry in entries]
+    degrees = sum(len(sample) - 1 for sample in samples if sample)
+    noise = math.sqrt(sum(map(_squares, samples)) / degrees) if degrees else None
+    sign = -1 if by == "memory" else 1
+    ranked = sorted(
+        (entry for entry in entries if entry.left_out is None),
+        key=lambda entry: (-sign * (entry.centre or 0.0), entry.label),
+    )
+    comparisons = max(1, len(ranked) - 1)
+    leads = [_lead(ranked[0], other, sign, noise, degrees, comparisons) for other in ranked[1:]]
+    named = bool(leads) and noise is not None and all(low > 0 for _, low, _ in leads)
+    placed = [
+        _with_interval(replace(entry, is_within_noise=None if noise is None else low <= 0), noise, degrees)
+        for entry, (_, low, _) in zip(ranked, [(0.0, 0.0, 0.0), *leads], strict=bool(ranked))
+    ]
+    lead = leads[0] if leads else None
+    return Ranking(
+        by=by,
+        max_memory_gib=max_memory_gib,
+        entries=(*placed, *(entry for entry in entries if entry.left_out is not None)),
+        winner=placed[0] if named else None,
+        runner_up=placed[1] if leads else None,
+        gap_percent=_percent(lead[0], sign) if lead else None,
+        interval_percent=(_percent(lead[1], sign), _percent(lead[2], sign)) if lead and noise is not None else None,
+        is_within_noise=not named if leads and noise is not None else None,
+        noise_percent=None if noise is None else 100 * noise,
+        degrees=degrees,
+        drift=_drift(entries, by, column),
+    )
+
+
+def _entry(group: Group, by: str, column: str, max_memory_gib: float | None) -> Entry:
+    done = [row for row in group.rows if row["outcome"] == "done"]
+    memory = max(_positive(done, "memory_gib"), default=None)
+    counted = _counted(group, by)
+    figures = tuple(_positive(counted, column))
+    return Entry(
+        group=group,
+        figures=figures,
+        centre=statistics.geometric_mean(figures) if figures else None,
+        spread_percent=100 * statistics.stdev(map(math.log, figures)) if len(figures) > 1 else None,
+        memory_gib=memory,
+        left_out=_reason(group, done, counted, figures, by, memory, max_memory_gib),
+    )
+
+
+def _counted(group: Group, by: str) -> list[Row]:
+    """The runs whose figures count: those that are done, and for a speed had a core for each process."""
+    return [row for row in group.rows if row["outcome"] == "done" and (by == "memory" or not row["oversubscribed"])]
+
+
+def _reason(
+    group: Group,
+    done: Sequence[Row],
+    counted: Sequence[Row],
+    figures: Sequence[float],
+    by: str,
+    memory: float | None,
+    max_memory_gib: float | None,
+) -> str | None:
+    """Why a recipe has no place in the ranking; None if it has one."""
+    if not done:
+        ends = Counter(map(word, group.rows))
+        return "no run is done: " + ", ".join(f"{count} {name}" for name, count in ends.items())
+    if max_memory_gib is not None and memory is None:
+        return "its memory is unknown, so that it cannot be held against the limit"
+    if max_memory_gib is not None and memory is not None and memory > max_memory_gib:
+        return f"needs {memory:.2f} GiB, more than {max_memory_gib:g}"
+    if not counted:
+        return OVERSUBSCRIBED
+    if figures:
+        return None
+    if by == "mfu":
+        return "has no MFU: the peak of its device is unknown"
+    return "its memory was not measured" if by == "memory" else "its speed was not measured: no step after warm-up"
+
+
+def _drift(entries: Sequence[Entry], by: str, column: str) -> Drift | None:
+    """The drift of the control, held against the noise of the other recipes."""
+    rows = [row for entry in entries if entry.is_control for row in _counted(entry.group, by)]
+    samples = [[math.log(figure) for figure in entry.figures] for entry in entries if not entry.is_control]
+    degrees = sum(len(sample) - 1 for sample in samples if sample)
+    return drift_of(rows, column, squares=math.fsum(map(_squares, samples)), degrees=degrees)
+
+
+def _positive(rows: Sequence[Row], column: str) -> list[float]:
+    """The figures of a column that can be compared as ratios."""
+    known = (row[column] for row in rows)
+    return [value for value in known if value is not None and math.isfinite(value) and value > 0]
+
+
+def _squares(sample: Sequence[float]) -> float:
+    """The sum of the squared distances from the mean."""
+    if len(sample) < 2:
+        return 0.0
+    mean = math.fsum(sample) / len(sample)
+    return math.fsum((value - mean) ** 2 for value in sample)
+
+
+def _lead(
+    first: Entry, other: Entry, sign: int, noise: float | None, degrees: int, comparisons: int
+) -> tuple[float, float, float]:
+    """By how much the first is better than another, as a logarithm, and the ends of the interval of that."""
+    assert first.centre is not None
+    assert other.centre is not None
+    lead = sign * (math.log(first.centre) - math.log(other.centre))
+    if noise is None:
+        return lead, -math.inf, math.inf
+    half = t_quantile(degrees, ERROR / comparisons) * noise * math.sqrt(1 / first.runs + 1 / other.runs)
+    return lead, lead - half, lead + half
+
+
+def _with_interval(entry: Entry, noise: float | None, degrees: int) -> Entry:
+    """The entry with the interval of its own centre."""
+    if noise is None or entry.centre is None:
+        return entry
+    half = t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)
+    return replace(entry, low=entry.centre * _exp(-half), high=entry.centre * _exp(half))
+
+
+def _percent(lead: float, sign: int) -> float:
+    """A lead in percent: how much more than the other; of memory, how much less."""
+    return 100 * (_exp(lead) - 1) if sign > 0 else 100 * (1 - _exp(-lead))
+
+
+def _exp(value: float) -> float:
+    """The exponential; infinite where it exceeds a float, as for two runs of wild noise."""
+    return math.inf if value > 700 else math.exp(value)
