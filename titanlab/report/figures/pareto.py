@@ -39,7 +39,8 @@ SPEEDS = {
     "mfu_percent": "MFU, % of the device's peak",
 }
 MEMORY, ESTIMATED_MEMORY = "memory_gib", "estimate.memory_gib"
-_MOST_NUMBERS = 12
+_MOST_NUMBERS, _MANY = 12, 60
+_FAR = 0.6  # share of the largest speed below which the smallest one must be for an axis that begins at 0
 _NEAR = 0.03  # share of an axis within which numbers would cover each other
 
 
@@ -77,8 +78,11 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     if len(front) > 1:
         stairs = [(point.memory, point.speed) for point in front]
         axis.step(*zip(*stairs, strict=True), where="post", color=ORANGE, linewidth=1.4, zorder=1)
-    for point in points:
-        _draw_point(figure, axis, point, speed, is_best=point in front)
+    best = {id(point) for point in front}
+    size = 6.5 if len(points) <= _MANY else 4.0
+    for point in sorted(points, key=lambda point: id(point) in best):
+        _draw_point(figure, axis, point, speed, size=size, is_best=id(point) in best)
+    _set_range(axis, [point.speed for point in points])
     _number(figure, axis, points if len(points) <= _MOST_NUMBERS else front)
     if not points and not drawn:
         show_text(axis, "no run has been measured")
@@ -88,7 +92,6 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.yaxis.set_major_formatter(lambda value, _: grouped(value) if abs(value) >= 10 else significant(value, 2))
-    axis.set_ylim(bottom=0)
     (strip or axis).set_xlabel("GiB of memory at the peak, of one device or process")
     set_title(axis, f"memory against {'MFU' if speed == 'mfu_percent' else 'tokens per second'}")
     figure.has_heading = True
@@ -127,13 +130,20 @@ def _axes(figure: TracedFigure, *, has_failures: bool) -> tuple[Axes, Axes | Non
     return axis, strip
 
 
-def _draw_point(figure: TracedFigure, axis: Axes, point: Point, speed: str, *, is_best: bool) -> None:
+def _set_range(axis: Axes, speeds: Sequence[float]) -> None:
+    """Let the axis of speed begin at 0, unless all points would then lie at the top."""
+    low, high = axis.get_ylim()
+    is_far = bool(speeds) and min(speeds) > _FAR * max(speeds) and low > 0
+    axis.set_ylim(low if is_far else 0, high + 0.04 * (high - low))
+
+
+def _draw_point(figure: TracedFigure, axis: Axes, point: Point, speed: str, *, size: float, is_best: bool) -> None:
     hollow = point.group.is_oversubscribed
     (mark,) = axis.plot(
         point.memory,
         point.speed,
         "D" if is_best else "o",
-        markersize=7.5 if is_best else 6.5,
+        markersize=size + 1 if is_best else size,
         color=PALE if hollow else ORANGE if is_best else BLUE,
         markeredgecolor=BLUE if hollow else INK,
         markeredgewidth=0.8,
@@ -174,8 +184,7 @@ def _number(figure: TracedFigure, axis: Axes, points: Sequence[Point]) -> None:
     from matplotlib.lines import Line2D
 
     chosen = sorted(points, key=lambda point: -point.speed)[:_MOST_NUMBERS]
-    across = max((point.memory for point in points), default=1.0) or 1.0
-    up = max((point.speed for point in points), default=1.0) or 1.0
+    across, up = (high - low for low, high in (axis.get_xlim(), axis.get_ylim()))
     placed: list[tuple[float, float, list[int]]] = []
     for number, point in enumerate(chosen, 1):
         near = [
@@ -191,7 +200,8 @@ def _number(figure: TracedFigure, axis: Axes, points: Sequence[Point]) -> None:
         axis.annotate(
             ", ".join(map(str, numbers)),
             (memory, speed),
-            xytext=(6, 5),
+            xytext=(-6, 4),
+            ha="right",
             textcoords="offset points",
             fontsize=8.5,
             color=INK,

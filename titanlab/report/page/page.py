@@ -21,7 +21,7 @@ from titanlab.report.page.panels import Panel
 from titanlab.report.page.provenance import moment
 from titanlab.report.page.sections import sections_of
 from titanlab.sweep.table.listing import counts
-from titanlab.terminal.numerals import counted
+from titanlab.terminal.numerals import counted, grouped
 
 _FOLDER = Path(__file__).parent
 
@@ -93,7 +93,7 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
     ends = [row["ended"] for row in facts.runs if row["ended"]]
     found = [
         ("runs", counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
-        ("recipes", str(len(facts.groups)) if facts.groups else ""),
+        ("recipes", grouped(len(facts.groups)) if facts.groups else ""),
         ("model", _few(models)),
         ("device", _few(devices)),
         ("began", moment(min(starts, default=None))),

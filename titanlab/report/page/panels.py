@@ -188,9 +188,8 @@ def timeline_panel(facts: Facts) -> Panel | None:
     if not drawn:
         return None
     estimated = any(pipeline.unit for pipeline in drawn)
-    caption = (
-        "Simulated from the schedule: a row is a rank of the pipeline, a box an action on one microbatch, grey is idle. "
-        + ("Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes.")
+    caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. " + (
+        "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
     )
     spoken = [f"{one.label}: bubble {100 * one.timeline.bubble_share:.1f} %" for one in drawn]
     return Panel(

@@ -128,21 +128,20 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
     group = entry.group
     band = answer.bands.get(group.label)
     ends = Counter(map(word, group.rows))
-    is_first = place == 1 and answer.ranking.winner is None and len(answer.ranking.ranked) > 1
-    near = place is not None and place > 1 and entry.is_within_noise is True
+    near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
     return [
         Cell(text=group.label + (" *" if group.is_oversubscribed else ""), run=str(representative(group)["run"])),
-        text(None if place is None else f"{place}{' (within noise)' if near or is_first else ''}"),
+        text(None if place is None else f"{place}{' (within noise)' if near else ''}"),
         number(group.world),
         number(len(group.rows)),
         number(_whole(group.median("tokens_per_second"))),
-        text(None if band is None else f"{_speed(band[0])} to {_speed(band[1])}"),
+        Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
         number(group.median("mfu_percent"), digits=3),
         number(group.median("memory_gib"), digits=3),
         number(group.median("loss"), digits=5),
         number(group.median("validation_loss"), digits=5),
         text(", ".join(f"{count} {name}" if count > 1 else name for name, count in ends.items())),
-        text(entry.left_out),
+        text((entry.left_out or "").partition(":")[0]),
     ]
 
 
@@ -155,7 +154,7 @@ def _whole(value: float | None) -> float | None:
 
 
 def _differences(facts: Facts, answer: Answer) -> Section:
-    title = "Configuration of each recipe against the best"
+    title = "Configuration against the best"
     id = "configuration"  # noqa: A001
     reference = representative(answer.best) if answer.best is not None else next(iter(facts.runs), None)
     if reference is None:
@@ -281,7 +280,7 @@ def _provenance(facts: Facts) -> Section:
     if len(found) <= _MOST_SOURCES:
         rows = [[text(name), *cells] for name, *cells in zip(names, *columns, strict=True)]
         table = Table(
-            caption=caption, headings=["", *(f"source {place}" for place, _ in enumerate(found, 1))], rows=rows
+            caption=caption, headings=["fact", *(f"source {place}" for place, _ in enumerate(found, 1))], rows=rows
         )
     else:
         table = Table(caption=caption, headings=names, rows=columns)
