@@ -75,7 +75,7 @@ def write_report(
         write_text(into, page)
     except OSError as error:
         rule = f"cannot be written ({error.strerror or error})"
-        raise ConfigError("--into", into, rule, "name a file or folder of yours") from error
+        raise ConfigError("--into", into, rule, "try --into FILE or FOLDER of yours") from error
     return Report(into, written, answer.sentence)
 
 

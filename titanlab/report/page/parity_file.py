@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlab.errors import TitanlabError
 from titanlab.records.json_file import read_object
-from titanlab.terminal.numerals import significant
 
 FILE = "parity.json"
 _SCHEMA = 1
@@ -79,7 +77,7 @@ def _row(row: Mapping[str, Any]) -> ParityRow:
 def _number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None else str(value)
-    return significant(value, 2) if math.isfinite(value) else str(value)
+    return f"{value:.2g}"
 
 
 def _largest(value: Any) -> str:

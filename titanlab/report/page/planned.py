@@ -24,8 +24,8 @@ MOST_CELLS = 3000
 def measured_splits(facts: Facts) -> list[Split]:
     """The parts of a step of the runs with `profiler=breakdown`: of their latest window."""
     splits = []
-    for group, row in facts.shown:
-        windows = facts.metrics(row, "breakdown")
+    for group, _ in facts.shown:
+        row, windows = _windows(facts, group)
         if not windows:
             continue
         seconds: dict[str, float] = {}
@@ -39,6 +39,15 @@ def measured_splits(facts: Facts) -> list[Split]:
         if seconds:
             splits.append(Split(run=str(row["run"]), label=group.label, seconds=seconds, columns=columns))
     return splits
+
+
+def _windows(facts: Facts, group: Group) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """The first run of a recipe that has measured parts of a step, and its windows; without one, no windows."""
+    for row in group.rows:
+        windows = facts.metrics(row, "breakdown") if row["step"] else []
+        if windows:
+            return row, windows
+    return group.rows[0], []
 
 
 def estimated_splits(facts: Facts) -> list[Split]:

@@ -72,7 +72,7 @@ def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> l
         ),
         Section(id="loss", title=figures["loss"].title, panel=figures["loss"]),
         _figure(figures, "timeline", "Pipeline timelines", "No recipe has a pipeline that can be drawn."),
-        _figure(figures, "estimate", "Estimate against measurement", "No run has both an estimate and a measurement."),
+        _figure(figures, "estimate", "Estimate against measurement", _no_estimate(facts)),
         _differences(facts, answer),
         _dropped(facts),
         _failures(facts),
@@ -97,6 +97,12 @@ def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
         panels.estimate_panel(facts),
     ]
     return {panel.name: panel for panel in found if panel is not None}
+
+
+def _no_estimate(facts: Facts) -> str:
+    notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
+    why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
+    return f"No run that is done has both an estimate and a measurement.{why}"
 
 
 def _figure(figures: Mapping[str, Panel], name: str, title: str, otherwise: str) -> Section:

@@ -71,7 +71,7 @@ def number(value: float | None, *, digits: int = 4) -> Cell:
     """A cell of a number; empty for None."""
     if value is None:
         return Cell(text="")
-    whole = isinstance(value, int) or abs(value) >= 10**digits
+    whole = isinstance(value, int) or abs(value) >= 1000
     return Cell(text=grouped(value) if whole else significant(value, digits), is_number=True)
 
 
