@@ -11,7 +11,8 @@ from titanlab.terminal.numerals import counted, duration, grouped
 
 if TYPE_CHECKING:
     from titanlab.sweep.table.drift import Drift
-    from titanlab.sweep.table.ranking import Entry, Ranking
+    from titanlab.sweep.table.ranking import Ranking
+    from titanlab.sweep.table.ranking_entry import Entry
 
 HEADINGS = ("", "recipe", "processes", "runs", "tokens/s", "MFU", "GiB", "95% interval", "spread", "against the first")
 _FIGURES = ("", "processes", "runs", "tokens/s", "MFU", "GiB", "spread")
