@@ -17,7 +17,7 @@ SLURM = "launch=slurm cluster=cpu launch.minutes=5"
 
 # What the space is, what else the sweeper's node has, how the line begins, and what it has in it besides.
 SPACES = [
-    (None, {"spaces": GOOD}, "hydra.sweeper.spaces=: is no key of the sweeper", "space, where and repeats"),
+    (None, {"spaces": GOOD}, "hydra.sweeper.spaces=: is no key of the sweeper", "space, where, repeats and control"),
     ({}, {}, "space={}: has no word of a space", "write product"),
     ([], {}, "space=[]: is no space", "write product"),
     ({"product": {}}, {}, "space.product={}: has no key", "write product"),

@@ -11,6 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.sweep.study import plan as studies
 from titanlab.sweep.study.point import Point
 from titanlab.sweep.study.prune import Unfit
+from titanlab.sweep.study.sieve import Sieve
 
 SMALL = ("data=synthetic", "optimizer.schedule.warmup_steps=0")
 
@@ -84,7 +85,7 @@ def test_what_may_be_some_points_mistake_is_not_taken_for_one_that_all_share(key
         if point not in fits:
             raise Unfit("rule", ConfigError(key, 3, words(point), "try 4"))
 
-    studies.Sieve([{"seed": number} for number in range(30)], whole=False).check_shared(stage)
+    Sieve([{"seed": number} for number in range(30)], whole=False).check_shared(stage)
     # It has looked, and has ended nothing.
     assert {"seed": 0} in asked
 

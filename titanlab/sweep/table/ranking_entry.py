@@ -49,7 +49,7 @@ class Entry:
     @property
     def is_control(self) -> bool:
         """Whether it is the sweep's control: the recipe without the sweep's changes."""
-        return any(row.get("control") for row in self.group.rows)
+        return self.group.is_control
 
     @property
     def label(self) -> str:
@@ -81,11 +81,11 @@ class Entry:
         }
 
 
-def entry_of(group: Group, by: str, column: str, max_memory_gib: float | None) -> Entry:
+def entry_of(group: Group, by: str, max_memory_gib: float | None) -> Entry:
     done = [row for row in group.rows if row["outcome"] == "done"]
     memory = max(_positive(done, "memory_gib"), default=None)
     counted = counted_runs(group, by)
-    figures = tuple(_positive(counted, column))
+    figures = tuple(_positive(counted, COLUMN_OF[by]))
     return Entry(
         group=group,
         figures=figures,
