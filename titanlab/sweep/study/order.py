@@ -36,11 +36,13 @@ def starting_order(points: Sequence[Point]) -> list[int]:
 
 def _with_controls(order: list[int], rounds: Sequence[Sequence[int]], controls: Sequence[int]) -> list[int]:
     """The order with the control first, last, and at equal distances: between rounds, if that fits their number."""
+    if not controls:
+        return order
     if len(controls) == len(rounds) + 1:
         ends = [sum(map(len, rounds[:index])) for index in range(len(controls))]
     else:
-        ends = [len(order) * index // max(1, len(controls) - 1) for index in range(len(controls))]
+        ends = [len(order) * index // (len(controls) - 1) for index in range(len(controls))]
     placed: list[int] = []
     for control, start, end in zip(controls, ends, [*ends[1:], len(order)], strict=True):
         placed += [control, *order[start:end]]
-    return placed if controls else order
+    return placed
