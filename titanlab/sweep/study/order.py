@@ -41,7 +41,7 @@ def _with_controls(order: list[int], rounds: Sequence[Sequence[int]], controls: 
     if len(controls) == len(rounds) + 1:
         ends = [sum(map(len, rounds[:index])) for index in range(len(controls))]
     else:
-        ends = [len(order) * index // (len(controls) - 1) for index in range(len(controls))]
+        ends = [len(order) * index // max(1, len(controls) - 1) for index in range(len(controls))]
     placed: list[int] = []
     for control, start, end in zip(controls, ends, [*ends[1:], len(order)], strict=True):
         placed += [control, *order[start:end]]
