@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from titanlab.sweep.table.listing import Row
 from titanlab.sweep.table.student import t_quantile
@@ -34,6 +35,10 @@ class Drift:
         if self.interval_percent is None:
             return None
         return self.interval_percent[0] <= 0 <= self.interval_percent[1]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The drift as plain values."""
+        return {**asdict(self), "is_within_noise": self.is_within_noise}
 
 
 def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees: int = 0) -> Drift | None:

@@ -13,68 +13,20 @@ place of the tables of Dunnett's distribution: recipes may then have different n
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from titanlab.sweep.table.comparison import Group, groups
+from titanlab.sweep.table.comparison import groups
 from titanlab.sweep.table.drift import Drift, drift_of
-from titanlab.sweep.table.listing import Row, word
-from titanlab.sweep.table.ranking_text import notes_of, sentence_of
+from titanlab.sweep.table.listing import Row
+from titanlab.sweep.table.ranking_entry import COLUMN_OF, Entry, counted_runs, entry_of
+from titanlab.sweep.table.ranking_text import drift_line, notes_of, sentence_of
 from titanlab.sweep.table.student import t_quantile
 
 # The probability of a wrong statement, for all statements about one sweep together. Of the 5 % that are promised,
 # one hundredth is left for noise that is not quite normal.
 ERROR = 0.04
-COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
-OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A recipe in a ranking.
-
-    Attributes:
-        group: its runs, and its name.
-        figures: of the runs that count; empty if it is left out for want of them.
-        centre: their geometric mean.
-        low, high: the interval of 95 % around it; None if the noise is unknown.
-        spread_percent: relative standard deviation of its own figures; None with fewer than two.
-        memory_gib: the most that a run of it needed; None if unknown.
-        is_within_noise: whether it may be as good as the first: True for the first itself. None if that is unknown.
-        left_out: why it has no place in the ranking; None: it has one.
-    """
-
-    group: Group
-    figures: tuple[float, ...] = ()
-    centre: float | None = None
-    low: float | None = None
-    high: float | None = None
-    spread_percent: float | None = None
-    memory_gib: float | None = None
-    is_within_noise: bool | None = None
-    left_out: str | None = None
-
-    @property
-    def runs(self) -> int:
-        """The number of runs that count."""
-        return len(self.figures)
-
-    @property
-    def is_control(self) -> bool:
-        """Whether it is the sweep's control: the recipe without the sweep's changes."""
-        return any(row.get("control") for row in self.group.rows)
-
-    @property
-    def label(self) -> str:
-        """The recipe's short name."""
-        return self.group.label
-
-    @property
-    def ends(self) -> dict[str, int]:
-        """The number of its runs by outcome; by state if they have not ended."""
-        return dict(Counter(map(word, self.group.rows)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +46,10 @@ class Ranking:
             to compare.
         noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
         degrees: degrees of freedom of the noise.
-        drift: of the control during the sweep; None without one.
+        control: the runs of the sweep's control, which has no place; None: it has none, or none of them is done.
+        control_gap_percent, control_interval_percent: of the first against the control, as for the runner-up, but as
+            one comparison by itself.
+        drift: of the control during the sweep; None unless two of its runs are done.
     """
 
     by: str
@@ -107,6 +62,9 @@ class Ranking:
     is_within_noise: bool | None
     noise_percent: float | None
     degrees: int
+    control: Entry | None
+    control_gap_percent: float | None
+    control_interval_percent: tuple[float, float] | None
     drift: Drift | None
 
     @property
@@ -134,6 +92,27 @@ class Ranking:
         """What else one has to know to believe the answer: one sentence each."""
         return notes_of(self)
 
+    def to_mapping(self) -> dict[str, Any]:
+        """The ranking as plain values."""
+        return {
+            "by": self.by,
+            "max_memory_gib": self.max_memory_gib,
+            "sentence": self.sentence,
+            "notes": self.notes,
+            "winner": None if self.winner is None else self.winner.label,
+            "runner_up": None if self.runner_up is None else self.runner_up.label,
+            "gap_percent": self.gap_percent,
+            "interval_percent": _list(self.interval_percent),
+            "is_within_noise": self.is_within_noise,
+            "noise_percent": self.noise_percent,
+            "degrees_of_freedom": self.degrees,
+            "control": None if self.control is None else self.control.to_mapping(),
+            "control_gap_percent": self.control_gap_percent,
+            "control_interval_percent": _list(self.control_interval_percent),
+            "drift": None if self.drift is None else self.drift.to_mapping(),
+            "recipes": [entry.to_mapping() for entry in self.entries],
+        }
+
 
 def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None = None) -> Ranking:
     """Rank the recipes of a sweep's rows.
@@ -146,12 +125,9 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     Raises:
         KeyError: `by` is none of these.
     """
-    column = COLUMN_OF[by]
-    entries = [_entry(group, by, column, max_memory_gib) for group in groups(rows)]
-    # A recipe that does not fit says as much about the noise as one that fits.
-    samples = [[math.log(figure) for figure in entry.figures] for entry in entries]
-    degrees = sum(len(sample) - 1 for sample in samples if sample)
-    noise = math.sqrt(sum(map(_squares, samples)) / degrees) if degrees else None
+    everything = [entry_of(group, by, max_memory_gib) for group in groups(rows)]
+    entries = [entry for entry in everything if not entry.is_control]
+    noise, degrees = _pooled(everything)
     sign = -1 if by == "memory" else 1
     ranked = sorted(
         (entry for entry in entries if entry.left_out is None),
@@ -164,80 +140,52 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         _with_interval(replace(entry, is_within_noise=None if noise is None else low <= 0), noise, degrees)
         for entry, (_, low, _) in zip(ranked, [(0.0, 0.0, 0.0), *leads], strict=bool(ranked))
     ]
-    lead = leads[0] if leads else None
+    controls = [entry for entry in everything if entry.is_control]
+    control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
+    gap, interval = _gap(leads[0] if leads else None, sign)
+    beyond = _lead(ranked[0], control, sign, noise, degrees, 1) if ranked and control is not None else None
+    control_gap, control_interval = _gap(beyond, sign)
     return Ranking(
         by=by,
         max_memory_gib=max_memory_gib,
         entries=(*placed, *(entry for entry in entries if entry.left_out is not None)),
         winner=placed[0] if named else None,
         runner_up=placed[1] if leads else None,
-        gap_percent=_percent(lead[0], sign) if lead else None,
-        interval_percent=(_percent(lead[1], sign), _percent(lead[2], sign)) if lead and noise is not None else None,
+        gap_percent=gap,
+        interval_percent=interval,
         is_within_noise=not named if leads and noise is not None else None,
         noise_percent=None if noise is None else 100 * noise,
         degrees=degrees,
-        drift=_drift(entries, by, column),
+        control=None if control is None else _with_interval(control, noise, degrees),
+        control_gap_percent=control_gap,
+        control_interval_percent=control_interval,
+        drift=None if control is None else _drift(control, entries, by),
     )
 
 
-def _entry(group: Group, by: str, column: str, max_memory_gib: float | None) -> Entry:
-    done = [row for row in group.rows if row["outcome"] == "done"]
-    memory = max(_positive(done, "memory_gib"), default=None)
-    counted = _counted(group, by)
-    figures = tuple(_positive(counted, column))
-    return Entry(
-        group=group,
-        figures=figures,
-        centre=statistics.geometric_mean(figures) if figures else None,
-        spread_percent=100 * statistics.stdev(map(math.log, figures)) if len(figures) > 1 else None,
-        memory_gib=memory,
-        left_out=_reason(group, done, counted, figures, by, memory, max_memory_gib),
-    )
+def drift_lines(rows: Sequence[Row]) -> list[str]:
+    """The drift of the sweep's control in tokens/s, for the lines below a table; empty without a control."""
+    if not any(row["control"] for row in rows):
+        return []
+    drift = rank(rows).drift
+    return [] if drift is None else [drift_line(drift, "tps")]
 
 
-def _counted(group: Group, by: str) -> list[Row]:
-    """The runs whose figures count: those that are done, and for a speed had a core for each process."""
-    return [row for row in group.rows if row["outcome"] == "done" and (by == "memory" or not row["oversubscribed"])]
+def _pooled(entries: Sequence[Entry]) -> tuple[float | None, int]:
+    """The standard deviation of a run's logarithm, pooled over all repeats, and its degrees of freedom.
 
-
-def _reason(
-    group: Group,
-    done: Sequence[Row],
-    counted: Sequence[Row],
-    figures: Sequence[float],
-    by: str,
-    memory: float | None,
-    max_memory_gib: float | None,
-) -> str | None:
-    """Why a recipe has no place in the ranking; None if it has one."""
-    if not done:
-        ends = Counter(map(word, group.rows))
-        return "no run is done: " + ", ".join(f"{count} {name}" for name, count in ends.items())
-    if max_memory_gib is not None and memory is None:
-        return "its memory is unknown, so that it cannot be held against the limit"
-    if max_memory_gib is not None and memory is not None and memory > max_memory_gib:
-        return f"needs {memory:.2f} GiB, more than {max_memory_gib:g}"
-    if not counted:
-        return OVERSUBSCRIBED
-    if figures:
-        return None
-    if by == "mfu":
-        return "has no MFU: the peak of its device is unknown"
-    return "its memory was not measured" if by == "memory" else "its speed was not measured: no step after warm-up"
-
-
-def _drift(entries: Sequence[Entry], by: str, column: str) -> Drift | None:
-    """The drift of the control, held against the noise of the other recipes."""
-    rows = [row for entry in entries if entry.is_control for row in _counted(entry.group, by)]
-    samples = [[math.log(figure) for figure in entry.figures] for entry in entries if not entry.is_control]
+    A recipe that does not fit into a limit of memory says as much about the noise as one that fits.
+    """
+    samples = [[math.log(figure) for figure in entry.figures] for entry in entries]
     degrees = sum(len(sample) - 1 for sample in samples if sample)
-    return drift_of(rows, column, squares=math.fsum(map(_squares, samples)), degrees=degrees)
+    return (math.sqrt(math.fsum(map(_squares, samples)) / degrees) if degrees else None), degrees
 
 
-def _positive(rows: Sequence[Row], column: str) -> list[float]:
-    """The figures of a column that can be compared as ratios."""
-    known = (row[column] for row in rows)
-    return [value for value in known if value is not None and math.isfinite(value) and value > 0]
+def _drift(control: Entry, entries: Sequence[Entry], by: str) -> Drift | None:
+    """The drift of the control, held against the noise of the other recipes."""
+    noise, degrees = _pooled(entries)
+    squares = 0.0 if noise is None else noise**2 * degrees
+    return drift_of(counted_runs(control.group, by), COLUMN_OF[by], squares=squares, degrees=degrees)
 
 
 def _squares(sample: Sequence[float]) -> float:
@@ -267,6 +215,19 @@ def _with_interval(entry: Entry, noise: float | None, degrees: int) -> Entry:
         return entry
     half = t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)
     return replace(entry, low=entry.centre * _exp(-half), high=entry.centre * _exp(half))
+
+
+def _gap(lead: tuple[float, float, float] | None, sign: int) -> tuple[float | None, tuple[float, float] | None]:
+    """A lead and its interval in percent; None for what is unknown."""
+    if lead is None:
+        return None, None
+    centre, low, high = lead
+    is_known = not math.isinf(low)
+    return _percent(centre, sign), (_percent(low, sign), _percent(high, sign)) if is_known else None
+
+
+def _list(interval: tuple[float, float] | None) -> list[float] | None:
+    return None if interval is None else list(interval)
 
 
 def _percent(lead: float, sign: int) -> float:

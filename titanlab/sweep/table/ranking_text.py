@@ -11,7 +11,8 @@ from titanlab.terminal.numerals import counted, duration, grouped
 
 if TYPE_CHECKING:
     from titanlab.sweep.table.drift import Drift
-    from titanlab.sweep.table.ranking import Entry, Ranking
+    from titanlab.sweep.table.ranking import Ranking
+    from titanlab.sweep.table.ranking_entry import Entry
 
 HEADINGS = ("", "recipe", "processes", "runs", "tokens/s", "MFU", "GiB", "95% interval", "spread", "against the first")
 _FIGURES = ("", "processes", "runs", "tokens/s", "MFU", "GiB", "spread")
@@ -48,40 +49,40 @@ def sentence_of(ranking: Ranking) -> str:
     by, first, second = ranking.by, ranking.first, ranking.runner_up
     if first is None:
         return _nothing(ranking)
-    label = f"{first.label}, the control," if first.is_control else first.label
     if second is None:
         return f"Only {first.label} ({amount(first.centre, by)}) can be ranked: there is nothing to compare it with."
-    than = f"{second.label}, the control" if second.is_control else second.label
-    gap = f"{percent(ranking.gap_percent or 0.0)} {'less' if by == 'memory' else 'more'} than {than}"
+    lead = percent(ranking.gap_percent or 0.0)
+    best = f"{first.label} ({amount(first.centre, by)})"
+    gap = f"{lead} {'less' if by == 'memory' else 'more'} than {second.label}"
     if ranking.interval_percent is None:
         return (
-            f"No winner can be named: {label} {_WAS_BEST[by]} ({amount(first.centre, by)}, {gap}), but no recipe was "
-            "run twice, so that the noise is unknown."
+            f"No winner can be named: {first.label} {_WAS_BEST[by]} ({amount(first.centre, by)}, {gap}), but no recipe "
+            "was run twice, so that the noise is unknown."
         )
     interval = "(95% interval {} to {})".format(*map(percent, ranking.interval_percent))
     if ranking.winner is not None:
-        return f"{label} {_BEST[by]}: {amount(first.centre, by)}, {gap} {interval}."
+        return f"{first.label} {_BEST[by]}: {amount(first.centre, by)}, {gap} {interval}."
     ranked = ranking.ranked
     equal = sum(entry.centre == first.centre for entry in ranked)
     if equal > 1:
         others = second.label if equal == 2 else counted(equal - 1, "other recipe")
-        return f"No winner can be named: {label} and {others} are level at {amount(first.centre, by)}."
+        return f"No winner can be named: {first.label} and {others} are level at {amount(first.centre, by)}."
     near = sum(entry.is_within_noise is True for entry in ranked)
     if near == 2 and len(ranked) == 2:
-        return (
-            f"No winner can be named: {label} ({amount(first.centre, by)}) and {than} ({figure(second.centre, by)}) "
-            f"are within noise; the gap is {percent(ranking.gap_percent or 0.0)} {interval}."
-        )
+        other = f"{second.label} ({figure(second.centre, by)})"
+        return f"No winner can be named: {best} and {other} are within noise; the gap is {lead} {interval}."
     which = f"all {near}" if near == len(ranked) else f"{near} of {len(ranked)}"
     return (
-        f"No winner can be named: {which} recipes are within noise of the best figure, that of {label} "
-        f"({amount(first.centre, by)}); its lead over {than} is {percent(ranking.gap_percent or 0.0)} {interval}."
+        f"No winner can be named: {which} recipes are within noise of the best figure, that of {best}; its lead over "
+        f"{second.label} is {lead} {interval}."
     )
 
 
 def notes_of(ranking: Ranking) -> list[str]:
     """What else one has to know to believe the answer: the noise, the drift, and what is missing."""
     notes = [_noise(ranking)] if ranking.ranked else []
+    if ranking.control is not None:
+        notes.append(_control(ranking.control, ranking))
     if ranking.drift is not None:
         notes.append(drift_line(ranking.drift, ranking.by))
     worlds = {entry.group.world for entry in ranking.ranked}
@@ -122,7 +123,7 @@ def ranking_lines(ranking: Ranking) -> list[str]:
     lines += ranking.notes
     if ranking.left_out:
         lines.append(f"left out: {counted(len(ranking.left_out), 'recipe')}")
-        lines += [f"  {_named(entry)}: {entry.left_out}" for entry in ranking.left_out]
+        lines += [f"  {entry.label}: {entry.left_out}" for entry in ranking.left_out]
     return lines
 
 
@@ -133,7 +134,7 @@ def _cells(place: int, entry: Entry, ranking: Ranking) -> tuple[str, ...]:
     total = len(group.rows)
     return (
         str(place),
-        _named(entry),
+        entry.label,
         str(group.world),
         str(entry.runs) if entry.runs == total else f"{entry.runs} of {total}",
         *shown.values(),
@@ -161,10 +162,6 @@ def _standing(place: int, entry: Entry, ranking: Ranking) -> str:
     return f"{text}, within noise" if entry.is_within_noise else text
 
 
-def _named(entry: Entry) -> str:
-    return f"{entry.label} (control)" if entry.is_control else entry.label
-
-
 def _noise(ranking: Ranking) -> str:
     if ranking.noise_percent is None:
         return "Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times."
@@ -174,8 +171,24 @@ def _noise(ranking: Ranking) -> str:
     )
 
 
+def _control(control: Entry, ranking: Ranking) -> str:
+    """What the control did, and how the first recipe compares with it."""
+    by, first = ranking.by, ranking.first
+    line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
+    if first is None or ranking.control_gap_percent is None:
+        return f"{line}."
+    gap = f"{percent(ranking.control_gap_percent)} {'less' if by == 'memory' else 'more'}"
+    line = f"{line}; {first.label} {'needs' if by == 'memory' else 'does'} {gap}"
+    if ranking.control_interval_percent is None:
+        return f"{line}."
+    low, high = ranking.control_interval_percent
+    end = "within noise" if low <= 0 <= high else "more than noise"
+    return f"{line} (95% interval {percent(low)} to {percent(high)}), {end}."
+
+
 def _repeated(ranking: Ranking) -> list[Entry]:
-    return [entry for entry in ranking.entries if entry.runs > 1]
+    control = [] if ranking.control is None else [ranking.control]
+    return [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
 
 
 def _nothing(ranking: Ranking) -> str:
