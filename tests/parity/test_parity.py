@@ -180,7 +180,7 @@ def test_bf16_in_one_process_is_bf16_in_two(traces):
 # The checker
 
 
-class HalfOfRankOne(parity._Tracer):
+class HalfOfRankOne(parity.Tracer):
     """A gradient that one rank alone gets wrong, in its own shard of one tensor."""
 
     def with_gradients(self, step, model):

@@ -23,11 +23,13 @@ class PrecisionConfig(Protocol):
 
     Attributes:
         no_mfu: why no MFU is computed, for the table at the start; empty: it is computed.
+        layer_class: full name of the class of the layers of `products`; empty: it replaces no layer.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: str
     no_mfu: ClassVar[str] = ""
+    layer_class: ClassVar[str] = ""
 
     @abstractmethod
     def formats(self) -> Formats:
