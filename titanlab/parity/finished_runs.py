@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +42,15 @@ class Comparison:
 
     Attributes:
         compared, logged: steps at equal tokens, and steps that either run has logged.
-        step: the logged tokens at which the losses differ most.
+        tokens: number of tokens at which the losses differ most.
+        first: relative differences of loss and gradient norm in the first compared step.
     """
 
     row: Row
     compared: int
     logged: int
     tokens: int
+    first: tuple[float, float]
 
 
 def compare_runs(first: RunFolder, second: RunFolder) -> Comparison:
@@ -112,29 +116,38 @@ def _facts(logged: Logged) -> dict[str, Any]:
 
 
 def _compared(a: Logged, b: Logged, tokens: list[int]) -> Comparison:
-    losses = {at: _relative(a.rows[at][0], b.rows[at][0]) for at in tokens}
-    norms = {at: _relative(a.rows[at][1], b.rows[at][1]) for at in tokens}
-    precision = b.recipe.precision.kind
+    losses = [_relative(a.rows[at][0], b.rows[at][0]) for at in tokens]
+    norms = [_relative(a.rows[at][1], b.rows[at][1]) for at in tokens]
     limits = max((of_runs(each.recipe.precision.kind) for each in (a, b)), key=lambda limit: limit.loss)
-    worst = max(losses, key=lambda at: losses[at])
-    loss, norm = losses[worst], max(norms.values())
     parts = [f"{each.run.path.name} ended as nan: {each.ended_as_nan}" for each in (a, b) if each.ended_as_nan]
-    for name, number, limit in (("loss", loss, limits.loss), ("grad norm", norm, limits.grad_norm)):
-        if number == float("inf"):
-            parts.append(f"a {name} is not finite")
+    bounds = [
+        ("the first logged loss", losses[0], limits.first),
+        ("the first logged grad norm", norms[0], limits.first),
+        ("a loss", max(losses), limits.loss),
+        ("the median grad norm", statistics.median(norms), limits.grad_norm),
+    ]
+    for name, number, limit in bounds:
+        if not math.isfinite(number):
+            parts.append(f"{name} is not finite")
         elif number > limit:
             parts.append(f"{name} differs by {number:.1e}, more than {limit:.0e}")
     row = Row(
         run=b.run.path.name,
         layout=f"{_layout(b).label} against {_layout(a).label}",
-        precision=precision,
+        precision=b.recipe.precision.kind,
         passed=not parts,
         reason="; ".join(parts),
-        loss=loss,
-        grad_norm=norm,
-        tolerance={"loss": limits.loss, "grad_norm": limits.grad_norm},
+        loss=max(losses),
+        grad_norm=statistics.median(norms),
+        tolerance=limits.to_mapping(),
     )
-    return Comparison(row=row, compared=len(tokens), logged=len(a.rows.keys() | b.rows.keys()), tokens=worst)
+    return Comparison(
+        row=row,
+        compared=len(tokens),
+        logged=len(a.rows.keys() | b.rows.keys()),
+        tokens=tokens[losses.index(max(losses))],
+        first=(losses[0], norms[0]),
+    )
 
 
 def _layout(logged: Logged) -> Layout:
@@ -144,5 +157,5 @@ def _layout(logged: Logged) -> Layout:
 def _relative(first: float | None, second: float | None) -> float:
     """The relative difference; infinite if one of them is not finite."""
     if first is None or second is None:
-        return float("inf")
+        return math.inf
     return abs(first - second) / max(abs(first), 1e-30)

@@ -172,7 +172,7 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         microbatch=sizes.global_batch // layout.data // each.microbatches,
         max_grad_norm=None if recipe.training.max_grad_norm is None else min(recipe.training.max_grad_norm, _NORM),
         validate_every=2 if saves and recipe.training.validate_every else 0,
-        validation_sequences=2 * layout.data,
+        validation_sequences=sizes.global_batch,
         log_every=1,
         unmeasured_steps=0,
         compare_ranks_every=0,

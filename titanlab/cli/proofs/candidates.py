@@ -12,7 +12,7 @@ from titanlab.parity.proof import Candidate
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.recipe.recipe import from_mapping, resolve
-from titanlab.sweep.study.plan import COMMAND_LINE, plan_study
+from titanlab.sweep.study.plan import COMMAND_LINE, SINGLE, plan_study
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 
 # Stages of a plan at which a recipe breaks a rule; at the others the sweep leaves it out on purpose.
@@ -115,8 +115,9 @@ def _of_command_line(arguments: Sequence[str]) -> Chosen:
     is_kept = study.origin != COMMAND_LINE or SweepFolder(folder).manifest()
     broken = [(drop.point.label, drop.reason) for drop in study.dropped if drop.stage in BROKEN]
     left_out = [(drop.point.label, drop.reason) for drop in study.dropped if drop.stage not in BROKEN]
+    named = f"{study.name} ({study.origin})"
     return Chosen(
-        title=f"{study.name} ({study.origin})",
+        title=study.planned[0].recipe.name if study.name == SINGLE else named,
         candidates=candidates,
         broken=broken,
         left_out=left_out,
