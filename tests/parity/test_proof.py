@@ -6,8 +6,6 @@ right for a while. A recipe is reduced by the verb's own rules; only its ranks a
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from tests import tiny
@@ -19,7 +17,6 @@ from titanlab.parity.parity import Difference, Trace
 from titanlab.parity.proof import Candidate, Prover, Row, exceeded, plan_proofs, too_exact
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
-from titanlab.recipe.recipe import resolve
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.zbv_schema import ZBV
 
@@ -37,11 +34,9 @@ LARGE = {
 
 
 def large(runs, **given):
-    """A candidate in its real size, which no rule of this host's memory has seen."""
-    sizes = {**LARGE, **{key: given.pop(key) for key in list(given) if key in Llama.__dataclass_fields__}}
-    small = tiny.recipe(runs, **{"seq_len": 64, "global_batch": 16, **given})
-    made = dataclasses.replace(small, model=Llama(**sizes), training=dataclasses.replace(small.training, seq_len=8192))
-    made = resolve(made, world=None, accelerator="cpu", device="cpu")
+    """A candidate in its real size."""
+    model = Llama(**{**LARGE, **{key: given.pop(key) for key in list(given) if key in Llama.__dataclass_fields__}})
+    made = tiny.recipe(runs, model=model, **{"seq_len": 8192, "global_batch": 16, **given})
     return Candidate(run=made.layout.label, recipe=made)
 
 
@@ -137,7 +132,10 @@ def test_what_the_numbers_alone_show_of_a_precision(tmp_path):
 def test_a_difference_that_is_not_a_number_exceeds_every_tolerance():
     difference = Difference(loss=float("nan"), grad_norm=0, gradient=(0, "a"), parameter=(float("inf"), "b"))
     limits = dict.fromkeys(("loss", "grad_norm", "gradient", "parameter"), 1.0)
-    assert exceeded(difference, limits) == "loss differs by nan, more than 1.0e+00; parameter differs by inf (b), more than 1.0e+00"
+    assert (
+        exceeded(difference, limits)
+        == "loss differs by nan, more than 1.0e+00; parameter differs by inf (b), more than 1.0e+00"
+    )
 
 
 def untrained(failing=()):

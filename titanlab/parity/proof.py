@@ -5,22 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.parity import tolerances
 from titanlab.parity.folding import fold_label, missing_axes
-from titanlab.parity.reduction import (
-    Folded,
-    Reduced,
-    common_sizes,
-    comparable,
-    fold_recipe,
-    in_fp32,
-    on_one_process,
-    reduce_recipe,
-)
+from titanlab.parity.reduction import Reduced, comparable, in_fp32, on_one_process, reduce_recipe
+from titanlab.parity.sizes import Folded, common_sizes, fold_recipe
 from titanlab.precision.fp32_schema import Fp32
 from titanlab.recipe.recipe import Recipe, to_mapping
 
@@ -179,60 +171,50 @@ class Prover:
         return found
 
     def _row(self, proof: Proof, recipe: Recipe) -> Row:
-        named = {"run": proof.run, "layout": proof.layout, "precision": recipe.precision.kind}
+        named = Row(run=proof.run, layout=proof.layout, precision=recipe.precision.kind, passed=False)
         reference = on_one_process(recipe)
         try:
             one = self.trained(reference)[0]
             exact = self.trained(in_fp32(reference))[0]
             every = self.trained(recipe)
-        except TitanlabError as error:
-            return Row(**named, passed=False, reason=str(error))
-        return _judged(recipe, one, exact, every, named)
+            return _judged(recipe, one, exact, every, named)
+        # ValueError: the traces have other tensors, such as no gradient of one.
+        except (TitanlabError, ValueError) as error:
+            return replace(named, reason=str(error))
 
 
-def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], named: Mapping[str, str]) -> Row:
-    # Imported here, as below: it imports torch.
+def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], named: Row) -> Row:
+    # Imported here: it imports torch.
     from titanlab.parity.parity import compare, farthest
 
-    try:
-        difference = farthest(one, every)
-        from_fp32 = farthest(exact, every)
-        rounding = compare(exact, one)
-    except ValueError as error:
-        return Row(**named, passed=False, reason=str(error))
-    if recipe.precision.kind == Fp32().kind:
-        limits = dict.fromkeys(("loss", "grad_norm", "gradient", "parameter"), tolerances.FP32)
-        tolerance: float | Mapping[str, float] = tolerances.FP32
-    else:
-        limits = limits_of(rounding)
-        tolerance = limits
-    reason = (
-        wrong_layers(recipe, every)
-        or exceeded(difference, limits)
-        or too_exact(recipe, from_fp32, rounding)
-    )
-    return Row(
-        **named,
+    difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
+    limits = limits_of(recipe, rounding)
+    same = set(limits.values())
+    reason = wrong_layers(recipe, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
+    return replace(
+        named,
         passed=not reason,
         reason=reason,
         loss=difference.loss,
         grad_norm=difference.grad_norm,
         gradient=difference.gradient,
         parameter=difference.parameter,
-        tolerance=tolerance,
+        tolerance=same.pop() if len(same) == 1 else limits,
     )
 
 
-def limits_of(rounding: Difference) -> dict[str, float]:
-    """The tolerances in a lower precision, from the distance of one process in it from fp32."""
-    # One of the two numbers may be small by chance; their maximum is not.
-    scalar = tolerances.ROUNDINGS * max(rounding.loss, rounding.grad_norm)
-    return {
-        "loss": scalar,
-        "grad_norm": scalar,
-        "gradient": tolerances.ROUNDINGS * rounding.gradient[0],
-        "parameter": tolerances.ROUNDINGS * rounding.parameter[0],
-    }
+def limits_of(recipe: Recipe, rounding: Difference) -> dict[str, float]:
+    """The tolerances of a run by the name of the number, from the distance of its reference from fp32."""
+    in_fp32 = tolerances.in_fp32(recipe.optimizer.kind)
+    if recipe.precision.kind == Fp32().kind:
+        return in_fp32
+    fewer = tolerances.in_fewer_bits(
+        loss=rounding.loss,
+        grad_norm=rounding.grad_norm,
+        gradient=rounding.gradient[0],
+        parameter=rounding.parameter[0],
+    )
+    return {name: max(in_fp32[name], fewer[name]) for name in fewer}
 
 
 def exceeded(difference: Difference, limits: Mapping[str, float]) -> str:
@@ -244,7 +226,9 @@ def exceeded(difference: Difference, limits: Mapping[str, float]) -> str:
         "parameter": difference.parameter,
     }
     parts = [
-        f"{name.replace('_', ' ')} differs by {number:.1e}" + (f" ({tensor})" if tensor else "") + f", more than {limits[name]:.1e}"
+        f"{name.replace('_', ' ')} differs by {number:.1e}"
+        + (f" ({tensor})" if tensor else "")
+        + f", more than {limits[name]:.1e}"
         for name, (number, tensor) in numbers.items()
         if not number <= limits[name]
     ]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from titanlab.errors import ConfigError
 from titanlab.parity.folding import fold_label, missing_axes
 from titanlab.parity.proof import Candidate, content_key
-from titanlab.parity.reduction import Reduced, common_sizes, fold_recipe, reduce_recipe
+from titanlab.parity.reduction import Reduced, reduce_recipe
+from titanlab.parity.sizes import common_sizes, fold_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
 
@@ -102,27 +103,37 @@ def rehearse(
     """Train each reduced recipe once, and say how each rehearsal ended, in their order."""
     known: dict[str, Result] = {}
     for rehearsal in rehearsals:
-        named = {"run": rehearsal.run, "layout": rehearsal.layout, "missing": rehearsal.missing}
+        named = Result(
+            run=rehearsal.run,
+            layout=rehearsal.layout,
+            state=FAILED,
+            outcome=OutcomeKind.INFEASIBLE.value,
+            cause=rehearsal.cause,
+            missing=rehearsal.missing,
+        )
         if rehearsal.reduced is None:
-            outcome = OutcomeKind.INFEASIBLE.value
-            yield Result(**named, state=FAILED, outcome=outcome, cause=rehearsal.cause)
+            yield named
             continue
         recipe = rehearsal.reduced.recipe
         key = content_key(recipe)
         if key in known:
             first = known[key]
-            yield dataclasses.replace(first, **named, same_as=first.run, seconds=0.0)
+            yield replace(
+                first, run=named.run, layout=named.layout, missing=named.missing, same_as=first.run, seconds=0.0
+            )
             continue
-        ended = train(recipe)
-        kind = ended.outcome.kind
-        done = kind is OutcomeKind.DONE
-        known[key] = Result(
-            **named,
-            state=OK if done else FAILED,
-            outcome=kind.value,
-            cause="" if done else ended.outcome.cause or kind.meaning,
-            processes=recipe.layout.world,
-            seconds=ended.seconds,
-            log=None if done else log_of(ended),
-        )
+        known[key] = _ended(replace(named, processes=recipe.layout.world), train(recipe), log_of)
         yield known[key]
+
+
+def _ended(named: Result, ended: Ended, log_of: Callable[[Ended], str]) -> Result:
+    kind = ended.outcome.kind
+    done = kind is OutcomeKind.DONE
+    return replace(
+        named,
+        state=OK if done else FAILED,
+        outcome=kind.value,
+        cause="" if done else ended.outcome.cause or kind.meaning,
+        seconds=ended.seconds,
+        log=None if done else log_of(ended),
+    )

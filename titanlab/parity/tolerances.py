@@ -8,6 +8,9 @@ In fewer bits another layout rounds other sums: two runs that round independentl
 as one of them is from exact. So the bar is twice the distance of the one-process run from fp32, which each proof
 measures; a gradient that is summed over the wrong ranks is a hundred times as far.
 
+Loss and gradient norm are sums of many numbers, and their distances may be small by chance. So their bar is never below
+half of the distance of the gradients, a quarter of theirs: the norm differs by at most as much as the gradients do.
+
 A precision that did not compute as its name says would be nearer to fp32: a run must be at least a quarter as far from
 fp32 as the one-process run is.
 """
@@ -22,8 +25,33 @@ FP32 = 1e-5
 # Times the distance of the one-process run from fp32, in fewer bits.
 ROUNDINGS = 2.0
 LEAST_ROUNDING = 0.25
+LEAST_SCALAR = 0.25
 # The least eps of Adam with which layouts can be compared.
 LEAST_EPS = 1e-6
+
+
+# Of parameters, losses and norms of later steps with optimizers that round more than the gradients do. Muon makes
+# matrices orthogonal in bf16: 3.6e-4 of a parameter is measured after three steps. In averages of few bits a sum that
+# is rounded otherwise may get the neighbouring code: 6e-6 is measured, and one code is 5 % of one element's update.
+OPTIMIZERS: Mapping[str, Mapping[str, float]] = {
+    "muon": {"parameter": 3e-3, "loss": 1e-4, "grad_norm": 1e-3},
+    "adamw_8bit": {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4},
+    "adamw_4bit": {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4},
+    "adamw_fp8": {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4},
+}
+NUMBERS = ("loss", "grad_norm", "gradient", "parameter")
+
+
+def in_fp32(optimizer: str) -> dict[str, float]:
+    """The tolerances in fp32, by the name of the number."""
+    return {name: OPTIMIZERS.get(optimizer, {}).get(name, FP32) for name in NUMBERS}
+
+
+def in_fewer_bits(*, loss: float, grad_norm: float, gradient: float, parameter: float) -> dict[str, float]:
+    """The tolerances in a lower precision, from the distances of one process in it from fp32."""
+    scalar = max(loss, grad_norm, LEAST_SCALAR * gradient)
+    values = {"loss": scalar, "grad_norm": scalar, "gradient": gradient, "parameter": parameter}
+    return {name: ROUNDINGS * value for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

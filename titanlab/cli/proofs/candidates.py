@@ -46,7 +46,9 @@ class Chosen:
         self.candidates = [each for each in self.candidates if word in each.run]
         self.broken = [each for each in self.broken if word in each[0]]
         if not self.candidates and not self.broken:
-            raise ConfigError("--only", word, f"is in no run's name of {self.title}", f"try {names[0]}" if names else "")
+            raise ConfigError(
+                "--only", word, f"is in no run's name of {self.title}", f"try {names[0]}" if names else ""
+            )
 
 
 def choose(arguments: Sequence[str], runs: str) -> Chosen:
@@ -86,7 +88,9 @@ def one_recipe(expression: str) -> Candidate:
     try:
         words = shlex.split(expression)
     except ValueError as error:
-        raise ConfigError("recipe", expression, f"cannot be read ({error})", "try '+recipe=quickstart world=2'") from error
+        raise ConfigError(
+            "recipe", expression, f"cannot be read ({error})", "try '+recipe=quickstart world=2'"
+        ) from error
     if len(words) == 1 and is_name(words[0]):
         known = ConfigError(
             "recipe", words[0], "is neither a run nor a recipe", "try +recipe=NAME, or name two runs (--runs FOLDER)"

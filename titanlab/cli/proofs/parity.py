@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from titanlab.cli.proofs.candidates import Chosen, choose, is_name, one_recipe
+from titanlab.cli.proofs.flags import Flags, check_number
+from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes, table
 from titanlab.errors import ConfigError
 from titanlab.parity.finished_runs import NOT_COMPARED, compare_runs
 from titanlab.parity.folding import MOST_PROCESSES
@@ -22,7 +22,6 @@ from titanlab.parity.reduction import comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_search import find_run
-from titanlab.sweep.table.listing import aligned
 from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
@@ -31,7 +30,6 @@ from titanlab.terminal.paths import shown_path
 _STEPS = 3
 _MOST_STEPS = 100
 REFERENCE = "one process with the same model, data, batch and precision, which recomputes and compiles nothing"
-HEADINGS = ("", "run", "layout", "precision", "loss", "grad norm", "gradient", "parameter", "tolerance")
 
 _HELP = f"""\
 titanlab parity: prove that recipes train the same
@@ -57,13 +55,6 @@ processes is folded: every axis keeps a degree of 2. The result is kept in the s
   -h, --help      this page
 
 Exit codes: 0 all pass, 1 a recipe fails, 2 bad input. Tolerances and what the proof shows: docs/proofs.md."""
-
-
-class Flags(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("arguments", " ".join(sys.argv[1:])[:80], message, f"see `{self.prog} --help`")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,16 +88,6 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     check_number("--steps", given.steps, _MOST_STEPS, _STEPS)
     check_number("--processes", given.processes, 256, MOST_PROCESSES)
     return given, rest
-
-
-def check_number(key: str, value: int, most: int, usual: int) -> None:
-    """Check that a flag's number lies in 1 to `most`.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if not 1 <= value <= most:
-        raise ConfigError(key, value, f"must lie in 1 to {most}", f"try {usual}")
 
 
 def _pair(arguments: Sequence[str]) -> tuple[str, str] | None:
@@ -258,71 +239,11 @@ def _heading(chosen: Chosen, proofs: Sequence[Proof], steps: int) -> list[str]:
     return lines
 
 
-def left_out_lines(chosen: Chosen) -> list[str]:
-    """A line about the points that a sweep leaves out on purpose."""
-    if not chosen.left_out:
-        return []
-    reasons = list(dict.fromkeys(reason for _, reason in chosen.left_out))
-    more = f", and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
-    return [f"{counted(len(chosen.left_out), 'point')} left out by the sweep: {reasons[0]}{more}"]
-
-
-def sizes_and_notes(proofs: Sequence[Any], steps: int) -> list[str]:
-    """Lines about the reduced sizes, and about what is not as in the originals."""
-    sizes: dict[str, None] = {}
-    notes: dict[str, None] = {}
-    for proof in proofs:
-        recipe = proof.reduced.recipe
-        account, training = recipe.model.account(), recipe.training
-        sizes[
-            f"reduced to {account.layers} layers of {account.dim}, {account.heads} heads and {account.kv_heads} "
-            f"key/value heads, vocabulary {account.vocab_size}, {training.global_batch} sequences of "
-            f"{training.seq_len} tokens, {counted(steps, 'step')}"
-        ] = None
-        notes.update(dict.fromkeys(proof.reduced.notes))
-        if proof.missing:
-            axes = ", ".join(proof.missing)
-            notes[f"{proof.run}: {axes} did not fit into {proof.layout}, and gets a layout of its own"] = None
-    shown = list(sizes)
-    lines = shown if len(shown) <= 4 else [*shown[:3], f"and {len(shown) - 3} more sizes"]
-    return [*lines, *(f"on this CPU: {note}" for note in notes)]
-
-
 def _line(row: Row) -> str:
     """One row as a line of progress."""
     word = "PASS" if row.passed else "FAIL"
     named = "  ".join(part for part in (word, row.run, row.layout, row.precision) if part)
     return named if row.passed else f"{named}: {row.reason}"
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """The rows with aligned columns."""
-    return aligned(HEADINGS, [_cells(row) for row in rows], right=("loss", "grad norm"))
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        "PASS" if row.passed else "FAIL",
-        row.run,
-        row.layout,
-        row.precision,
-        _figure(row.loss),
-        _figure(row.grad_norm),
-        *(_figure(pair[0]) + f" {pair[1]}" if pair else "" for pair in (row.gradient, row.parameter)),
-        _tolerance(row),
-    )
-
-
-def _tolerance(row: Row) -> str:
-    if row.tolerance is None:
-        return ""
-    if not isinstance(row.tolerance, dict):
-        return f"{row.tolerance:.0e}"
-    return "/".join(f"{number:.0e}" for number in dict.fromkeys(row.tolerance.values()))
-
-
-def _figure(number: float | None) -> str:
-    return "" if number is None else f"{number:.1e}"
 
 
 def _verdict(rows: Sequence[Row], console: Console) -> int:

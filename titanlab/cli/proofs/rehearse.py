@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.cli.proofs.candidates import Chosen, choose
-from titanlab.cli.proofs.parity import Flags, check_number, left_out_lines, sizes_and_notes
+from titanlab.cli.proofs.flags import Flags, check_number
+from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
 from titanlab.parity.folding import MOST_PROCESSES
 from titanlab.parity.forked import log_of, prepare, train_in_ranks
@@ -34,9 +35,9 @@ usage: titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [
   titanlab rehearse +sweeps=llama3_405b_512gpus --only zbv
   titanlab rehearse +recipe=llama3_1_8b_256gpus_4d
 
-Each recipe is composed and checked in its real size, then reduced and trained for {STEPS} steps: its layout folded to at
-most {MOST_PROCESSES} processes, its schedule, precision, checkpointing, compiled parts, optimizer, validation and kind of
-checkpoints as they are. Axes that do not fit together get a second rehearsal. A failure does not stop the others.
+Each recipe is composed and checked in its real size, then reduced and trained for {STEPS} steps: its layout is folded
+to at most {MOST_PROCESSES} processes; schedule, precision, checkpointing, compiled parts, optimizer, validation and
+kind of checkpoints stay. Axes that do not fit together get a second rehearsal. A failure does not stop the others.
 
   --only WORD     recipes with this word in their names
   --steps N       of each rehearsal (default {STEPS}, at most {_MOST_STEPS})
