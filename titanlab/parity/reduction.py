@@ -79,8 +79,8 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         compare_ranks_every=0,
         check_every=0,
         on_nan="stop",
-        step_timeout_seconds=180.0,
-        first_step_timeout_seconds=600.0,
+        step_timeout_seconds=120.0,
+        first_step_timeout_seconds=600.0 if each.inductor else 300.0,
     )
     made = replace(
         recipe,

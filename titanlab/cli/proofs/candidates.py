@@ -62,7 +62,10 @@ def choose(arguments: Sequence[str], runs: str) -> Chosen:
         try:
             return _of_folder(open_sweep(name, runs))
         except ConfigError as error:
-            arguments = [override_of(name, error)]
+            return _of_command_line([override_of(name, error)])
+    if arguments and is_name(arguments[0]):
+        unknown = ConfigError("recipe", arguments[0], "is no recipe and no sweep of conf", "try +recipe=quickstart")
+        arguments = [override_of(arguments[0], unknown), *arguments[1:]]
     return _of_command_line(arguments)
 
 
@@ -71,11 +74,17 @@ def is_name(argument: str) -> bool:
     return "=" not in argument and not argument.startswith(("-", "+", "~")) and " " not in argument.strip()
 
 
+def is_recipe(name: str) -> bool:
+    """Whether `conf` has a recipe of this name."""
+    return (conf_folder() / "recipe" / f"{name}.yaml").is_file()
+
+
 def override_of(name: str, error: ConfigError) -> str:
     """The override for the name of a recipe or a sweep of `conf`; raises the error if there is none."""
-    for group in ("recipe", "sweeps"):
-        if (conf_folder() / group / f"{name}.yaml").is_file():
-            return f"+{group}={name}"
+    if is_recipe(name):
+        return f"+recipe={name}"
+    if (conf_folder() / "sweeps" / f"{name}.yaml").is_file():
+        return f"+sweeps={name}"
     raise error
 
 

@@ -7,9 +7,9 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titanlab.cli.proofs.candidates import Chosen, choose, is_name, one_recipe
+from titanlab.cli.proofs.candidates import Chosen, choose, is_name, is_recipe, one_recipe
 from titanlab.cli.proofs.flags import Flags, check_number
 from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes, table
 from titanlab.errors import ConfigError
@@ -17,7 +17,7 @@ from titanlab.parity.finished_runs import NOT_COMPARED, compare_runs
 from titanlab.parity.folding import MOST_PROCESSES
 from titanlab.parity.forked import RunFailed, prepare, train_in_ranks
 from titanlab.parity.parity_file import write_parity
-from titanlab.parity.proof import Proof, Prover, Row, Train, plan_proofs
+from titanlab.parity.proof import Proof, Prover, Row, plan_proofs
 from titanlab.parity.reduction import comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
@@ -26,6 +26,9 @@ from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.terminal.paths import shown_path
+
+if TYPE_CHECKING:
+    from titanlab.parity.parity import Trace
 
 _STEPS = 3
 _MOST_STEPS = 100
@@ -116,6 +119,9 @@ def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
         return found[0], found[1]
     if found != [None, None]:
         known, other = pair if found[0] is not None else pair[::-1]
+        if is_recipe(known):
+            # A run is called as the recipe that it was started from.
+            return None
         rule = f"is no finished run, and {known} is one"
         raise ConfigError("run", other, rule, "compare two runs, or two recipes")
     return None
@@ -170,7 +176,7 @@ def _prove(chosen: Chosen, given: Any, console: Console) -> int:
         raise ConfigError("run", name, reason, "mend it, or prove another")
     folder = Path(tempfile.mkdtemp(prefix="titanlab-parity-"))
     rows: list[Row] = []
-    code = 0
+    trainer, code = _Trainer(), 0
     try:
         proofs = plan_proofs(
             chosen.candidates, steps=given.steps, runs=str(folder), most=given.processes, inductor=given.inductor
@@ -178,7 +184,7 @@ def _prove(chosen: Chosen, given: Any, console: Console) -> int:
         if not given.json:
             console.note("\n".join(_heading(chosen, proofs, given.steps)))
         prepare()
-        prover = Prover(_trainer(folder))
+        prover = Prover(trainer)
         for number, proof in enumerate(proofs, 1):
             for row in prover.rows(proof):
                 rows.append(row)
@@ -189,8 +195,7 @@ def _prove(chosen: Chosen, given: Any, console: Console) -> int:
         console.error(f"interrupted; {counted(len(rows), 'row')} of {counted(len(chosen.candidates), 'recipe')} done")
         code = OutcomeKind.CANCELLED.exit_code
     finally:
-        # Of a run that failed, the logs stay.
-        if not any(folder.glob("*/*/logs/rank-0.log")):
+        if not trainer.failed:
             shutil.rmtree(folder, ignore_errors=True)
     kept = _kept(chosen, rows, console)
     if given.json:
@@ -201,11 +206,20 @@ def _prove(chosen: Chosen, given: Any, console: Console) -> int:
         console.note("\n".join(["", *table(rows), ""]))
     if kept:
         console.note(f"kept in {kept}")
-    return code or _verdict(rows, console)
+    return code or _verdict(rows, console)  # after an interruption, not all have been proved
 
 
-def _trainer(folder: Path) -> Train:
-    def train(recipe: Recipe) -> Any:
+class _Trainer:
+    """Trains reduced recipes in forked ranks, and reads their traces.
+
+    Attributes:
+        failed: whether a run has failed; its folder stays.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def __call__(self, recipe: Recipe) -> Sequence[Trace]:
         # Imported here: it imports torch.
         from titanlab.parity.parity import Trace, Tracer
 
@@ -213,12 +227,11 @@ def _trainer(folder: Path) -> Train:
             recipe, lambda made, run, ranks: Tracer(made.layout, run.path / f"trace-{ranks.rank}.pt")
         )
         if ended.outcome.kind is not OutcomeKind.DONE:
+            self.failed = True
             raise RunFailed(ended)
         traces = [Trace.load(ended.run.path / f"trace-{rank}.pt") for rank in range(recipe.layout.world)]
         shutil.rmtree(ended.run.path, ignore_errors=True)
         return traces
-
-    return train
 
 
 def _kept(chosen: Chosen, rows: Sequence[Row], console: Console) -> str | None:

@@ -32,7 +32,7 @@ titanlab rehearse: find what would break on the cluster, on this CPU
 usage: titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]
 
   titanlab rehearse +sweeps=llama3_405b_512gpus             every recipe of a sweep, {STEPS} steps each
-  titanlab rehearse +sweeps=llama3_405b_512gpus --only zbv
+  titanlab rehearse +sweeps=llama3_405b_512gpus --only 1f1b
   titanlab rehearse +recipe=llama3_1_8b_256gpus_4d
 
 Each recipe is composed and checked in its real size, then reduced and trained for {STEPS} steps: its layout is folded
@@ -133,7 +133,8 @@ def _rehearse(chosen: Chosen, given: Any, console: Console) -> int:
         values = {"rehearsals": [result.to_mapping() for result in results], "planned": total}
         console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
         return code
-    console.note("\n".join(_summary(results, failed)))
+    if failed or not code:
+        console.note("\n".join(_summary(results, failed)))
     if given.keep is not None:
         console.note(f"kept in {shown_path(folder)}")
     return code
@@ -176,6 +177,6 @@ def _summary(results: Sequence[Result], failed: Sequence[Result]) -> list[str]:
     lines = [""]
     lines += aligned(_HEADINGS, [(each.state, each.run, each.layout, each.outcome, each.cause) for each in failed])
     logs = dict.fromkeys(each.log for each in failed if each.log)
-    lines += ["", *(f"traceback: {shown_path(Path(log))}" for log in logs if log)]
+    lines += ["", *(f"log of the rank that failed: {shown_path(Path(log))}" for log in logs)]
     lines.append(f"{len({each.run for each in failed})} of {counted(runs, 'recipe')} failed")
     return lines
