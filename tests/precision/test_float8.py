@@ -241,7 +241,7 @@ def traced(made, run):
     return parity.trace(made, run, joined(os.environ) or ALONE)
 
 
-class Beginner(parity._Tracer):
+class Beginner(parity.Tracer):
     """Also keeps the parameters that the first step has used."""
 
     def with_gradients(self, step, model):

@@ -21,6 +21,14 @@ VERBS = {
         "titanlab.cli.plan",
         "rank layouts by estimates: titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100",
     ),
+    "parity": (
+        "titanlab.cli.proofs.parity",
+        "prove that recipes train the same: titanlab parity +sweeps=quickstart_layouts",
+    ),
+    "rehearse": (
+        "titanlab.cli.proofs.rehearse",
+        "find what would break on the cluster: titanlab rehearse +sweeps=llama3_405b_512gpus",
+    ),
     "status": ("titanlab.cli.status", "show where the runs of a sweep stand, and why those that failed did"),
     "diagnose": ("titanlab.cli.diagnose", "say again why a run hung: which rank, in which collective, on which line"),
     "cancel": ("titanlab.cli.cancel", "end a sweep's jobs, or some of them; what is done stays done"),

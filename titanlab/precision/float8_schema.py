@@ -250,6 +250,8 @@ class Float8(Bf16):
 class TorchaoFloat8(Float8):
     """The three recipes of torchao's `float8`."""
 
+    layer_class: ClassVar[str] = "torchao.float8.float8_linear.Float8Linear"
+
     def implementation(self) -> Precision:
         """Torchao's layers replace linear layers."""
         from titanlab.precision.float8 import Float8Layers

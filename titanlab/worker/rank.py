@@ -12,10 +12,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlab.compile import cache as compiler_cache
 from titanlab.data import cache as data_cache
@@ -33,9 +33,19 @@ from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.disk import disk_fault
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 
+if TYPE_CHECKING:
+    from titanlab.training.train import Observer
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the run in a folder as the rank that the environment names. Returns the process's exit code."""
+
+def main(
+    arguments: Sequence[str] | None = None, *, observe: Callable[[Recipe, RunFolder, Ranks], Observer] | None = None
+) -> int:
+    """Train the run in a folder as the rank that the environment names. Returns the process's exit code.
+
+    Args:
+        arguments: the folder, and perhaps `-`.
+        observe: makes the observer of the training; None: it has none.
+    """
     folder, *rest = sys.argv[1:] if arguments is None else arguments
     if PIDS_FILE in os.environ:
         # Returns in each of the forked ranks.
@@ -64,7 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             source.prepare(recipe.data, report=lambda line: None)
             # Imported here: torch reads the variables that were set above when it is imported.
             outcome = importlib.import_module("titanlab.training.train").train(
-                recipe, run, ranks, stop=stop, watchdog=watchdog, attempt=attempt
+                recipe,
+                run,
+                ranks,
+                stop=stop,
+                watchdog=watchdog,
+                attempt=attempt,
+                observer=None if observe is None else observe(recipe, run, ranks),
             )
         except StoppedEarly:
             early = stopped_early(stop, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))

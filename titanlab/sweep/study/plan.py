@@ -79,13 +79,16 @@ class Study:
     notices: tuple[str, ...] = ()
 
 
-def plan_study(arguments: Sequence[str], *, whole: bool = False, loader: Loader | None = None) -> Study:
+def plan_study(
+    arguments: Sequence[str], *, whole: bool = False, loader: Loader | None = None, elsewhere: bool = False
+) -> Study:
     """Plan the sweep of a command line, without its data (see `with_data`). Nothing is written.
 
     Args:
         arguments: overrides and Hydra's flags.
         whole: raise an error if any point cannot run, unless a condition drops it.
         loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
+        elsewhere: the runs are not for this host, so that its devices and memory do not matter.
 
     Raises:
         ConfigError: the sweep is wrong, or none of its points can run.
@@ -94,7 +97,7 @@ def plan_study(arguments: Sequence[str], *, whole: bool = False, loader: Loader 
     composer = Composer(request.loader, request.points)
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))
-    check = _Checks()
+    check = _Checks(elsewhere=elsewhere)
     left.check_shared(lambda point: check.composed(composer, point))
     recipes = left.keep(lambda point, _: check.composed(composer, point))
     for recipe in recipes.values():
@@ -128,8 +131,9 @@ def with_data(study: Study, report: Callable[[str], None], *, whole: bool = Fals
 class _Checks:
     """Composes and checks points; what many points share is computed once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, elsewhere: bool) -> None:
         self.data = DataOnce()
+        self._elsewhere = elsewhere
         # A dict as an ordered set.
         self.notices: dict[str, None] = {}
         self._host: Host | None = None
@@ -163,7 +167,7 @@ class _Checks:
             recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
         check_all_but_data(recipe)
         self.data.check(recipe)
-        if recipe.launch.runs_here and self._host is not None:
+        if recipe.launch.runs_here and self._host is not None and not self._elsewhere:
             check_host(
                 self._host,
                 accelerator=recipe.cluster.accelerator,
