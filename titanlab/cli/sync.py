@@ -13,7 +13,7 @@ from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.tracker import wandb_upload
 from titanlab.training.rebuild import rebuild
-from titanlab.training.tracker_gaps import tracker_gap, waiting_files
+from titanlab.training.tracker_gaps import has_repeated_steps, tracker_gap, waiting_files
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,14 +36,18 @@ def main(arguments: Sequence[str]) -> int:
             for runs, is_sweep in named:
                 for run in runs:
                     if not is_sweep or _is_lacking(run):
-                        made = rebuild(run)
-                        console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
+                        _rebuild(run, console)
         runs = list(dict.fromkeys(run for group, _ in named for run in group))
         for run in runs:
             if not given.rebuild and _is_lacking(run):
                 console.note(f"{run.path.name}: {tracker_gap(run)}")
-        files = [file for run in runs for file in waiting_files(run)]
-        if not files:
+        for run in runs:
+            if has_repeated_steps(run):
+                # Files that each have a part of the steps go up as they are; of these, wandb would keep the older rows.
+                console.note(f"{run.path.name}: attempts went over the same steps; its files are merged into one")
+                _rebuild(run, console)
+        waiting = [files for run in runs if (files := waiting_files(run))]
+        if not waiting:
             console.note("nothing is to be uploaded")
             return 0
         lack = wandb_upload.lack()
@@ -53,8 +57,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         if lack is not None:
             raise lack
-        console.note(f"uploading {counted(len(files), 'file')} of wandb's")
-        wandb_upload.upload(files)
+        console.note(f"uploading {counted(sum(map(len, waiting)), 'file')} of wandb's")
+        wandb_upload.upload(waiting)
     return 0
 
 
@@ -69,6 +73,11 @@ def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
             if not no_run.rule.startswith("fits no run"):
                 raise no_run from None
             raise ConfigError("run", text, f"is no run and no sweep under {folder}", no_run.cure) from None
+
+
+def _rebuild(run: RunFolder, console: Console) -> None:
+    for made in rebuild(run):
+        console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
 
 
 def _is_lacking(run: RunFolder) -> bool:
