@@ -106,7 +106,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
         """The config of a schema, which replaces the empty one that `recipes.register` has stored."""
         several = _combination_at(config_path)
         if several is not None:
-            node = several.schema
+            node: Any = several.schema
             if not config_path.removesuffix(".yaml").endswith(_SCHEMA):
                 parts = [f"{part}@{part}" for part in str(several.kind).split(PLUS)]
                 node = {"defaults": [several.schema_name, *parts, "_self_"]}

@@ -119,8 +119,8 @@ def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Op
         raise ConfigError(
             group, choice, "is made without a schema of this group", f"begin its YAML with defaults: {names}"
         )
-    contract = f"titanlab.{group}.contract"
-    if None not in kinds and contract not in [base.__module__ for base in schema.__mro__]:
+    contract, bases = f"titanlab.{group}.contract", () if schema is None else schema.__mro__
+    if None not in kinds and contract not in [base.__module__ for base in bases]:
         # Only a package that was written for another version of titanlab has such a config.
         rule = f"has a config ({schema.__module__}) that inherits from no class of {contract}"
         raise ConfigError(group, choice, rule, "use a version of its package for this titanlab; docs/extending.md")
