@@ -161,12 +161,26 @@ def test_a_pipe_hears_of_a_phase_only_if_it_lasts():
 def test_a_terminal_that_gets_narrower_has_no_line_that_wraps(monkeypatch):
     out, width = Terminal(), [80]
     monkeypatch.setattr("titanlab.terminal.console.columns_of", lambda stream: width[0])
-    console = Console(out, environ=TERMINAL, clock=Clock())
+    # xterm does not wrap again what it has shown.
+    console = Console(out, environ={**TERMINAL, "XTERM_VERSION": "XTerm(379)"}, clock=Clock())
     console.phase("x" * 200)
     for columns in (80, 40, 20, 160):
         width[0] = columns
         console.log(at(10))
         assert max(map(len, screen(out.getvalue())[-2:])) < columns
+    console.close()
+
+
+def test_a_line_that_a_narrower_terminal_has_wrapped_is_removed_whole(monkeypatch):
+    out, width = Terminal(), [80]
+    monkeypatch.setattr("titanlab.terminal.console.columns_of", lambda stream: width[0])
+    console = Console(out, environ={**TERMINAL, "NO_COLOR": "1"}, clock=Clock())
+    console.phase("x" * 70)
+    for columns, removed in ((75, "\r\x1b[2K"), (35, "\r\x1b[2A\x1b[J"), (35, "\r\x1b[2K")):
+        width[0] = columns
+        before = len(out.getvalue())
+        console.phase("y" * 70)
+        assert out.getvalue()[before:].startswith(removed + "y")
     console.close()
 
 

@@ -20,7 +20,7 @@ from typing import Literal, TextIO
 
 from titanlab.terminal.phase import Phase
 from titanlab.terminal.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
-from titanlab.terminal.stream import can_show, columns_of, is_capable, simplified
+from titanlab.terminal.stream import can_show, columns_of, is_capable, shown_width, simplified
 
 Rows = Sequence[tuple[str, object]]
 Tone = Literal["good", "halted", "bad"]
@@ -71,7 +71,8 @@ class Console:
         # The latest that has left a line.
         self._kept: Progress | None = None
         self._drawn_at = -float("inf")
-        self._drawn = False
+        # Columns of the line that was drawn last; 0: there is none.
+        self._drawn = 0
         self._phase = Phase(self._tick, clock=clock)
         # The thread of the phase writes too. Re-entrant: a signal's handler may write while this thread does.
         self._lock = threading.RLock()
@@ -119,7 +120,7 @@ class Console:
                 self._phase.begin(None)
                 self._latest = self._kept = progress
                 kept = kept_line(progress, columns=columns_of(self._stream)) + "\n"
-                self._write(self._stream, _CLEAR_LINE + kept if self._drawn else kept)
+                self._write(self._stream, self._clearing() + kept)
                 self._draw()
         elif not self._quiet:
             self._write(self._stream, line + "\n")
@@ -157,8 +158,8 @@ class Console:
                 self._draw()
                 self._write(self._stream, "\n")
             elif self._drawn:
-                self._write(self._stream, _CLEAR_LINE)
-            self._latest, self._drawn = None, False
+                self._write(self._stream, self._clearing())
+            self._latest, self._drawn = None, 0
 
     def close(self) -> None:
         """End the phase and the progress line, and close the log file."""
@@ -187,8 +188,16 @@ class Console:
             line = ""
         else:
             return
-        self._write(self._stream, _CLEAR_LINE + line)
-        self._drawn, self._drawn_at = bool(line), self._clock()
+        self._write(self._stream, (self._clearing() or _CLEAR_LINE) + line)
+        self._drawn, self._drawn_at = shown_width(line), self._clock()
+
+    def _clearing(self) -> str:
+        """What removes the line that was drawn; empty if there is none."""
+        if not self._drawn:
+            return ""
+        # A terminal that got narrower has wrapped the line; xterm cuts it off instead.
+        wraps = 0 if "XTERM_VERSION" in self._environ else (self._drawn - 1) // columns_of(self._stream)
+        return f"\r\x1b[{wraps}A\x1b[J" if wraps else _CLEAR_LINE
 
     def _tick(self) -> None:
         """Redraw the phase; called by its thread."""
@@ -204,8 +213,8 @@ class Console:
         with self._lock:
             was_drawn = self._drawn
             if was_drawn:
-                self._write(self._stream, _CLEAR_LINE)
-                self._drawn = False
+                self._write(self._stream, self._clearing())
+                self._drawn = 0
             self._write(stream, text)
             if was_drawn:
                 self._draw()

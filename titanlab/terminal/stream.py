@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, TextIO
+
+_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def is_capable(stream: Any, environ: Mapping[str, str]) -> bool:
@@ -24,6 +27,11 @@ def columns_of(stream: TextIO) -> int:
     return columns or 80
 
 
+def shown_width(line: str) -> int:
+    """Columns of a line without its escape sequences."""
+    return len(_SEQUENCE.sub("", line))
+
+
 def can_show(stream: TextIO, text: str) -> bool:
     """Whether the stream's encoding has all characters of a text."""
     try:
@@ -37,5 +45,5 @@ def simplified(text: str, stream: TextIO) -> str:
     """The text with replacements for characters that the stream's encoding does not have."""
     encoding = stream.encoding or "ascii"
     # One character for one, so that the columns of tables stay aligned.
-    text = text.translate(str.maketrans("·×µ…−–", "-xu.--"))
+    text = text.translate(str.maketrans("·×µ…−–→", "-xu.-->"))
     return text.encode(encoding, errors="replace").decode(encoding)
