@@ -53,9 +53,14 @@ class TrackedRun:
         return folder / self.record_file
 
     def flat_config(self) -> dict[str, Any]:
-        """The recipe with the facts and the `layout.*` keys."""
-        layout = {f"layout.{axis}": degree for axis, degree in self.layout.items()}
-        return {**self.config, **self.facts, **layout, "attempt": self.attempt}
+        """The recipe with the facts and the `layout.*` keys.
+
+        wandb's panels read a dot in a key as a step into a mapping, so the layout is there as a mapping too.
+        """
+        flat = {f"layout.{axis}": degree for axis, degree in self.layout.items()}
+        label = self.facts.get("layout.label")
+        nested = {**self.layout, **({} if label is None else {"label": label})}
+        return {**self.config, **self.facts, **flat, "layout": nested, "attempt": self.attempt}
 
 
 def open_tracker(config: TrackerConfig, run: TrackedRun, *, warn: Warn) -> Tracker:
