@@ -169,3 +169,22 @@ def test_attempts_that_went_over_the_same_steps_are_merged_first(made, say, uplo
     assert file.parent.name.endswith(f"-{run.tracker_id()}")
     assert not first.exists()
     assert not second.exists()
+
+
+def test_a_run_that_cannot_be_merged_waits_and_the_others_go_up(made, say, uploads):
+    run, first, second = resumed(made, behind=2)
+    _, other = offline(made, "b")
+    with run.claim():
+        code, _, err = say("sync", "layouts")
+    assert code == 1
+    assert err.startswith(f"warning: {run.path.name} is not uploaded: run=")
+    assert uploads[0] == [other]
+    assert first.exists()
+    assert second.exists()
+
+
+def test_without_a_key_nothing_is_merged(made, say):
+    run, first, second = resumed(made, behind=2)
+    assert say("sync", run.path.name)[0] == 2
+    assert first.exists()
+    assert second.exists()
