@@ -43,6 +43,10 @@ VERBS = {
         "list hosts on which a run failed, and which its later jobs leave out; --clear HOST",
     ),
     "sync": ("titanlab.cli.sync", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl"),
+    "workspace": (
+        "titanlab.cli.workspace",
+        "make a wandb workspace and report of a sweep; without an API key, print them as JSON",
+    ),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
     "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),
     "tokenize": ("titanlab.cli.files.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),

@@ -6,6 +6,8 @@ result; every rank may write a note of its own failure. docs/run-folder.md has t
 
 from __future__ import annotations
 
+import getpass
+import hashlib
 import os
 import secrets
 import shutil
@@ -179,6 +181,7 @@ def create_run(
             for folder in _SUBFOLDERS:
                 (part / folder).mkdir(parents=True)
             content = {"sha256": identity.sha256, "content": identity.content, "created": time.time()}
+            content["tracker_id"] = tracker_id(identity, final, sweep=sweep)
             write_json(part / "identity.json", {"schema": SCHEMA, **content, **(parent or {})})
             write_text(part / "config.yaml", config_text(config))
             RunFolder(part).write_status(Status(state="prepared"))
@@ -195,6 +198,21 @@ def create_run(
     if kept is not None and kept.sha256 != identity.sha256:
         raise ConfigError("name", name, f"{final} belongs to another run", f"try name={name}-2")
     return run
+
+
+def tracker_id(identity: Identity, folder: Path, *, sweep: str) -> str:
+    """The run's id in trackers: the same whenever the run is begun in this folder, and another one anywhere else.
+
+    Two people may train one recipe into one project, and a sweep may train it again on purpose: so the sweep, the
+    folder and the user count too.
+    """
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        # A container whose user has no name.
+        user = str(os.getuid())
+    text = "\n".join([identity.sha256, sweep, str(folder.absolute()), user])
+    return f"{identity.hash8}-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def open_run(path: Path | str) -> RunFolder:

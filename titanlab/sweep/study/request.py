@@ -16,10 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
+from titanlab.options import combining_groups
 from titanlab.recipe.composition.errors import composition_errors, value_error
 from titanlab.recipe.composition.flags import Flags, read_flags
 from titanlab.recipe.composition.hydra_internal import plain_value
-from titanlab.recipe.composition.keys import Key, advice, known_keys, unknown_key
+from titanlab.recipe.composition.keys import Key, advice, find_key, known_keys, unknown_key
 from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
@@ -252,14 +253,19 @@ def _check_keys(request: Request) -> None:
         if loader.is_group(key):
             _check_options(loader, key, given)
         elif key not in by_name:
-            raise unknown_key(key, _listed(given))
+            of_several = find_key(key)
+            if of_several is None:
+                raise unknown_key(key, _listed(given))
+            _check_types([of_several], key, given)
         else:
             _check_types(by_name[key], key, given)
 
 
 def _check_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
     options = loader.options(group.partition("@")[0])
-    for value in given:
+    several = group in combining_groups()
+    names = (one for choice in given for one in (choice if several and isinstance(choice, list) else [choice]))
+    for value in names:
         if isinstance(value, str) and value in options:
             continue
         if isinstance(value, bool):
