@@ -21,7 +21,7 @@ from titanlab.report.page.provenance import command_line, sources
 from titanlab.report.page.tables import Cell, Table, number, run_cell, text
 from titanlab.sweep.table.listing import tone, word
 from titanlab.sweep.table.one_run import failure_text
-from titanlab.sweep.table.ranking import Entry
+from titanlab.sweep.table.ranking_entry import Entry
 from titanlab.terminal.numerals import counted, grouped, significant
 
 _MOST_CAUSE = 300
