@@ -22,6 +22,7 @@ VERBS = {
         "rank layouts by estimates: titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100",
     ),
     "status": ("titanlab.cli.status", "show where the runs of a sweep stand, and why those that failed did"),
+    "logs": ("titanlab.cli.housekeeping.logs", "print what the ranks of a run have printed, by time; --follow goes on"),
     "diagnose": ("titanlab.cli.diagnose", "say again why a run hung: which rank, in which collective, on which line"),
     "cancel": ("titanlab.cli.cancel", "end a sweep's jobs, or some of them; what is done stays done"),
     "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
