@@ -30,7 +30,7 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["worker"],
     ["launch"],
     ["planner"],
-    ["parity", "tracing"],
+    ["parity", "tracing", "doctor"],
     ["sweep"],
     ["report"],
     [("cli", "__main__")],

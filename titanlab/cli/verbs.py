@@ -46,6 +46,10 @@ VERBS = {
         "convert weights of Hugging Face or of DCP, for train init_from=…",
     ),
     "export": ("titanlab.cli.files.export", "write a run's weights as a folder that transformers opens"),
+    "doctor": (
+        "titanlab.cli.housekeeping.doctor",
+        "check this machine: torch, GPUs, Slurm, disk, limits; each line ok, warn or fail",
+    ),
     "completion": (
         "titanlab.cli.hydra_flags.completion",
         'print the shell\'s completion script: eval "$(titanlab completion bash)"',
