@@ -46,6 +46,10 @@ VERBS = {
         "convert weights of Hugging Face or of DCP, for train init_from=…",
     ),
     "export": ("titanlab.cli.files.export", "write a run's weights as a folder that transformers opens"),
+    "clean": (
+        "titanlab.cli.housekeeping.clean",
+        "remove old checkpoints, superseded runs, caches: shows sizes, and asks",
+    ),
     "doctor": (
         "titanlab.cli.housekeeping.doctor",
         "check this machine: torch, GPUs, Slurm, disk, limits; each line ok, warn or fail",
