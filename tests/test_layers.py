@@ -32,7 +32,7 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["planner"],
     ["parity", "tracing", "doctor"],
     ["sweep"],
-    ["report"],
+    ["report", "reproduction"],
     [("cli", "__main__")],
 ]
 PLANNED: set[str] = set()

@@ -50,6 +50,10 @@ VERBS = {
         "titanlab.cli.housekeeping.clean",
         "remove old checkpoints, superseded runs, caches: shows sizes, and asks",
     ),
+    "repro": (
+        "titanlab.cli.housekeeping.repro",
+        "restore a run's code and config in a git worktree; what differs from now",
+    ),
     "doctor": (
         "titanlab.cli.housekeeping.doctor",
         "check this machine: torch, GPUs, Slurm, disk, limits; each line ok, warn or fail",

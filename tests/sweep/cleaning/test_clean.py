@@ -13,6 +13,7 @@ from tests import tiny
 from tests.sweep.made import Made, begin, end
 from titanlab.cli import main
 from titanlab.cli.housekeeping import clean
+from titanlab.launch.local.local_job import LocalJob, write_local_job
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
@@ -314,7 +315,8 @@ def test_snapshots_of_code_go_once_no_run_needs_them(call, tmp_path, monkeypatch
     young = made.folder.code / "young"
     shutil.copytree(made.folder.code / "old", young)
     os.utime(young / "code.json")
-    made.submit(one, launcher="local")
+    submitted = made.submit(one, launcher="local")
+    write_local_job(made.folder.path, submitted.token, 0, LocalJob(state="ended"))
     env["code"]["git"]["patch_complete"] = False
     (one.path / "env.json").write_text(json.dumps(env))
     call("--yes")
