@@ -340,6 +340,7 @@ def test_caches_go_only_where_asked_and_never_in_use(run, call, tmp_path):
     (tokens / ".files-abc.lock").touch()
     (tmp_path / "cache" / "mine.txt").write_text("not titanlab's")
     (tmp_path / "compiled" / "inductor" / "aa").mkdir(parents=True)
+    (tmp_path / "compiled" / "inductor" / "aa" / "x.so").write_bytes(b"library")
     out = call("--dry-run", "--what", "temporary")[1]
     assert "not asked for: checkpoints" in out
     assert "data-cache 1000 B" in out

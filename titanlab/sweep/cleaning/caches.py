@@ -34,7 +34,7 @@ def cached() -> Iterator[Item]:
     for parent in (compile_cache.own_folder(), root):
         if _is_own(parent):
             found = item("compile-cache", parent / "inductor", parent)
-            if found is not None:
+            if found is not None and found.bytes:
                 yield found
 
 
