@@ -30,6 +30,7 @@ VERBS = {
         "find what would break on the cluster: titanlab rehearse +sweeps=llama3_405b_512gpus",
     ),
     "status": ("titanlab.cli.status", "show where the runs of a sweep stand, and why those that failed did"),
+    "logs": ("titanlab.cli.housekeeping.logs", "print what the ranks of a run have printed, by time; --follow goes on"),
     "diagnose": ("titanlab.cli.diagnose", "say again why a run hung: which rank, in which collective, on which line"),
     "cancel": ("titanlab.cli.cancel", "end a sweep's jobs, or some of them; what is done stays done"),
     "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
@@ -59,6 +60,18 @@ VERBS = {
         "convert weights of Hugging Face or of DCP, for train init_from=…",
     ),
     "export": ("titanlab.cli.files.export", "write a run's weights as a folder that transformers opens"),
+    "clean": (
+        "titanlab.cli.housekeeping.clean",
+        "remove old checkpoints, superseded runs, caches: shows sizes, and asks",
+    ),
+    "repro": (
+        "titanlab.cli.housekeeping.repro",
+        "restore a run's code and config in a git worktree; what differs from now",
+    ),
+    "doctor": (
+        "titanlab.cli.housekeeping.doctor",
+        "check this machine: torch, GPUs, Slurm, disk, limits; each line ok, warn or fail",
+    ),
     "completion": (
         "titanlab.cli.hydra_flags.completion",
         'print the shell\'s completion script: eval "$(titanlab completion bash)"',

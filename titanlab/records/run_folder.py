@@ -24,6 +24,7 @@ from titanlab.records import claim
 from titanlab.records.config_file import config_text
 from titanlab.records.end_file import make_room, reserve_room, write_end
 from titanlab.records.identity import Identity
+from titanlab.records.logs.files import write_marks
 from titanlab.records.metrics_file import MetricsWriter
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_name import check_name
@@ -66,6 +67,7 @@ class RunFolder(RunRecords):
                     write_json(self.path / "env.json", env)
                 if patch is not None:
                     write_text(folder / "code.patch", patch)
+                write_marks(self, attempt)
                 self.write_status(Status(state="starting", attempt=attempt))
             except OSError:
                 # The disk is full. An attempt without a config must not become the latest attempt.
