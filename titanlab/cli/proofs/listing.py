@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,11 +46,20 @@ def sizes_and_notes(proofs: Sequence[Any], steps: int) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows with aligned columns."""
-    return aligned(_HEADINGS, [_cells(row) for row in rows], right=("loss", "grad norm"))
+    """The rows with aligned columns; without the names of tensors where a terminal is too narrow for them."""
+    lines = _aligned(rows, with_names=True)
+    if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
+        return _aligned(rows, with_names=False)
+    return lines
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _aligned(rows: Sequence[Row], *, with_names: bool) -> list[str]:
+    cells = [_cells(row, with_names=with_names) for row in rows]
+    figures = _HEADINGS[4:6] if with_names else _HEADINGS[4:]
+    return aligned(_HEADINGS, cells, right=figures)
+
+
+def _cells(row: Row, *, with_names: bool) -> tuple[str, ...]:
     return (
         "PASS" if row.passed else "FAIL",
         row.run,
@@ -56,7 +67,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.precision,
         _figure(row.loss),
         _figure(row.grad_norm),
-        *(_figure(pair[0]) + f" {pair[1]}" if pair else "" for pair in (row.gradient, row.parameter)),
+        *(
+            _figure(pair[0]) + (f" {pair[1]}" if with_names else "") if pair else ""
+            for pair in (row.gradient, row.parameter)
+        ),
         _tolerance(row),
     )
 
