@@ -28,6 +28,7 @@ def sizes_and_notes(proofs: Sequence[Any], steps: int) -> list[str]:
     """Lines about the reduced sizes, and about what is not as in the originals."""
     sizes: dict[str, None] = {}
     notes: dict[str, None] = {}
+    unfit: list[str] = []
     for proof in proofs:
         recipe = proof.reduced.recipe
         account, training = recipe.model.account(), recipe.training
@@ -39,10 +40,10 @@ def sizes_and_notes(proofs: Sequence[Any], steps: int) -> list[str]:
         notes.update(dict.fromkeys(proof.reduced.notes))
         if proof.missing:
             axes = ", ".join(proof.missing)
-            notes[f"{proof.run}: {axes} did not fit into {proof.layout}, and gets a layout of its own"] = None
+            unfit.append(f"{proof.run}: {axes} did not fit into {proof.layout}; another layout has what is missing")
     shown = list(sizes)
     lines = shown if len(shown) <= 4 else [*shown[:3], f"and {len(shown) - 3} more sizes"]
-    return [*lines, *(f"on this CPU: {note}" for note in notes)]
+    return [*lines, *(f"on this CPU: {note}" for note in notes), *unfit]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
