@@ -9,7 +9,8 @@ from functools import cached_property
 
 from titanlab.report.page.facts import Facts
 from titanlab.sweep.table.comparison import Group
-from titanlab.sweep.table.ranking import Entry, Ranking, rank
+from titanlab.sweep.table.ranking import Ranking, rank
+from titanlab.sweep.table.ranking_entry import Entry
 
 
 @dataclass(frozen=True)

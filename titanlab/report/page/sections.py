@@ -21,7 +21,7 @@ from titanlab.report.page.provenance import command_line, sources
 from titanlab.report.page.tables import Cell, Table, number, run_cell, text
 from titanlab.sweep.table.listing import tone, word
 from titanlab.sweep.table.one_run import failure_text
-from titanlab.sweep.table.ranking import Entry
+from titanlab.sweep.table.ranking_entry import Entry
 from titanlab.terminal.numerals import counted, grouped, significant
 
 _MOST_CAUSE = 300
@@ -119,7 +119,8 @@ def _recipes(facts: Facts, answer: Answer) -> Table:
         *("outcomes", "not ranked"),
     ]
     places = {id(entry): place for place, entry in enumerate(answer.ranking.ranked, 1)}
-    rows = [_recipe(entry, places.get(id(entry)), answer) for entry in answer.ranking.entries]
+    control = [answer.ranking.control] if answer.ranking.control is not None else []
+    rows = [_recipe(entry, places.get(id(entry)), answer) for entry in (*answer.ranking.entries, *control)]
     # A column without a value says nothing.
     kept = [place for place in range(len(headings)) if not rows or any(row[place].text for row in rows)]
     caption = "Recipes by place: medians over the runs that are done"
@@ -137,7 +138,9 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
     near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
     return [
         Cell(text=group.label + (" *" if group.is_oversubscribed else ""), run=str(representative(group)["run"])),
-        text(None if place is None else f"{place}{' (within noise)' if near else ''}"),
+        text(
+            "control" if entry.is_control else None if place is None else f"{place}{' (within noise)' if near else ''}"
+        ),
         number(group.world),
         number(len(group.rows)),
         number(_whole(group.median("tokens_per_second"))),
