@@ -123,7 +123,7 @@ def _recipes(facts: Facts, answer: Answer) -> Table:
     rows = [_recipe(entry, places.get(id(entry)), answer) for entry in (*answer.ranking.entries, *control)]
     # A column without a value says nothing.
     kept = [place for place in range(len(headings)) if not rows or any(row[place].text for row in rows)]
-    caption = "Recipes by place: medians over the runs that are done"
+    caption = "Recipes by place: means of tokens/s, medians of the rest, over the runs that are done"
     return Table(
         caption=f"{caption}; * {OVERSUBSCRIBED_TEXT}" if any(row["oversubscribed"] for row in facts.done) else caption,
         headings=[headings[place] for place in kept],
@@ -143,7 +143,7 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
         ),
         number(group.world),
         number(len(group.rows)),
-        number(_whole(group.median("tokens_per_second"))),
+        number(_whole(answer.centres.get(group.label) or group.median("tokens_per_second"))),
         Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
         number(group.median("mfu_percent"), digits=3),
         number(group.median("memory_gib"), digits=3),
