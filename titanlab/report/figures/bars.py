@@ -57,7 +57,7 @@ def throughput_by_layout(
     if ranked:
         compared = sorted(
             compared,
-            key=lambda group: (group.is_oversubscribed, -(centres.get(group.label) or group.median(column) or -1.0)),
+            key=lambda group: (group.is_oversubscribed, -(_centre(group, column, centres) or -1.0)),
         )
 
     def text(group: Group, value: float) -> str:
@@ -99,7 +99,7 @@ def _bars(
     figure, axis = new_figure(WIDTH, FRAME + BAR * max(1, len(shown)))
     longest = max((value for group in shown for value in group.values(column)), default=1.0) or 1.0
     for place, group in enumerate(shown):
-        value = (centres or {}).get(group.label) or group.median(column)
+        value = _centre(group, column, centres or {})
         names = [row["run"] for row in group.rows]
         if value is None:
             ends = ", ".join(sorted({word(row) for row in group.rows}))
@@ -111,7 +111,7 @@ def _bars(
         measured = [row for row in group.rows if row["outcome"] == "done" and row[column] is not None]
         said = f"{group.label}: {text(group, value)}, {counted(len(measured), 'run')}"
         figure.trace(bar, runs=[row["run"] for row in measured], columns=[column], text=said)
-        band = bands.get(group.label) if bands else None
+        band = bands.get(group.label) if bands and not group.is_control else None
         end = max(value, *(band or ()), *(row[column] for row in measured))
         if band is not None:
             _draw_band(axis, place, band)
@@ -119,7 +119,8 @@ def _bars(
             _draw_runs(figure, axis, place, measured, column)
         axis.text(end + 0.015 * longest, place, text(group, value), va="center", fontsize=8.5, color=INK)
     axis.set_xlim(0, longest * _ROOM)
-    label_bars(axis, [group.label for group in shown], len(compared))
+    labels = [f"{group.label} (control)" if group.is_control else group.label for group in shown]
+    label_bars(axis, labels, len(compared))
     axis.set_xlabel(label)
     axis.xaxis.set_major_formatter(lambda value, _: grouped(value) if longest >= 10 else significant(value, 2))
     if any(oversubscribed):
@@ -130,6 +131,12 @@ def _bars(
     set_title(axis, f"{title} by layout")
     figure.has_heading = True
     return figure
+
+
+def _centre(group: Group, column: str, centres: Mapping[str, float]) -> float | None:
+    """The given centre of a recipe, or its median: the control may have the label of another recipe."""
+    given = None if group.is_control else centres.get(group.label)
+    return group.median(column) if given is None else given
 
 
 def _draw_band(axis: Axes, place: int, band: tuple[float, float]) -> None:

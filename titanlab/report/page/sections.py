@@ -133,7 +133,9 @@ def _recipes(facts: Facts, answer: Answer) -> Table:
 
 def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
     group = entry.group
-    band = answer.bands.get(group.label)
+    # The control may have the label of another recipe.
+    band = None if entry.is_control else answer.bands.get(group.label)
+    centre = None if entry.is_control else answer.centres.get(group.label)
     ends = Counter(map(word, group.rows))
     near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
     return [
@@ -143,7 +145,7 @@ def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
         ),
         number(group.world),
         number(len(group.rows)),
-        number(_whole(answer.centres.get(group.label) or group.median("tokens_per_second"))),
+        number(_whole(centre or group.median("tokens_per_second"))),
         Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
         number(group.median("mfu_percent"), digits=3),
         number(group.median("memory_gib"), digits=3),
