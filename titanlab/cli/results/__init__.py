@@ -1,0 +1,1 @@
+"""Verbs that show the results of a sweep to others."""
