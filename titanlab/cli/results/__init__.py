@@ -1,1 +1,1 @@
-"""Verbs that show the results of a sweep to others."""
+"""Verbs that compare the runs of a sweep and show its results."""
