@@ -27,7 +27,7 @@ VERBS = {
     "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
     "collect": ("titanlab.cli.collect", "write a sweep's results as one parquet and one CSV file"),
     "best": ("titanlab.cli.best", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise"),
-    "report": ("titanlab.cli.results.report", "write a sweep's report: one HTML file with the answer, figures and causes"),
+    "report": ("titanlab.cli.results.report", "write a sweep's report: one HTML file with answer, figures and causes"),
     "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
     "checkpoints": ("titanlab.cli.checkpoints", "list a run's checkpoints; --verify reads and checks every byte"),
     "hosts": (
