@@ -28,6 +28,8 @@ MATMULS = (
     "aten.baddbmm.default",
     "aten._scaled_mm.default",
 )
+# Operators that models and axes of this package register when they are imported.
+OWN = ("titanlab.context_attention.default", "titanlab.grouped_product.default")
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
 PAPER = (
     "aten.mm.default",
@@ -125,7 +127,7 @@ class SelectiveOp(ACConfig):
         Raises:
             ConfigError: a name is unknown.
         """
-        known = known | set(PAPER)
+        known = known | {*PAPER, *OWN}
         spaces = {name.partition(".")[0] for name in known}
         for name in self.saved:
             space = name.partition(".")[0]

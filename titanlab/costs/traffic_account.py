@@ -24,11 +24,16 @@ _LOSS_BYTES = 2 * 4  # two float32 numbers per token, see `titanlab.parallelism.
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """A rank's numbers on the axes whose ranks have different communication."""
+    """A rank's numbers on the axes whose ranks have different communication.
+
+    Attributes:
+        fsdp: the number of its shard of FSDP2; the last shards may be smaller.
+    """
 
     pipeline: int = 0
     context: int = 0
     tensor: int = 0
+    fsdp: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +139,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
         else:
             add_sharding(step, rank, number, pieces, traffic)
         add_tensor(step, rank, pieces, traffic)
-        sum_whole_gradients(step, pieces, traffic)
+        sum_whole_gradients(step, rank, pieces, traffic)
         add_context(step, rank, pieces, traffic)
         _add_repeated(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
@@ -202,7 +207,7 @@ def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tra
     times = step.microbatches
     for piece in pieces:
         size = step.tokens * step.account.dim * step.element_bytes(piece)
-        sums = sum(STYLES[style].gathers or STYLES[style].sums for style in _styles(step.account, piece))
+        sums = sum(STYLES[style].gathers + STYLES[style].sums for style in _styles(step.account, piece))
         for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
             traffic.add(axis, kind, size, ranks=ranks, times=times * sums)
     if step.account.pieces[-1] in pieces:
@@ -212,7 +217,7 @@ def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tra
         traffic.add(axis, "all_gather", size, ranks=ranks, times=times)
 
 
-def sum_whole_gradients(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
+def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """The one reduction of a step that sums partial gradients of whole parameters over tensor ranks.
 
     They come from a share of the tokens (sequence parallelism) or from a rank's heads.
@@ -221,15 +226,20 @@ def sum_whole_gradients(step: Step, pieces: Sequence[str], traffic: Traffic) -> 
         return
     plan, cut = step.account.tensor_plan, step.sequence_parallel
     names = [n for n in _names(step.account, pieces) if has_partial_gradient(plan, n, sequence_parallel=cut)]
-    if size := sum(_whole_shard(step, name) for name in names):
+    if size := sum(_whole_shard(step, rank, name) for name in names):
         size *= max(step.master_bytes, step.reduce_bytes)
         traffic.add(step.axis("tensor"), "all_reduce", size, ranks=step.layout.tensor)
 
 
-def _whole_shard(step: Step, name: str) -> int:
-    """This rank's elements of an uncut parameter, with FSDP2's shards taken as even; 0 for a cut parameter."""
-    size = math.prod(step.account.parameters[name]) if _cut_dim(step.account, name) is None else 0
-    return size // step.layout.fsdp if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2" else size
+def _whole_shard(step: Step, rank: Coordinate, name: str) -> int:
+    """This rank's elements of an uncut parameter, without FSDP2's padding; 0 for a cut parameter."""
+    if _cut_dim(step.account, name) is not None:
+        return 0
+    rows, *rest = step.account.parameters[name]
+    if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2":
+        part = -(-rows // step.layout.fsdp)
+        rows = max(0, min(part, rows - rank.fsdp * part))
+    return rows * math.prod(rest)
 
 
 def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titanlab.costs.shard_account import fsdp_dim
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.precision.dtypes import Dtypes
 
@@ -154,11 +155,13 @@ class _ReduceScatter:
 
 
 def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
-    """The dim to shard: the first, or the second if tensor parallelism has cut the first and it is not divisible."""
-    if not isinstance(parameter, DTensor) or Shard(0) not in parameter.placements:
-        return None
-    rows = parameter.device_mesh.size() * parts
-    return Shard(1) if parameter.shape[0] % rows else None
+    """The dim to shard; None is the first."""
+    cut, tensor = None, 1
+    if isinstance(parameter, DTensor):
+        cut = next((placement.dim for placement in parameter.placements if isinstance(placement, Shard)), None)
+        tensor = parameter.device_mesh.size()
+    dim = fsdp_dim(parameter.shape, cut, tensor=tensor, fsdp=parts)
+    return Shard(dim) if dim else None
 
 
 class _DryRun(nn.Module):

@@ -8,6 +8,7 @@ rank, [batch, seq, dim]; with sequence parallelism (arXiv 2205.05198) it is this
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,22 +113,30 @@ def gathered(module: nn.Module, cut: TensorParallel) -> None:
     module.register_forward_pre_hook(lambda _, inputs: (cut.whole(inputs[0]), *inputs[1:]))
 
 
-def norm(module: nn.Module, cut: TensorParallel) -> None:
+def norm(module: nn.Module, cut: TensorParallel, style: str = "norm") -> None:
     """Replicate a module that treats each token alike; every rank applies it to its part of the stream.
 
     The module's `forward` may use its parameters and plain attributes, as torch's norms do, but no methods or modules.
     """
-    _distribute(module, cut.mesh, "norm")
+    _distribute(module, cut.mesh, style)
     compute = type(module).forward
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
 
-    def forward(stream: Tensor) -> Tensor:
+    def forward(*inputs: Tensor) -> Any:
         # The module's own code, with plain tensors instead of DTensor parameters.
         local = {name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)}
-        output: Tensor = compute(_Namespace({**settings, **local}), stream)
-        return output
+        return compute(_Namespace({**settings, **local}), *inputs)
 
     module.forward = forward
+
+
+def experts(module: nn.Module, cut: TensorParallel) -> None:
+    """Gather the first argument of a module, as `gathered`, and sum its output [batch·seq, dim] into the stream.
+
+    Every rank routes all tokens, and has a part of the width of each expert.
+    """
+    gathered(module, cut)
+    module.register_forward_hook(lambda _, __, output: cut.stream(cut.by_sequence(output)))
 
 
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
@@ -176,6 +185,10 @@ STYLES: Mapping[str, Style] = {
     "norm": norm,
     # A head is on one rank, so each rank normalises its own heads.
     "head_norm": norm,
+    "experts": experts,
+    "router": norm,
+    "expert_colwise": functools.partial(norm, style="expert_colwise"),
+    "expert_rowwise": functools.partial(norm, style="expert_rowwise"),
     "embedding": embedding,
     "head": head,
 }

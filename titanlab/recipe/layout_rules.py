@@ -75,7 +75,8 @@ def _broken_rule(account: ModelAccount, cuts: Iterable[_CutParameter], degree: i
     for name, shape, style in cuts:
         dim, allows_uneven = cut_dim(style, len(shape)), STYLES[style].allows_uneven
         if dim is not None and not allows_uneven and shape[dim] % degree:
-            return f"must divide the {shape[dim]} {('rows', 'columns')[dim]} of {name}"
+            noun = ("rows", "columns")[dim - STYLES[style].is_stack]
+            return f"must divide the {shape[dim]} {noun} of {name}"
         # The first ranks get equal parts, rounded up. If there are few rows, none remain for the last rank.
         if allows_uneven and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
             return f"leaves a process without a row of {name}, which has {shape[0]}"

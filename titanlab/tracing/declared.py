@@ -38,14 +38,7 @@ class RankAccount:
     update_traffic: Sequence[Row] = field(default=())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place(Coordinate):
-    """A rank's numbers on the axes, with that of its shard of FSDP2."""
-
-    fsdp: int = 0
-
-
-def place_of(layout: Layout, rank: int) -> Place:
+def place_of(layout: Layout, rank: int) -> Coordinate:
     """The place of a rank of the world."""
     numbers, rest, degrees = {}, rank, layout.degrees()
     for axis in reversed(AXES):
@@ -53,7 +46,7 @@ def place_of(layout: Layout, rank: int) -> Place:
     fsdp = 0
     for axis in FSDP_AXES:
         fsdp = fsdp * degrees[axis] + numbers[axis]
-    return Place(pipeline=numbers["pipeline"], context=numbers["context"], tensor=numbers["tensor"], fsdp=fsdp)
+    return Coordinate(pipeline=numbers["pipeline"], context=numbers["context"], tensor=numbers["tensor"], fsdp=fsdp)
 
 
 def declared(recipe: Recipe, rank: int) -> RankAccount:
@@ -86,7 +79,7 @@ def _stages(recipe: Recipe, pipeline: int) -> list[tuple[int, Sequence[str]]]:
     return [(number, pieces) for number, (pieces, rank) in enumerate(stages) if rank == pipeline]
 
 
-def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Place, *, padded: bool) -> Stored:
+def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Coordinate, *, padded: bool) -> Stored:
     layout, formats = recipe.layout, recipe.precision.formats()
     part = list(tensor_part(model, name, tensor=layout.tensor, number=place.tensor))
     if layout.data_parallelism(mixed=formats.mixed) == "fsdp2":

@@ -149,12 +149,15 @@ def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     columns = operation.output[-1]
     inner = operation.flops / (2 * math.prod(operation.output))
     style = STYLES.get(style_of(part.plan, path))
-    dim = style.cut_dim if style is not None and part.tensor > 1 else None
+    dim = (
+        style.cut_dim - style.is_stack if style is not None and style.cut_dim is not None and part.tensor > 1 else None
+    )
     if dim == 0:
         columns = -(-columns // part.tensor)
     elif dim == 1:
         inner = inner / part.tensor
-    moved = (rows * inner + inner * columns + rows * columns) * part.width
+    groups = operation.groups
+    moved = (rows * inner + groups * inner * columns + rows * columns) * part.width
     product = part.products.get(path)
     formats = (
         (product.forward, product.input_gradient, product.weight_gradient) if product is not None else (part.dtype,) * 3
@@ -162,7 +165,9 @@ def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     flops = 2 * rows * inner * columns
     kernels = [
         [Kernel(flops * _waste(*shape), dtype, moved, 1, True)]
-        for dtype, shape in zip(formats, ((rows, columns), (rows, inner), (inner, columns)), strict=True)
+        for dtype, shape in zip(
+            formats, ((rows / groups, columns), (rows / groups, inner), (inner, columns)), strict=True
+        )
     ]
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.

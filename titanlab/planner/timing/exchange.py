@@ -78,7 +78,7 @@ def tensor_rows(step: Step, piece: str) -> tuple[list[Row], list[Row]]:
     traffic = Traffic()
     add_tensor(step, _FIRST, (piece,), traffic)
     once = Traffic()
-    sum_whole_gradients(step, (piece,), once)
+    sum_whole_gradients(step, _FIRST, (piece,), once)
     return traffic.rows(), once.rows()
 
 
