@@ -143,11 +143,16 @@ class RoutedExperts:
         count: of experts; the first dim of each of their parameters.
         active: experts that a token is computed by.
         module: path in a block of the module with all parameters of experts.
+        balance: `bias`, `auxiliary_batch`, `auxiliary_sequence` or `none`; see `titanlab.model.moe_schema`.
+        bias_rate, auxiliary_weight: of the balance.
     """
 
     count: int
     active: int
     module: str = "feed_forward.experts"
+    balance: str = "none"
+    bias_rate: float = 0.0
+    auxiliary_weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,8 +143,13 @@ def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
         add_context(step, rank, pieces, traffic)
         _add_repeated(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
-    traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES, ranks=step.layout.world)
+    traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES + _counts_bytes(step.account), ranks=step.layout.world)
     return traffic.rows()
+
+
+def _counts_bytes(account: ModelAccount) -> int:
+    """Of each block the count of each expert's tokens, and the sum of entropies, in float64."""
+    return 0 if account.experts is None else account.layers * (account.experts.count + 1) * 8
 
 
 def add_replicas(step: Step, traffic: Traffic) -> None:

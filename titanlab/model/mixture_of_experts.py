@@ -26,20 +26,74 @@ class Choice(NamedTuple):
     experts: Tensor
 
 
+class Auxiliary(NamedTuple):
+    """The auxiliary loss of load balance, whose gradient a router adds in its backward pass (arXiv 2101.03961).
+
+    For N experts it is weight · N · Σ share · mean probability, a mean over tokens like the loss.
+
+    shares: [experts] shares of the tokens; None: those of each sequence
+    weight: of this rank's summand of the loss
+    scale: factor of the loss before its backward; a tensor may change between steps
+    seq_len: tokens of a sequence on this rank
+    """
+
+    shares: Tensor | None
+    weight: float
+    scale: float | Tensor
+    seq_len: int
+
+
 class Router(nn.Module):
-    """Chooses the `active` most probable experts of each token [tokens, dim]; multiplies in float32."""
+    """Chooses the `active` most probable experts of each token [tokens, dim]; multiplies in float32.
+
+    Training sets the other attributes; without them the router neither counts nor balances.
+
+    Attributes:
+        bias: [experts] float32, which is added to the probabilities for the choice only (arXiv 2408.15664).
+        auxiliary: the auxiliary loss.
+        tally: [experts + 1] float32. Its gradient is the count of tokens by expert, and the sum of entropies: so each
+            microbatch counts once, in its backward pass, however often its forward pass is computed.
+    """
 
     def __init__(self, dim: int, experts: RoutedExperts) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts.count, dim))
         self.active = experts.active
+        self.bias: Tensor | None = None
+        self.auxiliary: Auxiliary | None = None
+        self.tally: Tensor | None = None
 
     def forward(self, tokens: Tensor) -> Choice:
-        # Tensor parallelism calls this function with plain attributes: see its style `router`.
-        logits: Tensor = WideProduct.apply(tokens, self.weight)  # type: ignore[no-untyped-call]
+        return self.choose(tokens, self.weight)
+
+    def choose(self, tokens: Tensor, weight: Tensor) -> Choice:
+        """The choice with a weight that may be a plain tensor instead of the parameter."""
+        logits: Tensor = WideProduct.apply(tokens, weight)  # type: ignore[no-untyped-call]
         scores = logits.softmax(-1)
-        best, experts = scores.topk(self.active, dim=-1)
+        with torch.no_grad():
+            ranked = scores if self.bias is None else scores + self.bias
+            experts = ranked.topk(self.active, dim=-1).indices
+        if self.auxiliary is not None:
+            scores = self._with_auxiliary(scores, experts, self.auxiliary)
+        best = scores.gather(-1, experts)
+        if self.tally is not None:
+            with torch.no_grad():
+                entropy = -(scores * scores.clamp(min=_SMALLEST).log()).sum()
+            best = Tally.apply(best, self.tally, experts, entropy)  # type: ignore[no-untyped-call]
         return Choice(best / best.sum(-1, keepdim=True), experts)
+
+    def _with_auxiliary(self, scores: Tensor, experts: Tensor, auxiliary: Auxiliary) -> Tensor:
+        count = scores.shape[-1]
+        with torch.no_grad():
+            if auxiliary.shares is None:
+                chosen = experts.view(-1, auxiliary.seq_len * self.active)
+                counts = scores.new_zeros((chosen.shape[0], count))
+                shares = counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=scores.dtype)) / chosen.shape[1]
+            else:
+                shares = auxiliary.shares.unsqueeze(0)
+            slope = shares * (auxiliary.weight * count)
+        added: Tensor = AddSlope.apply(scores, slope, auxiliary.scale)  # type: ignore[no-untyped-call]
+        return added
 
 
 class ExpertLinear(nn.Module):
@@ -110,6 +164,43 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     numbers = torch.arange(count, device=flat.device)
     ends = torch.searchsorted(flat.index_select(0, order), numbers, right=True, out_int32=True)
     return order, inverse, ends
+
+
+# The least probability of which a logarithm is taken.
+_SMALLEST = 1e-30
+
+
+class Tally(torch.autograd.Function):
+    """Identity; the backward makes the gradient of the tally."""
+
+    @staticmethod
+    def forward(ctx: Any, best: Tensor, tally: Tensor, experts: Tensor, entropy: Tensor) -> Tensor:
+        ctx.save_for_backward(experts, entropy)
+        ctx.count = tally.shape[0] - 1
+        return best.view_as(best)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        experts, entropy = ctx.saved_tensors
+        flat = experts.flatten()
+        counts = entropy.new_zeros(ctx.count).scatter_add(0, flat, torch.ones_like(flat, dtype=entropy.dtype))
+        return gradients[0], torch.cat((counts, entropy.view(1))), None, None
+
+
+class AddSlope(torch.autograd.Function):
+    """Identity of scores [tokens, experts]; the backward adds slope [sequences or 1, experts] · scale."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, slope: Tensor, scale: float | Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        ctx.scale = scale
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), (slope,) = gradients, ctx.saved_tensors
+        by_sequence = gradient.unflatten(0, (slope.shape[0], -1)) + (slope * ctx.scale).unsqueeze(1)
+        return by_sequence.flatten(0, 1), None, None
 
 
 class WideProduct(torch.autograd.Function):

@@ -53,6 +53,11 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
         Activation(name=f"feed_forward.{name}", shape=(*rows, ffn_dim), cut="part")
         for name in ("experts.w1", "experts.w3", "experts.silu", "experts.mul")
     )
+    # What is counted and balanced in the backward pass.
+    kept = [Activation(name="feed_forward.entropy", shape=(1,), cut="all", element_bytes=4)]
+    if experts.balance.startswith("auxiliary"):
+        sequences = batch if experts.balance == "auxiliary_sequence" else 1
+        kept.append(replace(kept[0], name="feed_forward.slope", shape=(sequences, experts.count)))
     combined = replace(fed, name="feed_forward.combine")
     by_token = replace(down, name="feed_forward.by_token")
     return [
@@ -64,7 +69,13 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
             keeps=(fed,),
             operators=(Operator(names=("aten.mm.default",), results=(logits,)),),
         ),
-        _moves("feed_forward.choose", scores, "aten._softmax.default", keeps=(scores, chosen, best, total), passes=6.0),
+        _moves(
+            "feed_forward.choose",
+            scores,
+            "aten._softmax.default",
+            keeps=(scores, chosen, best, total, *kept),
+            passes=6.0,
+        ),
         _moves(
             "feed_forward.spread",
             spread,

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titanlab.costs.account import style_of
 from titanlab.costs.tensor_styles import cut_dim, has_partial_gradient
+from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
 from titanlab.parallelism.local import local_part
 from titanlab.parallelism.pipeline_weights import linear as linear_product
@@ -139,6 +140,13 @@ def experts(module: nn.Module, cut: TensorParallel) -> None:
     module.register_forward_hook(lambda _, __, output: cut.stream(cut.by_sequence(output)))
 
 
+def router(module: nn.Module, cut: TensorParallel) -> None:
+    """Replicate a router, which all ranks apply to all tokens."""
+    assert isinstance(module, Router), module
+    _distribute(module, cut.mesh, "router")
+    module.forward = lambda tokens: module.choose(tokens, local_part(module.weight))  # type: ignore[method-assign]
+
+
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
     """Cut an embedding by rows: each rank looks up the tokens whose rows it has."""
     assert isinstance(table, nn.Embedding), table
@@ -186,7 +194,7 @@ STYLES: Mapping[str, Style] = {
     # A head is on one rank, so each rank normalises its own heads.
     "head_norm": norm,
     "experts": experts,
-    "router": norm,
+    "router": router,
     "expert_colwise": functools.partial(norm, style="expert_colwise"),
     "expert_rowwise": functools.partial(norm, style="expert_rowwise"),
     "embedding": embedding,

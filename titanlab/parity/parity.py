@@ -34,12 +34,14 @@ class Trace:
         losses, grad_norms: by step.
         gradients: of the first step, as the optimizer got them; full tensors by parameter name.
         parameters: after the last step; full tensors by name.
+        loads: by step, tokens of each block's experts; empty if the model has none.
     """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    loads: list[list[list[float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ class _Tracer(Observer):
     def after_step(self, step: int, totals: Totals) -> None:
         self.trace.losses.append(totals.loss)
         self.trace.grad_norms.append(totals.grad_norm)
+        if totals.load is not None:
+            self.trace.loads.append([list(block) for block in totals.load.counts])
 
     def with_gradients(self, step: int, model: nn.Module) -> None:
         if not self.trace.gradients:

@@ -113,6 +113,7 @@ def train(
         gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
         position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)
+        assembled.balance.restore(position.routing)
         assembled.after_update()
         stream = source.open_train(
             recipe.data,
@@ -191,6 +192,7 @@ def train(
                     nominal_tokens=recipe.tokens_per_step,
                     loss_scale=assembled.loss_scale,
                     saves=saves.is_due,
+                    balance=assembled.balance,
                 )
             repeated.after(step, sums)
             if step == first_step + 1:
@@ -222,6 +224,7 @@ def train(
                 position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
                 position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
                 assembled.loss_scale.restore(position.loss_scale)
+                assembled.balance.restore(position.routing)
                 assembled.after_update()
                 outcome = rollbacks.note(outcome, warnings, to=position.step)
                 step = position.step

@@ -134,7 +134,8 @@ def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel
     """
     results = [tensor for operator in operation.operators for tensor in operator.results]
     cut = results[0].cut if results else "stream"
-    ranks = part.context * (part.tensor if cut == "part" or part.sequence_parallel else 1)
+    is_cut = cut == "part" or (cut == "stream" and part.sequence_parallel)
+    ranks = part.context * (part.tensor if is_cut else 1)
     passes = operation.passes
     if part.fused:
         passes = min(passes, 1.0 if follows else 2.0)
