@@ -91,7 +91,8 @@ class Router(nn.Module):
                 shares = counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=scores.dtype)) / chosen.shape[1]
             else:
                 shares = auxiliary.shares.unsqueeze(0)
-            slope = shares * (auxiliary.weight * count)
+            # A constant changes nothing, because probabilities sum to 1; without it, equal shares give exactly zero.
+            slope = (shares - 1 / count) * (auxiliary.weight * count)
         added: Tensor = AddSlope.apply(scores, slope, auxiliary.scale)  # type: ignore[no-untyped-call]
         return added
 
