@@ -1,6 +1,7 @@
 """Models with experts train on layouts as in one process: losses, norms, gradients, parameters and routing."""
 
 import os
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -67,18 +68,21 @@ def traced(made, run):
 
 def recipe(folder, model, given):
     common = {key: value for key, value in COMMON.items() if key != "layers"}
-    return tiny.recipe(folder, model=MODELS[model], **OnLayout(given).keys(common))
+    keys = OnLayout(given).keys(common)
+    changes = {"kv_heads": keys.pop("kv_heads")} if "kv_heads" in keys else {}
+    return tiny.recipe(folder, model=replace(MODELS[model], **changes), **keys)
 
 
 @pytest.fixture(scope="module")
 def reference(pool, tmp_path_factory):
     known = {}
 
-    def of(model):
-        if model not in known:
-            made = recipe(tmp_path_factory.mktemp("reference"), model, {})
-            known[model] = pool.run(1, traced, made, tiny.begin(made))[0]
-        return known[model]
+    def of(model, given=None):
+        key = model, str(given or {})
+        if key not in known:
+            made = recipe(tmp_path_factory.mktemp("reference"), model, given or {})
+            known[key] = pool.run(1, traced, made, tiny.begin(made))[0]
+        return known[key]
 
     return of
 

@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.layout import Layout
 from titanlab.costs.tensor_styles import cut_dim, parameter_style
 
 
+class Cuts(NamedTuple):
+    """The degrees that cut a parameter: of tensor or expert parallelism, and of FSDP2."""
+
+    tensor: int
+    fsdp: int
+
+
+STACK = "expert_stack"
+
+
+def account_for(account: ModelAccount, layout: Layout) -> ModelAccount:
+    """The account with the tensor plan of a layout: expert parallelism does not cut the width of experts.
+
+    Then each rank of the tensor axis routes its own tokens, and no rank gathers or sums them.
+    """
+    if layout.expert == 1:
+        return account
+    styles = {"expert_colwise": STACK, "expert_rowwise": STACK}
+    plan = {path: styles.get(style, style) for path, style in account.tensor_plan.items() if style != "experts"}
+    return replace(account, tensor_plan=plan)
+
+
+def cuts_of(account: ModelAccount, name: str, layout: Layout, *, sharded: bool = True) -> Cuts:
+    """The degrees that cut a parameter of an account for a layout.
+
+    Args:
+        sharded: whether FSDP2 shards.
+    """
+    if parameter_style(account, name) == STACK:
+        return Cuts(layout.expert, layout.expert_shard if sharded else 1)
+    return Cuts(layout.tensor, layout.fsdp if sharded else 1)
+
+
 def tensor_part(account: ModelAccount, name: str, *, tensor: int, number: int = 0) -> tuple[int, ...]:
-    """Shape of a parameter on one rank of tensor parallelism.
+    """Shape of a parameter on one rank of tensor parallelism, or of expert parallelism for a stack of experts.
 
     Args:
         tensor: degree.

@@ -5,7 +5,7 @@ No token is dropped: the tokens are sorted by expert, and each product multiplie
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -128,12 +128,29 @@ class Experts(nn.Module):
         return output
 
 
+class RowExchange(Protocol):
+    """Sends rows to other ranks; see `titanlab.parallelism.expert`."""
+
+    def spread(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Rows sorted by expert and the ends of experts → those of this rank's experts, and a value for `gather`."""
+        ...
+
+    def gather(self, rows: Tensor, way: Any) -> Tensor:
+        """The results of this rank's experts → those of the rows that were spread."""
+        ...
+
+
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the chosen experts' outputs, [..., dim] → the same shape."""
+    """The weighted sum of the chosen experts' outputs, [..., dim] → the same shape.
+
+    Attributes:
+        exchange: with expert parallelism; None: this rank has all experts.
+    """
 
     def __init__(self, dim: int, ffn_dim: int, experts: RoutedExperts) -> None:
         super().__init__()
         self.count = experts.count
+        self.exchange: RowExchange | None = None
         self.router = Router(dim, experts)
         self.experts = Experts(dim, ffn_dim, experts)
 
@@ -142,7 +159,11 @@ class MixtureOfExperts(nn.Module):
         choice = self.router(tokens)
         order, inverse, ends = sort_by_expert(choice.experts, self.count)
         rows = Spread.apply(tokens, order, inverse, choice.experts.shape[1])  # type: ignore[no-untyped-call]
-        rows = self.experts(rows, ends)
+        if self.exchange is None:
+            rows = self.experts(rows, ends)
+        else:
+            rows, ends, way = self.exchange.spread(rows, ends)
+            rows = self.exchange.gather(self.experts(rows, ends), way)
         output: Tensor = WeightedSum.apply(rows, choice.weights, order, inverse)  # type: ignore[no-untyped-call]
         return output.view(hidden.shape)
 

@@ -54,6 +54,9 @@ class ExpertFields(ModelConfig):
         if self.balance == "auxiliary_sequence" and setting.layout.context > 1:
             rule = f"counts by sequence, of which context={setting.layout.context} gives each process a part"
             raise ConfigError("model.balance", self.balance, rule, "try auxiliary_batch or bias")
+        if self.balance == "auxiliary_sequence" and setting.layout.expert > 1 and setting.layout.tensor > 1:
+            rule = "counts by sequence, and with tensor > 1 and expert > 1 each process routes a part of the tokens"
+            raise ConfigError("model.balance", self.balance, rule, "try auxiliary_batch or bias")
 
     def check_routing(self) -> None:
         """Check the fields above.

@@ -45,6 +45,19 @@ class Sharded:
     divides_by: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Modules with the parameters of experts, which have their own view of the ranks.
+
+    Attributes:
+        modules: one in each block.
+        mesh: `[shard]` or `[replicate, shard]`; with fewer shards than the dense parameters have.
+    """
+
+    modules: Sequence[nn.Module]
+    mesh: DeviceMesh
+
+
 def fully_shard_model(
     model: nn.Module,
     blocks: list[nn.Module],
@@ -55,6 +68,7 @@ def fully_shard_model(
     cpu_offload: bool,
     whole: Sequence[nn.Module] = (),
     apart: Sequence[nn.Module] = (),
+    experts: Experts | None = None,
 ) -> Sharded:
     """Apply FSDP2: each block is a unit, and the rest of the model another; a 2-D mesh makes it HSDP.
 
@@ -64,6 +78,7 @@ def fully_shard_model(
             rest of the model, which the backward needs first.
         whole: units that compute and reduce in float32 while others do not; the model itself means its rest.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
+        experts: modules inside blocks that are separate units over another mesh; None: there are none.
     """
     # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -78,22 +93,35 @@ def fully_shard_model(
         )
 
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    shard = functools.partial(
-        fully_shard,
-        mesh=mesh,
-        offload_policy=offload,
-        shard_placement_fn=functools.partial(_sharded_dim, parts=mesh.size(mesh.ndim - 1)),
-    )
+    inner = {
+        block: [unit for unit in block.modules() if experts is not None and unit in experts.modules] for block in blocks
+    }
+
+    def shard(unit: nn.Module, *, like: nn.Module, over: DeviceMesh) -> None:
+        fully_shard(
+            unit,
+            mesh=over,
+            offload_policy=offload,
+            shard_placement_fn=functools.partial(_sharded_dim, parts=over.size(over.ndim - 1)),
+            mp_policy=policy(like),
+            reshard_after_forward=reshard_after_forward and like in blocks[:-1],
+        )
+
     for module in (*blocks, *apart, model):
         module.register_forward_hook(_without_views)
+    for block, within in inner.items():
+        for unit in within:
+            assert experts is not None
+            shard(unit, like=block, over=experts.mesh)
     for unit in (*blocks, *apart, model):
-        frees = reshard_after_forward and unit in blocks[:-1]
-        shard(unit, mp_policy=policy(unit), reshard_after_forward=frees)
+        shard(unit, like=unit, over=mesh)
     root = model
     assert isinstance(root, FSDPModule)
 
-    units = [module for module in (*blocks, *apart, root) if isinstance(module, FSDPModule)]
-    kept = [unit for unit in units if not (reshard_after_forward and unit in blocks[:-1])]
+    freed = [unit for block in blocks[:-1] for unit in (block, *inner.get(block, ()))] if reshard_after_forward else []
+    all_units = (*(unit for within in inner.values() for unit in within), *blocks, *apart, root)
+    units = [module for module in all_units if isinstance(module, FSDPModule)]
+    kept = [unit for unit in units if unit not in freed]
     if mesh.device_type == "cpu":
         for unit in units:
             # `Any`, because torch's protocol for it is private.

@@ -197,6 +197,8 @@ STYLES: Mapping[str, Style] = {
     "router": router,
     "expert_colwise": functools.partial(norm, style="expert_colwise"),
     "expert_rowwise": functools.partial(norm, style="expert_rowwise"),
+    # Expert parallelism divides them: see `titanlab.parallelism.expert`.
+    "expert_stack": lambda module, cut: None,
     "embedding": embedding,
     "head": head,
 }

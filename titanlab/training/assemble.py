@@ -181,13 +181,15 @@ def _balance(
     account = recipe.model.account()
     if account.experts is None:
         return NoBalance()
+    # Without expert parallelism all ranks of the tensor axis route the same tokens.
+    routes_own = recipe.layout.expert > 1
     with world.without_data or contextlib.nullcontext():
         return Balance(
             models,
             account,
             world.device,
-            counts=mesh.coordinate("tensor") == 0,
-            parts=recipe.layout.tensor,
+            counts=mesh.coordinate("tensor") == 0 or routes_own,
+            parts=1 if routes_own else recipe.layout.tensor,
             scale=scale,
             seq_len=recipe.training.seq_len // recipe.layout.context,
         )
