@@ -6,17 +6,16 @@ import pytest
 
 from tests import tiny
 from tests.parity.test_experts import BAR, OnLayout, recipe, reference, traced  # noqa: F401
-from titanlab.ac.block_schema import FullCheckpointing
-from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.parity.parity import compare
 
 FULL = [pytest.mark.full]
-AC = {"full": FullCheckpointing(), "selective_op": SelectiveOp()}
+AC = {"full": FullCheckpointing(), "selective_layer": SelectiveLayer(every=2)}
 ROWS = [
     ("qwen3", {"shard": 2, "expert": 2}, []),
     ("qwen3", {"shard": 2, "tensor": 2, "expert": 4, "microbatch": 2}, []),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv", "ac": "full"}, []),
-    ("qwen3", {"shard": 4, "expert": 2, "ac": "selective_op"}, FULL),
+    ("qwen3", {"shard": 4, "expert": 2, "ac": "selective_layer"}, FULL),
     ("qwen3", {"shard": 4, "expert": 4, "microbatch": 1, "reshard_after_forward": "never"}, FULL),
     ("qwen3", {"tensor": 2, "expert": 2}, FULL),
     ("qwen3", {"tensor": 2, "shard": 2, "expert": 2, "ac": "full"}, FULL),
@@ -32,7 +31,7 @@ ROWS = [
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "looped_bfs"}, FULL),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "interleaved_1f1b"}, FULL),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "interleaved_zero_bubble"}, FULL),
-    ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "dualpipe_v", "ac": "selective_op"}, FULL),
+    ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "dualpipe_v", "ac": "selective_layer"}, FULL),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "csv"}, FULL),
     ("qwen3", {"pipeline": 2, "context": 2, "tensor": 2, "expert": 2, "schedule": "zbv"}, FULL),
     ("qwen3", {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "expert": 8}, FULL),

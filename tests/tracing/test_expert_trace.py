@@ -25,6 +25,15 @@ LAYOUTS = {
     # Then FSDP2 shards another dim of the stacked matrices.
     "experts that cannot be divided": {"model": MIXTRAL, "shard": 4, "tensor": 2, "ac": SelectiveOp(saved=SAVED)},
     "no sequence parallelism": {"model": QWEN, "tensor": 2, "sequence_parallel": False, "ac": FullCheckpointing()},
+    "expert 2": {"model": QWEN, "shard": 2, "expert": 2},
+    "expert 2 of shard 4": {"model": QWEN, "shard": 4, "expert": 2, "bf16": True, "ac": FullCheckpointing()},
+    "expert 4 of shard 2, tensor 2": {"model": QWEN, "shard": 2, "tensor": 2, "expert": 4, "ac": FullCheckpointing()},
+    "expert 2 of tensor 2": {"model": QWEN, "tensor": 2, "expert": 2},
+    "expert 2 of context 2, HSDP": {"model": QWEN, "replicate": 2, "context": 2, "expert": 2, "bf16": True},
+    "expert 2 of 8 shards": {"model": MIXTRAL, "shard": 8, "expert": 2, "microbatch": 1},
+    "expert 8 of 64": {"model": QWEN, "shard": 64, "expert": 8, "global_batch": 64, "bf16": True},
+    "expert 4 in a pipeline": {"model": QWEN, "pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "expert": 4,
+                               "schedule": ZBV()},
     "5 axes": {"model": QWEN, "replicate": 2, "pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "bf16": True,
                "schedule": ZBV()},
 }  # fmt: skip

@@ -31,6 +31,9 @@ class Activation:
         element_bytes: bytes of an element, such as 4 for float32 statistics; None: those of the compute precision.
         copy_of: name of the tensor of which it is a copy in another precision; with equal widths there is no copy.
         accelerator: the only one on which it exists; empty: all.
+        with_experts: its cut with expert parallelism, where each rank of the tensor axis routes its own tokens;
+            `only`: it exists only then, cut as the stream; empty: that does not change it. What is cut as `all` is then
+            that of this rank's experts.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Activation:
     element_bytes: int | None = None
     copy_of: str = ""
     accelerator: str = ""
+    with_experts: Literal["", "stream", "only"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class Share:
         accelerator: `cpu` or `cuda`; their kernels keep different tensors.
         tensor, context: degrees.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
+        expert: ranks that share the experts.
     """
 
     element_bytes: int
@@ -70,6 +75,7 @@ class Share:
     tensor: int = 1
     context: int = 1
     sequence_parallel: bool = True
+    expert: int = 1
 
     def bytes_of(self, activations: Iterable[Activation]) -> int:
         """Bytes of these tensors on one rank, each counted once."""
@@ -79,8 +85,14 @@ class Share:
                 continue
             width = tensor.element_bytes or self.element_bytes
             name = tensor.copy_of if tensor.copy_of and width == self.element_bytes else tensor.name
-            whole = tensor.cut == "whole" or (tensor.cut == "stream" and not self.sequence_parallel)
-            ranks = 1 if tensor.cut == "all" else self.context * (1 if whole else self.tensor)
+            if tensor.with_experts == "only" and self.expert == 1:
+                continue
+            is_moved = bool(tensor.with_experts) and self.expert > 1
+            cut = "stream" if is_moved and tensor.cut != "all" else tensor.cut
+            whole = cut == "whole" or (cut == "stream" and not self.sequence_parallel)
+            ranks = self.context * (1 if whole else self.tensor)
+            if cut == "all":
+                ranks = self.expert if is_moved else 1
             sizes[name] = math.prod(tensor.shape) * width // ranks
         return sum(sizes.values())
 

@@ -31,7 +31,11 @@ def axis_groups(mesh: Mesh) -> dict[str, str]:
 
     If one axis has all ranks, torch uses the world's group for it: the group then has the name of the axis.
     """
-    names: dict[str, str] = {group.group_name: axis for axis, group in mesh.groups().items()}
+    names: dict[str, str] = {}
+    for axis, group in mesh.groups().items():
+        names.setdefault(group.group_name, axis)
+    if mesh.experts is not None and mesh.layout.replicate > 1:
+        names.setdefault(mesh.experts["replicate"].get_group().group_name, "replicate")
     if dist.is_initialized() and dist.group.WORLD is not None:
         names.setdefault(dist.group.WORLD.group_name, "world")
     return names

@@ -37,6 +37,7 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
     tokens = (batch, seq_len)
     stream, after_attention = (Activation(name=name, shape=(*tokens, dim)) for name in (HIDDEN, "attention_residual"))
     normed, fed = (Activation(name=f"{name}_norm", shape=(*tokens, dim), cut="whole") for name in ("attention", "ffn"))
+    fed = fed if config.routed is None else replace(fed, with_experts="stream")
     attention = _attention(config, batch, seq_len)
     return [
         norm("attention_norm", stream),

@@ -47,10 +47,11 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
     total = replace(best, name="feed_forward.total", shape=(*whole, 1))
     order, inverse = (replace(chosen, name=f"feed_forward.{name}", shape=(*rows, 1)) for name in ("order", "inverse"))
     spread, down = (
-        Activation(name=f"feed_forward.{name}", shape=(*rows, dim), cut="whole") for name in ("spread", "experts.w2")
+        Activation(name=f"feed_forward.{name}", shape=(*rows, dim), cut="whole", with_experts="stream")
+        for name in ("spread", "experts.w2")
     )
     gate, up, silu, mul = (
-        Activation(name=f"feed_forward.{name}", shape=(*rows, ffn_dim), cut="part")
+        Activation(name=f"feed_forward.{name}", shape=(*rows, ffn_dim), cut="part", with_experts="stream")
         for name in ("experts.w1", "experts.w3", "experts.silu", "experts.mul")
     )
     # What is counted and balanced in the backward pass.
@@ -58,6 +59,8 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
     if experts.balance.startswith("auxiliary"):
         sequences = batch if experts.balance == "auxiliary_sequence" else 1
         kept.append(replace(kept[0], name="feed_forward.slope", shape=(sequences, experts.count)))
+    # Their order among the rows that other ranks have sent, and the inverse.
+    travelled = [replace(order, name=f"feed_forward.{name}", with_experts="only") for name in ("arrived", "returned")]
     combined = replace(fed, name="feed_forward.combine")
     by_token = replace(down, name="feed_forward.by_token")
     return [
@@ -94,7 +97,7 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
             "feed_forward.combine",
             combined,
             "aten.sum.dim_IntList",
-            keeps=(down, weights, order, inverse),
+            keeps=(down, weights, order, inverse, *travelled),
             passes=4.0 * experts.active + 1,
             first=(Operator(names=_SELECT, results=(by_token,)),),
         ),
@@ -108,7 +111,12 @@ def _grouped(experts: RoutedExperts, name: str, inputs: Activation, result: Acti
         kind="matmul",
         flops=2 * width * result.shape[0] * result.shape[1] * result.shape[2],
         output=result.shape,
-        keeps=(inputs, Activation(name="feed_forward.ends", shape=(experts.count,), cut="all", element_bytes=4)),
+        keeps=(
+            inputs,
+            Activation(
+                name="feed_forward.ends", shape=(experts.count,), cut="all", element_bytes=4, with_experts="stream"
+            ),
+        ),
         operators=(Operator(names=_GROUPED, results=(result,)),),
         groups=experts.count,
     )

@@ -108,6 +108,7 @@ class _Ranks:
             tensor=layout.tensor,
             context=layout.context,
             sequence_parallel=config.sequence_parallel,
+            expert=layout.expert,
         )
         self.shape = (self.model, self.share, recipe.microbatch, recipe.training.seq_len)
         batch = Batch(self.model, key_of(recipe.ac), self.share, recipe.microbatch, recipe.training.seq_len)
