@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlab.costs.layout import DATA_AXES, FSDP_AXES, Layout
 
+# Dimensions of the mesh of experts that the mesh of other parameters does not have.
+EXPERT_AXES = ("expert_shard", "expert")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -79,7 +82,7 @@ class Mesh:
         """Process groups by the name of their axis, or of FSDP2's joint dimension, where the degree is above 1."""
         views = {**self._views, **{name: view for name, view in self.folded.items() if name != FSDP_AXES[0]}}
         if self.experts is not None:
-            views |= {name: self.experts[name] for name in ("expert_shard", "expert")}
+            views |= {name: self.experts[name] for name in EXPERT_AXES}
         return {name: view.get_group() for name, view in views.items() if view.size() > 1}
 
 
