@@ -39,7 +39,13 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# Only in `make test-full`.
+FULL = ("expert 2 of context 2, HSDP", "expert 2 of 8 shards", "expert 8 of 64", "expert 2 of tensor 2", "expert 2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in LAYOUTS]
+)
 def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     layout = dict(LAYOUTS[name])
     schedule = {"schedule": layout.pop("schedule")} if "schedule" in layout else {}
