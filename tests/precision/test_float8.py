@@ -247,7 +247,7 @@ class Beginner(parity.Tracer):
     def with_gradients(self, step, model):
         super().with_gradients(step, model)
         if not hasattr(self, "begun"):
-            self.begun = parity._everywhere(dict(model.named_parameters()), self.layout)
+            self.begun = parity._everywhere(dict(model.named_parameters()), self._layout)
 
 
 def begun(made, run):

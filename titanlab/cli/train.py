@@ -18,7 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     with Console() as console:
         # Of processes that something else has started, rank 0's worker alone has the terminal.
         shown = not {"RANK", "SLURM_PROCID"} & os.environ.keys()
-        console.phase("composing the recipe" if shown else None)
+        # In a pipe, nothing is started before the recipe is known to be right, not even a thread.
+        console.phase("composing the recipe" if shown and console.is_live else None)
         # Imported here: Hydra takes a third of a second, and the phase is to be seen before.
         from titanlab.cli.compose import compose_one
         from titanlab.launch.launchers import joined
