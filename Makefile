@@ -25,7 +25,7 @@ UNFINISHED := $(VENV)/.unfinished
 LOG := $(VENV)/install.log
 
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test test-full test-matrix test-slurm lint format benchmark constraints clean clean-environment
+.PHONY: help environment quickstart test test-full test-matrix test-slurm lint docs format benchmark constraints clean clean-environment
 
 help: ## list these targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
@@ -64,6 +64,10 @@ lint: $(READY) ## check style (ruff) and types (mypy)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+docs: $(READY) ## build the documentation as a site in build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
 
 format: $(READY) ## rewrite the source in the project's style
 	@$(BIN)/ruff check --fix-only --quiet .

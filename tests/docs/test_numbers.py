@@ -98,9 +98,3 @@ def test_the_readme_counts_what_there_is():
 def rows_of(page, header):
     (rows,) = [rows for head, rows in tables(page) if head[0] == header]
     return rows
-
-
-def test_every_page_is_in_the_readme():
-    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", read("README.md")))
-    pages = {f"docs/{path.name}" for path in (conf_folder().parent / "docs").glob("*.md")}
-    assert linked == pages
