@@ -14,8 +14,8 @@
 # %% [markdown]
 # # The recipes of a sweep, side by side
 #
-# Throughput and memory by layout, loss against tokens, and how the runs ended. Set `TITANLAB_SWEEP` to a sweep's folder,
-# or change the path below; docs/comparing.md has every column.
+# Throughput, MFU, scaling efficiency and memory by layout, loss against tokens, and how the runs ended. Set
+# `TITANLAB_SWEEP` to a sweep's folder, or change the path below; docs/comparing.md has every column.
 
 # %%
 import os
@@ -24,6 +24,8 @@ from pathlib import Path
 import pandas as pd
 
 from titanlab.report import figures, frames
+from titanlab.report.analyses import drawings
+from titanlab.report.analyses.scaling import scaling_frame
 
 # %matplotlib inline
 
@@ -49,14 +51,27 @@ figures.outcomes(runs)
 # %% [markdown]
 # ## Throughput
 #
-# Tokens per second of one device, so that layouts with different numbers of devices can be compared, then of all devices.
-# Where there were more processes than cores, they took turns: those bars are hatched, and say nothing about the layout.
+# Tokens per second of one device with the MFU, so that layouts with different numbers of devices can be compared, then of
+# all devices. A bar is the median over the repeats of a recipe, and points are its runs: a difference that is smaller than
+# the distance between the points of one recipe is noise. Where there were more processes than cores, they took turns:
+# those bars are hatched, and say nothing about the layout.
 
 # %%
 figures.throughput_by_layout(runs)
 
 # %%
 figures.throughput_by_layout(runs, together=True)
+
+# %% [markdown]
+# ## Scaling efficiency
+#
+# The speed of one device, in percent of the speed of one device of the same recipe on the fewest devices. With 100 %,
+# twice the devices are twice as fast. `weak=True` compares recipes with the same batch of one device instead of the same
+# global batch.
+
+# %%
+scaling = scaling_frame(runs)
+drawings.draw_scaling(scaling)
 
 # %% [markdown]
 # ## Memory
@@ -69,15 +84,8 @@ figures.memory_by_layout(runs)
 # %% [markdown]
 # ## Loss
 #
-# The same training under another layout draws the same curve: what differs is speed and memory.
+# The same training under another layout draws the same curve: what differs is speed and memory. The notebook
+# `loss_parity` measures how far the curves are from each other.
 
 # %%
 figures.loss_by_tokens(steps)
-
-# %% [markdown]
-# How far the last losses of equal trainings are from each other:
-
-# %%
-done = runs[runs.outcome == "done"]
-losses = done.groupby(["precision", "optimizer", "global_batch", "seq_len", "steps", "seed"]).loss.agg(["count", "min", "max"])
-losses.assign(spread=losses["max"] - losses["min"])
