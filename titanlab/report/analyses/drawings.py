@@ -49,7 +49,9 @@ def draw_scaling(scaling: DataFrame) -> Figure:
         axis.barh(place, row["efficiency_percent"], height=0.72, linewidth=0.8, **look)
         times = f"{row['efficiency_percent']:.0f}%  ({row['speedup']:.2f} times as fast as {row['reference']})"
         text = "the reference" if row["reference"] == row["recipe"] else times
-        axis.text(row["efficiency_percent"] + 0.015 * longest, place, text, va="center", fontsize=8.5, color=INK)
+        end = row["efficiency_percent"] + 0.015 * longest
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axis.text(end, place, text, va="center", fontsize=8.5, color=INK, bbox=box)
     axis.axvline(100, color=MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=0)
     axis.set_xlim(0, longest * 1.55)
     labels = [f"{row['world']} × {row['recipe']}" for row in shown.to_dict("records")]
@@ -134,7 +136,9 @@ def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: f
     for place, run in enumerate(runs[:_MOST_LINES]):
         rows = differences[(differences["run"] == run) & (differences[column] > 0)].sort_values("step")
         label = f"{_first(differences, run, 'name')} ({_first(differences, run, 'layout.label')})"
-        axis.plot(rows["step"], rows[column], marker="o", markersize=3, linewidth=1.3, label=label, **_look(place))
+        # Repeats of one recipe draw the same line: the wider one stays visible.
+        width = 1.3 + 0.5 * (min(len(runs), _MOST_LINES) - 1 - place)
+        axis.plot(rows["step"], rows[column], marker="o", markersize=3, linewidth=width, label=label, **_look(place))
     axis.set_yscale("log")
     if tolerance is not None:
         axis.axhline(tolerance, color=MUTED, linewidth=1, linestyle=(0, (3, 2)))
