@@ -19,7 +19,7 @@ VERBS = " ".join(verbs.VERBS)
 TITANLAB = rf"titanlab (?:{VERBS.replace(' ', '|')})\b"
 # A line of a block that begins with one of these is a command.
 PROGRAM = re.compile(
-    r"(?:\w+=\S+ )*(?:titanlab(?= [a-z-])|make|python|pip|jupyter|jupytext|torchrun|sacct|eval|[a-z]+=\"|(?:~|\.|launch)/\S+)(?=[ \"\w]|$)"
+    r"(?:\w+=\S+ )*(?:titanlab(?= [a-z-])|make|mkdir|\.(?= \.venv)|python|pip|jupyter|jupytext|torchrun|sacct|eval|[a-z]+=\"|(?:~|\.|launch)/\S+)(?=[ \"\w]|$)"
 )
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
