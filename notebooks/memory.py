@@ -24,7 +24,7 @@ from pathlib import Path
 import pandas as pd
 
 from titanlab.report.analyses import drawings
-from titanlab.report.analyses.memory_account import memory_frame
+from titanlab.report.analyses.memory_items import memory_frame
 
 # %matplotlib inline
 

@@ -21,7 +21,7 @@ from titanlab.report.analyses.canvas import (
     show_text,
 )
 from titanlab.report.analyses.losses import GRAD_NORM, LOSS
-from titanlab.report.analyses.memory_account import ITEM
+from titanlab.report.analyses.memory_items import ITEM
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def draw_memory(memory: DataFrame) -> Figure:
     """The planner's items of memory as stacked bars, and what was measured as a mark.
 
     Args:
-        memory: the frame of `titanlab.report.analyses.memory_account.memory_frame`.
+        memory: the frame of `titanlab.report.analyses.memory_items.memory_frame`.
     """
     shown = memory.head(_MOST_BARS)
     figure, axis = new_figure(WIDTH, 1.7 + 0.42 * max(1, len(shown)))

@@ -7,7 +7,7 @@ from titanlab.errors import ConfigError
 from titanlab.planner.memory import ITEMS, most_memory
 from titanlab.recipe.recipe import from_mapping
 from titanlab.report.analyses import drawings
-from titanlab.report.analyses.memory_account import COLUMNS, memory_frame
+from titanlab.report.analyses.memory_items import COLUMNS, memory_frame
 
 
 def test_a_run_has_the_planners_account_and_its_measurement(made):
