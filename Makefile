@@ -25,7 +25,7 @@ UNFINISHED := $(VENV)/.unfinished
 LOG := $(VENV)/install.log
 
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test test-full test-matrix test-slurm lint docs format benchmark constraints clean clean-environment
+.PHONY: help environment quickstart test test-full test-matrix test-slurm test-browser lint docs format benchmark constraints clean clean-environment
 
 help: ## list these targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
@@ -41,17 +41,18 @@ quickstart: $(READY) ## train a small Llama, let it write code, then compare it 
 	@echo; echo "the same model under six layouts, from one process to eight:"; echo
 	@$(BIN)/titanlab sweep +sweeps=quickstart_layouts --wait; code=$$?; echo; \
 	 $(BIN)/titanlab collect quickstart_layouts && exit $$code
-	@echo "try next (after: . $(VENV)/bin/activate):"; \
+	@echo; echo "try next (after: . $(VENV)/bin/activate):"; \
 	 echo "  titanlab status quickstart_layouts                             # how they ended"; \
 	 echo "  titanlab train +recipe=quickstart parallelism=ddp name=ddp     # the same training, another layout"; \
 	 echo "  titanlab sweep +recipe=quickstart precision=fp32,bf16          # two precisions"; \
 	 echo "  titanlab sweep --help; titanlab train --help                   # all there is to choose"
+	@echo; $(BIN)/titanlab report quickstart_layouts
 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
-	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm" $(THREE_WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm and not browser" $(THREE_WORKERS) $(ARGS)
 
 test-full: $(READY) ## run the slower layer of tests
-	@$(BIN)/python -m pytest -m "full and not matrix and not slurm" $(TWO_WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "full and not matrix and not slurm and not browser" $(TWO_WORKERS) $(ARGS)
 
 test-matrix: $(READY) ## run whole products of layouts and techniques, and write their pages (PART=3/8: the third eighth)
 	@TITANLAB_WRITE_PARITY=1 $(BIN)/python -m pytest $(if $(PART),-m matrix --part $(PART),-m "matrix or on_page") $(ARGS)
@@ -59,6 +60,11 @@ test-matrix: $(READY) ## run whole products of layouts and techniques, and write
 test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; installs it if it is missing (Debian, as root)
 	@launch/dev-slurm/install
 	@$(BIN)/python -m pytest -m slurm $(ARGS)
+
+test-browser: $(READY) ## open a report in Chromium, with an accessibility checker; installs it if it is missing (Debian, as root)
+	@tests/report/browser/install
+	@$(BIN)/python -m pytest -m browser $(ARGS)
+	@echo "screenshots: .cache/screenshots"
 
 lint: $(READY) ## check style (ruff) and types (mypy)
 	@$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Puts the YAMLs into a wheel: they live beside the package in a clone, and inside it when installed.
+"""Puts YAMLs and constraints.txt into a wheel: they live beside the package in a clone, and inside it when installed.
 
 `[tool.hatch.build.targets.wheel.force-include]` would copy them into an editable installation too, where the copies
 would soon be old.
@@ -16,3 +16,5 @@ class ConfigFolders(BuildHookInterface):
         """Add the folder to a build that is not an editable one."""
         if version != "editable":
             build_data["force_include"]["conf"] = "titanlab/conf"
+            # `titanlab doctor` compares what is installed with what was tested.
+            build_data["force_include"]["constraints.txt"] = "titanlab/constraints.txt"

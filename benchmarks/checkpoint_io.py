@@ -11,8 +11,10 @@ It also measures how long an index of many chunks takes to write and to read.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import platform
 import shutil
 import socket
 import statistics
@@ -60,6 +62,12 @@ def main() -> None:
         )
         result = json.loads((Path(folder) / "result.json").read_text())
         result["index"] = _index(Path(folder), given.chunks)
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "torch": torch.__version__,
+        **result,
+    }
     print(json.dumps(result, indent=2))
 
 

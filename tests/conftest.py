@@ -80,13 +80,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests whose GPU or Slurm this machine lacks, and say at the end how many they are."""
+    """Leave out tests whose GPU, Slurm or browser this machine lacks, and say at the end how many they are."""
     rotated.mark(items)
     lacking = {}
     if this_host().accelerator != "cuda":
         lacking["gpu"] = "a GPU were not selected: this machine has none"
     if slurm_lacks():
         lacking["slurm"] = "Slurm were not selected: it is not installed here (make test-slurm does both)"
+    if browser_lacks():
+        lacking["browser"] = "a browser were not selected: none is installed here (make test-browser does both)"
     lines = []
     for marker, reason in lacking.items():
         left_out = [item for item in items if item.get_closest_marker(marker)]
@@ -138,6 +140,11 @@ def slurm_lacks() -> list[str]:
         for name in ("sbatch", "slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
         if not shutil.which(name, path=path)
     ]
+
+
+def browser_lacks() -> list[str]:
+    """Programs that tests of pages need and that are not installed."""
+    return [name for name in ("chromium", "pdftoppm") if not shutil.which(name)]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -13,7 +13,7 @@ from titanlab.cluster.schema import Cluster
 from titanlab.costs.attention_order import order
 from titanlab.model.attention import InnerAttention
 from titanlab.parallelism import attention_kernels, head_tail
-from titanlab.parity.parity import _Tracer
+from titanlab.parity.parity import Tracer
 from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +107,7 @@ def test_compiled_blocks_and_loss_train_as_eager_ones(tmp_path):
     for given in ({}, {"blocks": True, "loss": True}):
         made = tiny.recipe(tmp_path, name=f"run-{len(losses)}", steps=5, **given)
         made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
-        tracer = _Tracer()
+        tracer = Tracer()
         assert tiny.as_rank(made, tiny.begin(made), tracer).kind is OutcomeKind.DONE
         losses.append(tracer.trace.losses)
     # fp32, but for the order of sums.
@@ -121,7 +121,7 @@ def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention):
         made = tiny.recipe(tmp_path, name=f"on-{accelerator}", steps=5, bf16=True)
         model = replace(made.model, attention=attention if accelerator == "cuda" else "auto")
         made = replace(made, model=model, cluster=Cluster(accelerator=accelerator, device=accelerator, peak_tflops=1.0))
-        tracer = _Tracer()
+        tracer = Tracer()
         outcome = tiny.as_rank(made, tiny.begin(made), tracer)
         assert outcome.kind is OutcomeKind.DONE
         losses.append(tracer.trace.losses)

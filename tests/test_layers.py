@@ -30,9 +30,9 @@ LAYERS: list[list[str | tuple[str, ...]]] = [
     ["worker"],
     ["launch"],
     ["planner"],
-    ["parity", "tracing"],
+    ["parity", "tracing", "doctor"],
     ["sweep"],
-    ["report"],
+    ["report", "reproduction"],
     [("cli", "__main__")],
 ]
 PLANNED: set[str] = set()

@@ -29,6 +29,9 @@ def test_needs_a_gpu(): pass
 
 @pytest.mark.slurm
 def test_needs_slurm(): pass
+
+@pytest.mark.browser
+def test_needs_a_browser(): pass
 """,
     "test_planted_file.py": 'import pytest\npytest.skip("a file to skip", allow_module_level=True)\n',
 }
@@ -40,7 +43,7 @@ TWO_WORKERS = ["-n", "2", "--dist", "loadfile", "--max-worker-restart", "0"]
 
 @pytest.fixture
 def planted(tmp_path):
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n  slurm\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n  slurm\n  browser\n")
 
     def run(forbid: str, *options: str, files=PLANTED) -> tuple[int, str]:
         for name, source in files.items():
@@ -61,9 +64,10 @@ def planted(tmp_path):
 def test_skips_are_skips_on_a_persons_machine(planted):
     code, output = planted("0")
     assert code == 0
-    assert "1 passed, 2 skipped, 2 deselected, 1 xfailed" in output
+    assert "1 passed, 2 skipped, 3 deselected, 1 xfailed" in output
     assert "1 tests that need a GPU were not selected: this machine has none" in output
     assert "1 tests that need Slurm were not selected: it is not installed here" in output
+    assert "1 tests that need a browser were not selected: none is installed here" in output
 
 
 def test_skips_are_failures_where_they_are_forbidden(planted):

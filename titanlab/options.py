@@ -17,16 +17,21 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import keyword
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from titanlab.errors import ConfigError
 from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
+# Between the names of options in the name of their combination, `wandb+tensorboard`.
+PLUS = "+"
+# OmegaConf's sign for a value that is missing; its import takes time.
+_MISSING = "???"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,50 @@ def option(group: str, kind: str | None = None) -> Callable[[T], T]:
     return mark
 
 
+def combines(group: str) -> Callable[[T], T]:
+    """Mark a class as the base of a group's combinations: of this group, several options can be chosen at once."""
+
+    def mark(base: T) -> T:
+        base.__titanlab_combines__ = group  # type: ignore[attr-defined]
+        return base
+
+    return mark
+
+
+def combining_groups() -> frozenset[str]:
+    """Groups of which several options can be chosen at once."""
+    return frozenset(_combining_bases())
+
+
+def combined_name(options: Sequence[str]) -> str:
+    """The name of a combination of options; of one option, that option's name."""
+    return PLUS.join(options)
+
+
+@functools.cache
+def combination(group: str, name: str) -> Option | None:
+    """The combination of several options, which has a field for each of them, next to `kind`; None: it is none.
+
+    Raises:
+        ConfigError: an option is named twice, or its name is no word.
+    """
+    base = _combining_bases().get(group)
+    parts = name.split(PLUS)
+    if base is None or len(parts) < 2:
+        return None
+    shown = f"[{','.join(parts)}]"
+    for part in parts:
+        if parts.count(part) > 1:
+            raise ConfigError(group, shown, f"names {part} twice", "name each option once")
+        if not part.isidentifier() or keyword.iskeyword(part) or part == "kind":
+            raise ConfigError(group, shown, f"{part!r} is no word", "rename that option's file: letters, digits and _")
+    fields: list[Any] = [("kind", str, dataclasses.field(default=name)), *((part, Any, _MISSING) for part in parts)]
+    schema = dataclasses.make_dataclass(
+        base.__name__, fields, bases=(base,), kw_only=True, namespace={"__module__": base.__module__}
+    )
+    return Option(group=group, kind=name, schema=schema)
+
+
 def discover() -> dict[str, dict[str | None, Option]]:
     """All options by group and kind; it imports only schema modules, which do not import torch."""
     groups: dict[str, dict[str | None, Option]] = {}
@@ -82,6 +131,9 @@ def schema_of(group: str, kind: str | None) -> type:
         ConfigError: no installed package offers it.
     """
     kinds = discover().get(group, {})
+    several = combination(group, kind) if kind is not None and kind not in kinds else None
+    if several is not None:
+        return several.schema
     if kind not in kinds:
         known = ", ".join(sorted(map(str, kinds))) or "none"
         raise ConfigError(f"{group}.kind", kind, "no installed package offers this option", f"known: {known}")
@@ -96,6 +148,13 @@ def conf_packages() -> list[str]:
 @functools.cache
 def _schema_modules() -> tuple[ModuleType, ...]:
     return (*map(importlib.import_module, _own_schema_modules()), *_others_schema_modules())
+
+
+@functools.cache
+def _combining_bases() -> dict[str, type]:
+    marked = [value for module in _schema_modules() for value in vars(module).values() if isinstance(value, type)]
+    bases = [value for value in marked if "__titanlab_combines__" in vars(value)]
+    return {base.__titanlab_combines__: base for base in bases}  # type: ignore[attr-defined]
 
 
 def _own_schema_modules() -> Iterator[str]:

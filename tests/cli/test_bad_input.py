@@ -438,7 +438,8 @@ def run(tmp_path: Path) -> Path:
         ("<run> checkpoint.load_from=x", "checkpoint.load_from=x: is not to be changed", "changeable:"),
         ("<run> training.microbatches=2", "training.microbatches=2: is not to be changed", "training.microbatch,"),
         ("<run> parallelism=fspd", "parallelism=fspd: ", "fsdp"),
-        ("<run> tracker=wandb", "tracker=wandb: is another preset", "give keys of tracker"),
+        ("<run> checkpoint=sync", "checkpoint=sync: is another preset", "give keys of checkpoint"),
+        ("<run> tracker=[wandb,nope]", "tracker=nope: is no option of this group", "known: jsonl, tensorboard, wandb"),
         ("<run> hello", "overrides=hello: is no override", "write key=value"),
         ("<run> world=x", "world=x: must be a whole number or null", "try null"),
         ("<run> parallelism.shards=4", "parallelism.shards=4: is no key", "did you mean parallelism.shard?"),
@@ -462,6 +463,8 @@ def test_a_resume_that_cannot_be(command, run, arguments, begins, cure):
 def test_what_may_change_is_changed(command, run):
     (resumed,) = command(f"resume {run} parallelism.shard=4 training.microbatch=1 tracker.kind=tensorboard").started
     assert (resumed.world, resumed.layout.shard, resumed.microbatch, resumed.tracker.kind) == (4, 4, 1, "tensorboard")
+    (resumed,) = command(f"resume {run} tracker=[wandb,tensorboard] tracker.wandb.mode=offline").started
+    assert (resumed.tracker.kind, resumed.tracker.wandb.mode) == ("wandb+tensorboard", "offline")
     (resumed,) = command(f"resume {run.name} --runs {run.parent.parent}").started
     assert (resumed.world, resumed.runs) == (2, str(run.parent.parent))
 

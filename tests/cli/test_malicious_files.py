@@ -17,7 +17,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 VERBS = (
     *("resume bad", "generate bad", "export bad --into out", "sync --rebuild bad", "diagnose bad", "checkpoints bad"),
     *("status layouts bad", "status layouts", "retry layouts --all-failed --dry-run", "cancel layouts bad"),
-    "collect layouts",
+    *("collect layouts", "logs bad --tail 3", "clean --dry-run", "repro bad --dry-run"),
 )
 
 

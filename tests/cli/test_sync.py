@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.sweep.made import Made, end
-from tests.training.test_rebuild import tracked
+from tests.training.test_rebuild import again, tracked
 from titanlab.cli import main
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.record import FILE, FINISHED, Record, read_record, write_record
@@ -94,7 +94,7 @@ def test_one_that_went_online_and_was_cut_short_is_uploaded_too(made, say, uploa
 
 def test_no_key_and_no_network_are_a_line_each(made, say, monkeypatch):
     run, _ = offline(made, "a")
-    monkeypatch.setattr("titanlab.cli.sync.rebuild", lambda run: read_record(run.attempt_folder(1) / FILE))
+    monkeypatch.setattr("titanlab.cli.sync.rebuild", lambda run: [read_record(run.attempt_folder(1) / FILE)])
     code, _, err = say("sync", run.path.name)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("error: WANDB_API_KEY=null: no API key of wandb was found; make one known")
@@ -117,8 +117,74 @@ def test_what_is_named_must_be_there(made, say):
 
 def test_of_a_sweep_only_what_lacks_something_is_rebuilt(made, say, monkeypatch):
     offline(made, "a")
-    monkeypatch.setattr("titanlab.cli.sync.rebuild", lambda run: read_record(run.attempt_folder(1) / FILE))
+    monkeypatch.setattr("titanlab.cli.sync.rebuild", lambda run: [read_record(run.attempt_folder(1) / FILE)])
     lacking = tracked(made, Wandb(), name="b")
     end(lacking)
     _, out, _ = say("sync", "--rebuild", "layouts")
     assert [line.split(":")[0] for line in out.splitlines() if "has all" in line] == [lacking.path.name]
+
+
+def resumed(made, *, behind):
+    """A run of two attempts with a file each; the second began at step 2 + 2, or `behind` that the first had."""
+    run, first = offline(made, "a")
+    folder = "wandb/offline-run-20250101_000000-x"  # The clock of its host is behind.
+    given = {"state": FINISHED, "wanted": "online", "mode": "offline", "folder": folder}
+    again(run, Wandb(), range(7 - behind, 9), resumed_step=6 - behind, step=8, **given)
+    write_record(
+        run.attempt_folder(1) / FILE,
+        dataclasses.replace(read_record(run.attempt_folder(1) / FILE), step=6),
+    )
+    end(run)
+    second = run.path / folder / "run-x.wandb"
+    second.parent.mkdir(parents=True)
+    second.write_text("")
+    return run, first, second
+
+
+def test_files_of_one_run_go_up_one_by_one_in_the_order_of_their_steps(made, say, uploads):
+    _, first, second = resumed(made, behind=0)
+    _, other = offline(made, "b")
+    code, out, _ = say("sync", "layouts")
+    assert (code, out) == (0, "uploading 3 files of wandb's\n")
+    # One command takes a file of each run.
+    assert uploads[0] == [first, other, second]
+
+
+def test_after_a_file_that_fails_the_later_ones_of_its_run_wait(made, say, uploads):
+    run, first, _ = resumed(made, behind=0)
+    uploads[1].now = True
+    assert say("sync", run.path.name)[0] == 1
+    assert uploads[0] == [first]
+
+
+def test_attempts_that_went_over_the_same_steps_are_merged_first(made, say, uploads, monkeypatch):
+    run, first, second = resumed(made, behind=2)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    code, out, _ = say("sync", run.path.name)
+    assert code == 0
+    assert f"{run.path.name}: attempts went over the same steps; its files are merged into one\n" in out
+    assert f"{run.path.name}: wandb has all " in out
+    (file,) = uploads[0]
+    assert file not in (first, second)
+    assert file.parent.name.endswith(f"-{run.tracker_id()}")
+    assert not first.exists()
+    assert not second.exists()
+
+
+def test_a_run_that_cannot_be_merged_waits_and_the_others_go_up(made, say, uploads):
+    run, first, second = resumed(made, behind=2)
+    _, other = offline(made, "b")
+    with run.claim():
+        code, _, err = say("sync", "layouts")
+    assert code == 1
+    assert err.startswith(f"warning: {run.path.name} is not uploaded: run=")
+    assert uploads[0] == [other]
+    assert first.exists()
+    assert second.exists()
+
+
+def test_without_a_key_nothing_is_merged(made, say):
+    run, first, second = resumed(made, behind=2)
+    assert say("sync", run.path.name)[0] == 2
+    assert first.exists()
+    assert second.exists()

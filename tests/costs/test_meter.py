@@ -254,3 +254,22 @@ def test_every_second_is_counted_once(events, warmup_steps):
     speed = meter.window()
     assert speed.data_seconds * speed.steps == pytest.approx(data)
     assert speed.step_seconds * speed.steps == pytest.approx(summary[names.TRAIN_SECONDS])
+
+
+def test_a_summary_has_the_quartiles_of_the_steps_after_warm_up():
+    clock = Clock()
+    meter = metered(clock, warmup_steps=1)
+    for seconds in (60.0, 1.0, 2.0, 3.0, 4.0, 5.0):
+        clock.run(seconds)
+        meter.end_step(tokens=120)
+    summary = meter.summary()
+    assert (summary[names.STEP_SECONDS_LOW], summary[names.STEP_SECONDS_HIGH]) == (2.0, 4.0)
+    assert metered(Clock()).summary()[names.STEP_SECONDS_LOW] is None
+
+
+def test_float8_may_exceed_the_peak_of_bfloat16():
+    clock = Clock()
+    meter = metered(clock, work=Work(devices=1, flops_per_token=1e9, peak_flops=0.8e12, may_exceed_peak=True))
+    clock.run(1.0)
+    meter.end_step(tokens=1000)
+    assert meter.window().mfu_percent == 125.0

@@ -17,9 +17,11 @@ from titanlab.cli import main
 from titanlab.data import source
 from titanlab.distributed.host import Host
 from titanlab.launch.execute import Ready
-from titanlab.recipe.recipe import to_mapping
+from titanlab.parity.forked import Ended
+from titanlab.parity.proof import Proof, Row
+from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.records.run_folder import create_run
+from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.records.run_search import find_run
 from titanlab.sweep.study import plan
 from titanlab.sweep.study.request import Request
@@ -111,6 +113,7 @@ class Reader:
         for module in ("titanlab.launch.execute", "titanlab.cli.generate", "titanlab.sweep.study.plan"):
             patch(f"{module}.this_host", lambda: self._host)
         patch("titanlab.launch.execute.execute", began)
+        patch("titanlab.cli.housekeeping.doctor.checks", lambda *given, **more: [])
         patch(
             "titanlab.cli.resume.find_run_or_checkpoint",
             lambda text, runs: (find_run(text.partition("/checkpoints/")[0], runs), None),
@@ -129,6 +132,11 @@ class Reader:
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
         patch("titanlab.cli.sweep._report", lambda *given: None)
         patch("titanlab.cli.sweep.follow", lambda folder: [])
+        # tests/cli/test_proofs.py trains.
+        for verb in ("parity", "rehearse"):
+            patch(f"titanlab.cli.proofs.{verb}.prepare", lambda: None)
+        patch("titanlab.cli.proofs.parity.Prover", lambda trainer: SimpleNamespace(rows=self._proved))
+        patch("titanlab.cli.proofs.rehearse.train_in_ranks", self._rehearsed)
         read_request = plan.read_request
         patch(plan, "read_request", lambda *given: shortened(read_request(*given)))
         patch(source, "prepare", prepared)
@@ -137,11 +145,21 @@ class Reader:
         said = SimpleNamespace(generate=lambda *given, **more: iter(["…"]))
         patch("titanlab.cli.generate.importlib", SimpleNamespace(import_module=lambda name: said))
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
-        patch("titanlab.cli.sync.rebuild", lambda run: made)
+        patch("titanlab.cli.sync.rebuild", lambda run: [made])
         patch("titanlab.cli.files.export.from_run", lambda text, runs, *, step: find_run(text, runs))
         patch("titanlab.cli.files.export.write_hf", lambda origin, into, **given: self._exported(into))
         patch("titanlab.cli.files.import_weights.fetch_model", lambda name, **given: Path("given/small-hf"))
         patch("titanlab.cli.files.download_tokenizer.download_tokenizer", downloaded)
+
+    def _proved(self, proof: Proof) -> list[Row]:
+        self.stood_in = True
+        assert proof.reduced is not None, proof.reason
+        return [Row(run=proof.run, layout=proof.layout, precision="fp32", passed=True)]
+
+    def _rehearsed(self, recipe: Recipe) -> Ended:
+        self.stood_in = True
+        run = RunFolder(Path(recipe.runs) / recipe.name)
+        return Ended(run=run, attempt=1, outcome=Outcome(kind=OutcomeKind.DONE), seconds=1.0)
 
     def _exported(self, into: Path) -> None:
         self.stood_in = True

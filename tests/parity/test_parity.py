@@ -21,13 +21,13 @@ from titanlab.data import source
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.model import llama, llama_account
 from titanlab.optimizer.schedule import rate_factor
-from titanlab.parity import parity
+from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import Difference, Trace, compare
 from titanlab.recipe.recipe import Recipe
 from titanlab.training import assemble, stage
 from titanlab.weights.initialise import initialise
 
-BAR = 1e-5
+BAR = tolerances.FP32
 
 # What the reference has in common with a layout; tests name it by its key.
 KINDS = {
@@ -180,7 +180,7 @@ def test_bf16_in_one_process_is_bf16_in_two(traces):
 # The checker
 
 
-class HalfOfRankOne(parity._Tracer):
+class HalfOfRankOne(parity.Tracer):
     """A gradient that one rank alone gets wrong, in its own shard of one tensor."""
 
     def with_gradients(self, step, model):

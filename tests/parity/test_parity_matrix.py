@@ -17,11 +17,11 @@ from tests import tiny
 from tests.cover import marks
 from tests.parity.parity_rows import ALWAYS, COVERING, KINDS, ROWS, Row
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity import parity
+from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import Difference, compare
 
 pytestmark = pytest.mark.on_page
-BAR = 1e-5
+BAR = tolerances.FP32
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
 

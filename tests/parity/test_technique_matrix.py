@@ -19,12 +19,12 @@ from tests import tiny
 from tests.cover import marks
 from tests.parity.technique_rows import ALWAYS, COVERING, ROWS, Row
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.parity import parity
+from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import Difference, compare
 
 pytestmark = pytest.mark.on_page
-BAR = 1e-5
-ROUNDINGS = 2.0
+BAR = tolerances.FP32
+ROUNDINGS = tolerances.ROUNDINGS
 PAGE = Path(__file__).parents[2] / "docs" / "techniques.md"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.planner.in_flight import _of_rank, _peaks, peaks
+from titanlab.planner.in_flight import _of_rank, _peaks, peaks, totals
 from titanlab.planner.model_facts import key_of
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.timeline import peak_in_flight
@@ -28,6 +28,19 @@ def test_the_largest_sum_is_that_of_the_timeline(kind):
 def test_many_microbatches_are_as_all_their_actions_say(kind, microbatches):
     key = key_of(discover()["schedule"][kind].schema())
     assert peaks(key, ranks=3, microbatches=microbatches) == _peaks(key, 3, microbatches)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("saved", "deferred"), [(5, 0), (5, 3), (3, 5)])
+def test_where_stages_are_alike_totals_say_as_much_as_all_moments(kind, saved, deferred):
+    of = {"schedule": key_of(discover()["schedule"][kind].schema()), "ranks": 4, "microbatches": 12}
+    apiece = len(of["schedule"].value.placement(ranks=4)) // 4
+    own = [saved] * apiece + [deferred] * apiece
+    moments = [
+        max(sum(n * bytes_ for n, bytes_ in zip(moment, own, strict=True)) for moment in rank) for rank in peaks(**of)
+    ]
+    pairs = [max(passes * saved + halves * deferred for passes, halves in rank) for rank in totals(**of)]
+    assert pairs == moments
 
 
 def test_a_microbatch_is_in_one_of_two_states_until_the_end_of_its_backward():

@@ -1,5 +1,6 @@
 """Float8: which modules change and into what, with which scales they multiply, and what a checkpoint has of them."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests import tiny
 from titanlab.checkpoint.folders import checkpoints, latest
+from titanlab.cluster.schema import Cluster
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
@@ -110,12 +112,15 @@ def test_the_table_at_the_start_tells_what_is_converted():
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_there_is_no_mfu(kind):
-    constants = work(tiny.recipe("runs", precision=kind()), CPU)
-    assert constants.peak_flops is None
-    assert "convention" in constants.peak_source
-    assert constants.flops_per_token > 0
-    assert work(tiny.recipe("runs", precision=Bf16()), CPU).peak_flops is not None
+def test_the_mfu_is_held_against_the_peak_of_bfloat16_and_says_so(kind):
+    cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
+    recipe = dataclasses.replace(tiny.recipe("runs", precision=kind()), cluster=cluster)
+    constants = work(recipe, torch.device("cuda"))
+    assert constants.peak_flops == 989e12
+    assert constants.peak_source == "NVIDIA H100 80GB HBM3, dense; model FLOPs over the bf16 peak"
+    assert constants.may_exceed_peak
+    plain = work(dataclasses.replace(recipe, precision=Bf16()), torch.device("cuda"))
+    assert (plain.peak_source, plain.may_exceed_peak) == ("NVIDIA H100 80GB HBM3, dense", False)
 
 
 @pytest.mark.parametrize("kind", RECIPES[:3])
@@ -236,7 +241,7 @@ def traced(made, run):
     return parity.trace(made, run, joined(os.environ) or ALONE)
 
 
-class Beginner(parity._Tracer):
+class Beginner(parity.Tracer):
     """Also keeps the parameters that the first step has used."""
 
     def with_gradients(self, step, model):

@@ -37,7 +37,7 @@ class Told:
     before: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
-class Watcher(parity._Tracer):
+class Watcher(parity.Tracer):
     def __init__(self, layout):
         super().__init__(layout)
         self.totals, self.before = [], {}

@@ -71,7 +71,7 @@ def test_a_run_is_validated_and_sampled_from(pool, tmp_path, text, precision, at
 
 
 def attempt(made, run):
-    tracer = parity._Tracer(made.layout)
+    tracer = parity.Tracer(made.layout)
     outcome = tiny.as_rank(made, run, tracer)
     return outcome.kind, tracer.trace
 

@@ -90,3 +90,33 @@ def test_a_config_of_a_run_that_expands_is_one_line(tmp_path):
     (tmp_path / "config.yaml").write_text(laughs(9))
     with pytest.raises(ConfigError, match=r"its config\.yaml cannot be read \(its aliases stand for too many values\)"):
         read_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1\nb:\n  c: 2\n  d: [3, x]\n",
+        "b:\n- 1\n- 2\na:\n- 1\n",
+        "a: &x {b: 1}\nc: *x\n",
+        "a: 'one\n\n  two'\nb: 1\n",
+        "a: [1,\n  2]\nb: 1\n",
+        "a: [1,\n2]\nb: 1\n",
+        'a: "x: y"\n# a comment\nb: 1\n',
+        "a: |\n  one\n  two: 2\nb: 1\n",
+        "a: 1\na: 2\nyes: 3\nnull: 4\n",
+        "---\na: 1\n",
+        "a:\n  b: 1\n\n  c: 2\nd: x\n  y\n",
+        "a: 2026-11-24\nb: 1\n",
+    ],
+)
+def test_a_file_that_is_read_by_sections_has_the_values_of_the_whole(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    first = read_config(path)
+    assert first == yaml.safe_load(text)
+    # Nobody shares what another may change.
+    first[next(iter(first))] = None
+    for value in first.values():
+        if isinstance(value, dict | list):
+            value.clear()
+    assert read_config(path) == yaml.safe_load(text)

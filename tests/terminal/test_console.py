@@ -6,10 +6,12 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from tests.until import until
 from titanlab.terminal.console import Console, error_line
 from titanlab.terminal.progress import Progress
 
@@ -101,14 +103,85 @@ def test_a_terminal_has_one_line_that_lives():
     assert " 50/100  loss 4.5000" in shown[0]
 
 
-def test_a_log_window_prints_no_line_of_its_own_on_a_terminal():
+def test_every_group_of_steps_leaves_a_line_on_a_terminal():
     out = Terminal()
     console = Console(out, environ=TERMINAL, clock=Clock())
     for step in (10, 20, 30):
         console.log(at(step))
+        console.step(at(step + 1))
+    console.log(at(40))
+    assert "  40/100  loss 4.6000" in screen(out.getvalue())[-1]
     console.close()
-    assert len(screen(out.getvalue())) == 1
-    assert "▅" in out.getvalue() or "█" in out.getvalue()
+    # The last line that lives showed what the line above it shows, and is gone.
+    assert screen(out.getvalue()) == [f"step  {step}/100  loss {at(step).loss:.4f}" for step in (10, 20, 30, 40)]
+    assert "█" in out.getvalue()
+
+
+def test_what_is_done_before_the_first_step_is_named_with_its_seconds():
+    out, clock = Terminal(), Clock()
+    with Console(out, environ=TERMINAL, clock=clock) as console:
+        console.phase("importing torch")
+        assert screen(out.getvalue()) == ["importing torch …"]
+        clock.now += 3
+        until(lambda: screen(out.getvalue()) == ["importing torch … 3 s"])
+        console.note("a note")
+        assert screen(out.getvalue()) == ["a note", "importing torch … 3 s"]
+        console.phase("step 1")
+        assert screen(out.getvalue()) == ["a note", "step 1 …"]
+        console.step(at(1))
+        assert screen(out.getvalue())[1].endswith("1/100  loss 4.9900")
+        console.phase("the end")
+    assert screen(out.getvalue())[0] == "a note"
+    assert "the end" not in "".join(screen(out.getvalue()))
+    assert not [thread for thread in threading.enumerate() if thread.name == "terminal"]
+
+
+def test_a_phase_leaves_nothing_behind():
+    out = Terminal()
+    with Console(out, environ=TERMINAL, clock=Clock()) as console:
+        console.phase("composing the recipe")
+        console.phase(None)
+    assert screen(out.getvalue()) == []
+
+
+def test_a_pipe_hears_of_a_phase_only_if_it_lasts():
+    out, clock = io.StringIO(), Clock()
+    with Console(out, environ=TERMINAL, clock=clock) as console:
+        console.phase("rendezvous of 8 ranks")
+        clock.now += 29
+        time.sleep(0.6)
+        assert out.getvalue() == ""
+        clock.now += 2
+        until(lambda: out.getvalue() == "rendezvous of 8 ranks … 31 s\n")
+        clock.now += 100
+        time.sleep(0.6)
+    assert out.getvalue() == "rendezvous of 8 ranks … 31 s\n"
+
+
+def test_a_terminal_that_gets_narrower_has_no_line_that_wraps(monkeypatch):
+    out, width = Terminal(), [80]
+    monkeypatch.setattr("titanlab.terminal.console.columns_of", lambda stream: width[0])
+    # xterm does not wrap again what it has shown.
+    console = Console(out, environ={**TERMINAL, "XTERM_VERSION": "XTerm(379)"}, clock=Clock())
+    console.phase("x" * 200)
+    for columns in (80, 40, 20, 160):
+        width[0] = columns
+        console.log(at(10))
+        assert max(map(len, screen(out.getvalue())[-2:])) < columns
+    console.close()
+
+
+def test_a_line_that_a_narrower_terminal_has_wrapped_is_removed_whole(monkeypatch):
+    out, width = Terminal(), [80]
+    monkeypatch.setattr("titanlab.terminal.console.columns_of", lambda stream: width[0])
+    console = Console(out, environ={**TERMINAL, "NO_COLOR": "1"}, clock=Clock())
+    console.phase("x" * 70)
+    for columns, removed in ((75, "\r\x1b[2K"), (35, "\r\x1b[2A\x1b[J"), (35, "\r\x1b[2K")):
+        width[0] = columns
+        before = len(out.getvalue())
+        console.phase("y" * 70)
+        assert out.getvalue()[before:].startswith(removed + "y")
+    console.close()
 
 
 def test_lines_that_stay_stand_above_the_line_that_lives():

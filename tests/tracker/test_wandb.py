@@ -136,7 +136,7 @@ def test_what_wandb_is_told(run, told, monkeypatch, tmp_path, fake_out):
     tracker.finish({"loss": 1.0, "peak": None}, exit_code=72)
     (_, given, settings), *rest = fake_out()
     assert rest == [["log", 3, {"loss": 1.5}], ["finish", 72, {"loss": 1.0}]]
-    assert (given["id"], given["resume"], given["mode"]) == (run.id, "allow", "online")
+    assert (given["id"], given["resume"], given["mode"]) == (run.id, None, "online")
     assert (given["group"], given["project"], given["entity"]) == ("mine", "p", "e")
     assert given["dir"] == str(run.folder)
     assert (settings["console"], settings["silent"], settings["x_stats_pid"]) == ("off", True, os.getpid())

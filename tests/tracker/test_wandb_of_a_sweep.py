@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
+from tests.report.test_wandb_workspace import keys_of
 from tests.tracker.test_wandb import inspect
 from titanlab.costs import meter
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.identity import identify
 from titanlab.records.run_folder import create_run
+from titanlab.report.wandb_workspace import json_text, view_of
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.tracker.wandb_schema import Wandb
 
@@ -40,10 +42,18 @@ def test_runs_of_a_sweep_can_be_grouped_filtered_and_compared(pool, prepared):
     assert (config["layout.label"], config["world"]) == ("dp_s2", 2)
     assert config["point.parallelism"] == "fsdp"
     assert config.get("point.training.microbatch") is None
+    # The panels of `titanlab workspace` read what is here: a step into a mapping is `.value.` to wandb.
+    read = keys_of(json_text(view_of("layouts", [], tracker={}, project=None, entity=None)))
+    for key in read["config"]:
+        mapping, _, name = key.partition(".value.")
+        assert config[mapping][name] == config[f"{mapping}.{name}"], key
+    logged = {key for record in records if record["type"] == "history" for key in record["history"]["item"]}
+    assert read["rows"] <= logged | {meter.VALIDATION_LOSS}
 
     summary = {}
     for record in records:
         summary |= record.get("summary", {}).get("update", {})
+    assert read["summary"] <= {*summary, meter.MFU}
     result = run.result()
     assert summary["outcome"] == "done"
     medians = (meter.TOKENS_PER_SECOND, meter.TFLOPS, meter.MFU, meter.STEP_SECONDS, meter.MEASURED_STEPS, meter.LOSS)

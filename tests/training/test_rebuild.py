@@ -34,7 +34,7 @@ def again(run, config, steps, *, resumed_step=0, **record):
             metrics.write("train", step, {meter.LOSS: 10.0 * attempt + step, meter.MFU: None})
         metrics.write("validation", step, {meter.VALIDATION_LOSS: float(attempt)})
     kind = config.kind
-    record = {"kind": kind, "state": OPEN, "id": f"{run.hash8}-aaaaaa", "step": 2, "attempt": attempt, **record}
+    record = {"kind": kind, "state": OPEN, "id": run.tracker_id(), "step": 2, "attempt": attempt, **record}
     write_record(run.attempt_folder(attempt) / FILE, Record(**record))
 
 
@@ -51,17 +51,17 @@ def test_wandbs_file_of_a_run_that_was_resumed(made, times):
     run = tracked(made, Wandb(), wanted="online")
     again(run, Wandb(), range(5, 11), resumed_step=4, wanted="online")
     end(run)
-    cut = run.path / "wandb" / f"offline-run-20260101_000000-{run.hash8}-aaaaaa"
+    cut = run.path / "wandb" / f"offline-run-20260101_000000-{run.tracker_id()}"
     cut.mkdir(parents=True)
     (cut / "run-x.wandb").write_text("")
     assert tracker_gap(run) == (
         f"wandb: has at least the steps up to 2 of 10; titanlab sync --rebuild runs/layouts/{run.path.name}"
     )
     for _ in range(times):
-        record = rebuild.rebuild(run)
+        (record,) = rebuild.rebuild(run)
         records = inspect(run.path)
         opened = next(each["run"] for each in records if each["type"] == "run")
-        assert (opened["run_id"], opened["display_name"]) == (f"{run.hash8}-aaaaaa", run.path.name)
+        assert (opened["run_id"], opened["display_name"]) == (run.tracker_id(), run.path.name)
         rows = [each["history"]["item"] for each in records if each["type"] == "history"]
         # What the second attempt went over again counts as it did then.
         assert [row["_step"] for row in rows] == list(range(1, 11))

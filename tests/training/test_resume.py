@@ -38,7 +38,7 @@ class Told:
     drawn: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
-class Drawer(parity._Tracer):
+class Drawer(parity.Tracer):
     """Draws from every generator after each step, on rank r so often that no two ranks stand at the same place."""
 
     def __init__(self, layout, *, raises_at=None):

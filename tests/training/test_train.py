@@ -24,7 +24,7 @@ from titanlab.training import train as story
 from titanlab.training.totals import Totals
 
 
-class Poison(parity._Tracer):
+class Poison(parity.Tracer):
     """Makes one rank's part of a parameter NaN after a step."""
 
     def __init__(self, step):
@@ -109,7 +109,7 @@ def test_a_stop_of_any_rank_stops_all_at_one_step_and_saves(pool, tmp_path, faul
 
 def validated(cache, made, run):
     os.environ["TITANLAB_CACHE"] = cache
-    tracer = parity._Tracer(made.layout)
+    tracer = parity.Tracer(made.layout)
     tiny.as_rank(made, run, tracer)
     return tracer.trace
 
@@ -169,7 +169,7 @@ def test_validation_changes_nothing(pool, tmp_path, layout):
         assert torch.equal(parameter, traces[1].parameters[name])
 
 
-class Deterministic(parity._Tracer):
+class Deterministic(parity.Tracer):
     def with_gradients(self, step, model):
         assert torch.are_deterministic_algorithms_enabled()
         super().with_gradients(step, model)

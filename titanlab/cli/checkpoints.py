@@ -13,11 +13,10 @@ from titanlab.cli.arguments import Arguments
 from titanlab.records.run_search import find_run
 from titanlab.sweep.table.listing import aligned
 from titanlab.terminal.console import Console
-from titanlab.terminal.numerals import duration
+from titanlab.terminal.numerals import data_size, duration
 from titanlab.terminal.paths import shown_path
 
 _HEADINGS = ("step", "size", "saved", "format", "state", "")
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,11 +45,11 @@ def _cells(row: ListedCheckpoint, now: float) -> list[str]:
     if row.state == "complete" and row.format == "dcp":
         state = "complete, without checksums"
     age = f"{duration(max(now - row.saved, 0.0))} ago"
-    return [str(row.step), _size(row.bytes), age, row.format, state, (row.problem or "").removeprefix("is damaged: ")]
-
-
-def _size(count: float) -> str:
-    unit = 0
-    while count >= 1024 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+    return [
+        str(row.step),
+        data_size(row.bytes),
+        age,
+        row.format,
+        state,
+        (row.problem or "").removeprefix("is damaged: "),
+    ]

@@ -12,6 +12,7 @@ from titanlab.sweep.table.collect import write_table
 from titanlab.sweep.table.comparison import comparison
 from titanlab.sweep.table.listing import dropped, failures, gaps, runs
 from titanlab.sweep.table.look import look_at
+from titanlab.sweep.table.ranking import drift_lines
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 
@@ -24,10 +25,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     sweep = open_sweep(given.sweep, given.runs)
-    rows = look_at(sweep, Console().warn)()
+    rows = look_at(sweep, Console().warn, estimates=True)()
     files = write_table(rows, sweep.name, (given.into or sweep.path).expanduser())
     lines = [f"{sweep.name}: {counted(len(runs(rows)), 'run')}"]
     lines += [f"  {line}" for line in comparison(rows)]
+    lines += [f"  {line}" for line in drift_lines(rows)]
     lines += [f"  {line}" for line in failures(rows)]
     lines += [f"  {line}" for line in gaps(rows)]
     lines += [f"  {line}" for line in dropped(rows)]

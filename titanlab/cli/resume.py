@@ -68,6 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         checkpoint = of_step(checkpoints_of(run), given.step, "--step", given.step)
     newest = checkpoint or latest(checkpoints_of(run))
     with Console() as console:
+        console.phase("checking the recipe and its data")
         recipe = _changed(run, given.overrides, console)
         if not recipe.launch.starts_directly and joined(os.environ) is None:
             if resubmit(run, recipe, console.note, checkpoint=checkpoint) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
-from titanlab.errors import ConfigError
+from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
 from titanlab.sweep.sweep_folder import open_sweep
@@ -13,7 +13,7 @@ from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.tracker import wandb_upload
 from titanlab.training.rebuild import rebuild
-from titanlab.training.tracker_gaps import tracker_gap, waiting_files
+from titanlab.training.tracker_gaps import has_repeated_steps, tracker_gap, waiting_files
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,14 +36,13 @@ def main(arguments: Sequence[str]) -> int:
             for runs, is_sweep in named:
                 for run in runs:
                     if not is_sweep or _is_lacking(run):
-                        made = rebuild(run)
-                        console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
+                        _rebuild(run, console)
         runs = list(dict.fromkeys(run for group, _ in named for run in group))
         for run in runs:
             if not given.rebuild and _is_lacking(run):
                 console.note(f"{run.path.name}: {tracker_gap(run)}")
-        files = [file for run in runs for file in waiting_files(run)]
-        if not files:
+        waiting = [files for run in runs if (files := waiting_files(run))]
+        if not waiting:
             console.note("nothing is to be uploaded")
             return 0
         lack = wandb_upload.lack()
@@ -53,9 +52,11 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         if lack is not None:
             raise lack
-        console.note(f"uploading {counted(len(files), 'file')} of wandb's")
-        wandb_upload.upload(files)
-    return 0
+        merged = [run for run in runs if not has_repeated_steps(run) or _merge(run, console)]
+        waiting = [files for run in merged if (files := waiting_files(run))]
+        console.note(f"uploading {counted(sum(map(len, waiting)), 'file')} of wandb's")
+        wandb_upload.upload(waiting)
+    return 0 if len(merged) == len(runs) else 1
 
 
 def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
@@ -69,6 +70,23 @@ def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
             if not no_run.rule.startswith("fits no run"):
                 raise no_run from None
             raise ConfigError("run", text, f"is no run and no sweep under {folder}", no_run.cure) from None
+
+
+def _merge(run: RunFolder, console: Console) -> bool:
+    """Make one file of files with the same steps, of which wandb would keep the older rows; False: it has failed."""
+    console.note(f"{run.path.name}: attempts went over the same steps; its files are merged into one")
+    try:
+        _rebuild(run, console)
+    except TitanlabError as error:
+        # It is in progress, or cannot be written; the other runs are uploaded.
+        console.warn(f"{run.path.name} is not uploaded: {error}")
+        return False
+    return True
+
+
+def _rebuild(run: RunFolder, console: Console) -> None:
+    for made in rebuild(run):
+        console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
 
 
 def _is_lacking(run: RunFolder) -> bool:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from titanlab.cli.compose import compose_one
-from titanlab.launch.launchers import joined
-from titanlab.recipe.composition.flags import read_flags
 from titanlab.terminal.console import Console
 
 
@@ -18,18 +15,28 @@ def main(arguments: Sequence[str]) -> int:
         from titanlab.cli import train_from
 
         return train_from.main(arguments)
-    flags = read_flags(arguments)
-    if not flags.starts:
-        from titanlab.cli.hydra_flags.answers import answer
+    with Console() as console:
+        # Of processes that something else has started, rank 0's worker alone has the terminal.
+        shown = not {"RANK", "SLURM_PROCID"} & os.environ.keys()
+        console.phase("composing the recipe" if shown else None)
+        # Imported here: Hydra takes a third of a second, and the phase is to be seen before.
+        from titanlab.cli.compose import compose_one
+        from titanlab.launch.launchers import joined
+        from titanlab.recipe.composition.flags import read_flags
 
-        answer(flags)
-        return 0
-    one = compose_one(flags)
-    if one is not None and (one[1].launch.starts_directly or joined(os.environ) is not None):
-        # Imported here: neither `--cfg job` nor an error in the recipe needs it.
-        from titanlab.launch.execute import execute, prepare
+        flags = read_flags(arguments)
+        if not flags.starts:
+            from titanlab.cli.hydra_flags.answers import answer
 
-        with Console() as console:
+            console.phase(None)
+            answer(flags)
+            return 0
+        one = compose_one(flags)
+        if one is not None and (one[1].launch.starts_directly or joined(os.environ) is not None):
+            # Imported here: neither `--cfg job` nor an error in the recipe needs it.
+            from titanlab.launch.execute import execute, prepare
+
+            console.phase("checking the recipe and its data" if shown else None)
             (ready,) = prepare([one[1]], console.note)
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     if checkpoint is None:
         raise ConfigError(FLAG, given.run, "has no checkpoint", "train it until it has saved one, or begin without it")
     with Console() as console:
+        console.phase("composing the recipe")
         recipe, lines = _branched(parent, checkpoint, given.overrides)
         for line in lines:
             console.note(line)

@@ -21,11 +21,22 @@ VERBS = {
         "titanlab.cli.plan",
         "rank layouts by estimates: titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100",
     ),
+    "parity": (
+        "titanlab.cli.proofs.parity",
+        "prove that recipes train the same: titanlab parity +sweeps=quickstart_layouts",
+    ),
+    "rehearse": (
+        "titanlab.cli.proofs.rehearse",
+        "find what would break on the cluster: titanlab rehearse +sweeps=llama3_405b_512gpus",
+    ),
     "status": ("titanlab.cli.status", "show where the runs of a sweep stand, and why those that failed did"),
+    "logs": ("titanlab.cli.housekeeping.logs", "print what the ranks of a run have printed, by time; --follow goes on"),
     "diagnose": ("titanlab.cli.diagnose", "say again why a run hung: which rank, in which collective, on which line"),
     "cancel": ("titanlab.cli.cancel", "end a sweep's jobs, or some of them; what is done stays done"),
     "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
     "collect": ("titanlab.cli.collect", "write a sweep's results as one parquet and one CSV file"),
+    "best": ("titanlab.cli.best", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise"),
+    "report": ("titanlab.cli.report", "write a sweep's report: one HTML file with the answer, figures and causes"),
     "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
     "checkpoints": ("titanlab.cli.checkpoints", "list a run's checkpoints; --verify reads and checks every byte"),
     "hosts": (
@@ -33,6 +44,10 @@ VERBS = {
         "list hosts on which a run failed, and which its later jobs leave out; --clear HOST",
     ),
     "sync": ("titanlab.cli.sync", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl"),
+    "workspace": (
+        "titanlab.cli.workspace",
+        "make a wandb workspace and report of a sweep; without an API key, print them as JSON",
+    ),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),
     "schedule": ("titanlab.cli.schedule", "draw a pipeline's schedule; `all` compares them: bubble, microbatches kept"),
     "tokenize": ("titanlab.cli.files.tokenize", "make memory-mapped token shards of text, JSONL or parquet files"),
@@ -45,6 +60,18 @@ VERBS = {
         "convert weights of Hugging Face or of DCP, for train init_from=…",
     ),
     "export": ("titanlab.cli.files.export", "write a run's weights as a folder that transformers opens"),
+    "clean": (
+        "titanlab.cli.housekeeping.clean",
+        "remove old checkpoints, superseded runs, caches: shows sizes, and asks",
+    ),
+    "repro": (
+        "titanlab.cli.housekeeping.repro",
+        "restore a run's code and config in a git worktree; what differs from now",
+    ),
+    "doctor": (
+        "titanlab.cli.housekeeping.doctor",
+        "check this machine: torch, GPUs, Slurm, disk, limits; each line ok, warn or fail",
+    ),
     "completion": (
         "titanlab.cli.hydra_flags.completion",
         'print the shell\'s completion script: eval "$(titanlab completion bash)"',

@@ -39,7 +39,7 @@ def default_folder(other: Callable[[], Path]) -> Path | None:
     Args:
         other: gives the folder to use if another user could write to the first; may raise ConfigError.
     """
-    folder = Path(tempfile.gettempdir()) / f"titanlab-{os.getuid()}"
+    folder = own_folder()
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
@@ -49,6 +49,11 @@ def default_folder(other: Callable[[], Path]) -> Path | None:
     with contextlib.suppress(ConfigError):
         return other() / "inductor"
     return None
+
+
+def own_folder() -> Path:
+    """The folder of this user's caches on this host, which need not exist."""
+    return Path(tempfile.gettempdir()) / f"titanlab-{os.getuid()}"
 
 
 def repair(folder: Path) -> list[Path]:

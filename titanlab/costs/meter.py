@@ -26,11 +26,16 @@ TFLOPS = "tflops"
 MFU = "mfu(%)"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 STEP_SECONDS_MEDIAN = "time_metrics/end_to_end_median(s)"
+# Of a summary: a quarter of the steps after warm-up took less than the first, and a quarter more than the other.
+STEP_SECONDS_LOW = "time_metrics/end_to_end_quartile_1(s)"
+STEP_SECONDS_HIGH = "time_metrics/end_to_end_quartile_3(s)"
 DATA_SECONDS = "time_metrics/data_loading(s)"
 DATA_PERCENT = "time_metrics/data_loading(%)"
 TOKENS_SEEN = "n_tokens_seen"
 MEMORY_ACTIVE = "memory/max_active(GiB)"
 MEMORY_RESERVED = "memory/max_reserved(GiB)"
+# Of all ranks, and whose it is.
+MEMORY_MOST, MEMORY_MOST_RANK = "memory/max_over_ranks(GiB)", "memory/max_rank"
 VALIDATION_LOSS = "validation_metrics/loss"
 WARMING_UP = "warming_up"
 MEASURED_STEPS = "measured_steps"
@@ -47,7 +52,9 @@ class Work:
         flops_per_token: forward and backward, of the whole model.
         convention: formula of the FLOPs, such as `6(N−N_emb)+12·L·H·Q·T`.
         peak_flops: of one device in the precision of the matrix products, per second; None if unknown.
-        peak_source: source of the peak: a datasheet, or a measurement at start.
+        peak_source: source of the peak: a datasheet, or a measurement at start; and what else the MFU means.
+        may_exceed_peak: whether some products have a faster format than the peak's: float8, by convention, is held
+            against the peak of bfloat16.
     """
 
     devices: int
@@ -55,6 +62,7 @@ class Work:
     convention: str = ""
     peak_flops: float | None = None
     peak_source: str = ""
+    may_exceed_peak: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +244,7 @@ class Meter:
         figures = {} if speed is None else speed.metrics()
         return {
             **{name: figures.get(name) for name in names},
+            **self._quartiles(),
             MEASURED_STEPS: 0 if speed is None else speed.steps,
             TOKENS_SEEN: self._tokens_seen,
             TRAIN_SECONDS: sum(self._seconds),
@@ -245,6 +254,14 @@ class Meter:
             "peak_tflops": None if self._work.peak_flops is None else self._work.peak_flops / 1e12,
             "peak_source": self._work.peak_source,
         }
+
+    def _quartiles(self) -> dict[str, float | None]:
+        """The quartiles of the seconds of a step after warm-up; None with fewer than two such steps."""
+        seconds = self._seconds[min(self._warmup_steps, self.steps) :]
+        if len(seconds) < 2:
+            return {STEP_SECONDS_LOW: None, STEP_SECONDS_HIGH: None}
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return {STEP_SECONDS_LOW: low, STEP_SECONDS_HIGH: high}
 
     def _speed(self, start: int, end: int) -> Speed:
         seconds = self._seconds[start:end]
@@ -271,7 +288,7 @@ class Meter:
             data_seconds=data,
             tokens_per_second=per_device,
             tflops=flops / 1e12,
-            # A share above 100 % is impossible: the peak was measured too low.
-            mfu_percent=None if share is None or share > 100 else share,
+            # Without a faster format, a share above 100 % is impossible: the peak was measured too low.
+            mfu_percent=None if share is None or (share > 100 and not self._work.may_exceed_peak) else share,
             warming_up=warming_up,
         )

@@ -17,16 +17,20 @@ from titanlab.errors import ConfigError
 VARIABLE = "TITANLAB_CACHE"
 
 
+def location() -> Path:
+    """The cache folder, which need not exist: `$TITANLAB_CACHE`, `$XDG_CACHE_HOME/titanlab`, or `~/.cache/titanlab`."""
+    if given := os.environ.get(VARIABLE):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlab"
+
+
 def root() -> Path:
-    """The cache folder: `$TITANLAB_CACHE`, else `$XDG_CACHE_HOME/titanlab`, else `~/.cache/titanlab`; created.
+    """The cache folder, created if it is missing.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    if given := os.environ.get(VARIABLE):
-        folder = Path(given).expanduser()
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlab"
+    folder = location()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

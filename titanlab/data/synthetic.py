@@ -18,7 +18,7 @@ class SyntheticSource(DataSource):
     config: Synthetic
 
     def fingerprint(self) -> str:
-        return f"synthetic-1-{self.config.vocab_size}"
+        return f"synthetic-1-{self.config.vocab_size}" + ("-gaps" if self.config.gaps else "")
 
     def prepare(self, *, report: Report) -> None:
         """There is nothing to do."""
@@ -36,7 +36,9 @@ class SyntheticSource(DataSource):
         # Imported here: it needs numpy, and the checks do not.
         from titanlab.data.streams.random_tokens import RandomStream
 
-        return RandomStream(self.config.vocab_size, fingerprint=self.fingerprint(), state=state, **how)
+        return RandomStream(
+            self.config.vocab_size, gaps=self.config.gaps, fingerprint=self.fingerprint(), state=state, **how
+        )
 
     def open_validation(self, **how: int) -> Rows:
         from titanlab.data.streams.random_tokens import RandomRows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titanlab.data.contract import DataConfig, DataSource
 from titanlab.errors import ConfigError
@@ -16,10 +16,13 @@ class Synthetic(DataConfig):
 
     Attributes:
         vocab_size: tokens are drawn uniformly from [0, vocab_size).
+        gaps: labels at the beginning of sequences do not count, of every fourth sequence none, then a quarter, a half
+            and three quarters: for proofs, since a mean over the labels of one rank is then not the mean over all.
     """
 
     kind: str = "synthetic"
     vocab_size: int = 2048
+    gaps: bool = field(default=False, metadata={"before": False})
 
     def __post_init__(self) -> None:
         if not 2 <= self.vocab_size <= 2**31:

@@ -150,6 +150,8 @@ def _attempted(
         note(run, attempt, restart, attempt - 1)
     keep_tokenizer(run, recipe)
     kills = memory_kills()
+    # From here on, rank 0 has the terminal.
+    console.phase(None)
     if ranks is not None:
         begun = time.time()
         failures = rank_processes.start_one(run.path, ranks)

@@ -50,6 +50,9 @@ class Submission:
         launch: the launcher's config, as plain values.
         runs: folders of the runs, by index.
         changes: by run, the groups and values of its recipe that its next attempts replace: another layout.
+        batch: the same for all arrays that were submitted together; empty: it was submitted alone.
+        places: by index, the run's place among the runs of the batch, in the order in which they should start. A
+            scheduler orders its arrays itself.
     """
 
     token: str = field(default_factory=lambda: secrets.token_hex(5))
@@ -63,6 +66,8 @@ class Submission:
     launch: Mapping[str, Any]
     runs: tuple[str, ...]
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    batch: str = ""
+    places: tuple[int, ...] = ()
 
     def job_name(self, sweep: str, index: int | None = None) -> str:
         """The name of the jobs in the queue.
@@ -111,7 +116,10 @@ def _submission(value: Mapping[str, Any]) -> Submission:
     if not all(isinstance(text, str) for text in texts) or not all(_NAME.fullmatch(name) for name in names):
         raise ValueError("a name is none")
     numbers = {"created": float(values["created"])} if "created" in values else {}
-    converted = {"shape": shape_from(value["shape"]), "runs": tuple(value["runs"]), **numbers}
+    runs, places = tuple(value["runs"]), tuple(int(place) for place in value.get("places") or ())
+    if places and len(places) != len(runs):
+        raise ValueError("not every run has a place")
+    converted = {"shape": shape_from(value["shape"]), "runs": runs, "places": places, **numbers}
     return Submission(**{**values, **converted})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import Field
+from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -12,6 +12,28 @@ if TYPE_CHECKING:
     from titanlab.costs.setting import Setting
     from titanlab.model.language_model import LanguageModel
     from titanlab.system.foreign import Foreign
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducedSizes:
+    """Sizes with which a model trains in a second on a CPU, for proofs and rehearsals.
+
+    Attributes:
+        layers: number of blocks.
+        heads, kv_heads: attention heads, and key/value heads; each divisible by the tensor-parallel degree.
+        head_dim: width of a head.
+        ffn_dim: width of a feed-forward.
+        vocab_size: rows of the embedding.
+        unit: widths that are derived from these are multiples of it.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    unit: int
 
 
 class ModelConfig(Protocol):
@@ -55,6 +77,10 @@ class ModelConfig(Protocol):
             ConfigError: the first rule that is broken.
         """
         return
+
+    def reduced(self, sizes: ReducedSizes) -> ModelConfig | None:
+        """The same model in other sizes, for proofs and rehearsals; by default None: only a small model is proved."""
+        return None
 
     @classmethod
     def hugging_face(cls) -> HuggingFaceFamily | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from titanlab.costs.account import Init, ModelAccount, Operation
 from titanlab.costs.divisors import divisors
 from titanlab.errors import ConfigError
 from titanlab.model import llama_account, llama_block_account
-from titanlab.model.contract import ModelBuilder, ModelConfig
+from titanlab.model.contract import ModelBuilder, ModelConfig, ReducedSizes
 from titanlab.model.llama_huggingface import LlamaFamily
 from titanlab.options import option
 
@@ -90,6 +90,18 @@ class Llama(ModelConfig):
         from titanlab.model.llama import LlamaBuilder
 
         return LlamaBuilder(self)
+
+    def reduced(self, sizes: ReducedSizes) -> Llama:
+        """The sizes replaced; rotary frequencies, norms, tied embeddings and the kernel stay."""
+        return replace(
+            self,
+            dim=sizes.heads * sizes.head_dim,
+            layers=sizes.layers,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            ffn_dim=sizes.ffn_dim,
+            vocab_size=sizes.vocab_size,
+        )
 
     @classmethod
     def hugging_face(cls) -> LlamaFamily:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from titanlab.costs.divisors import divisors
 from titanlab.errors import ConfigError
+from titanlab.model.contract import ReducedSizes
 from titanlab.model.llama_schema import Llama, nearest
 from titanlab.model.qwen3_huggingface import Qwen3Family
 from titanlab.options import option
@@ -31,6 +32,16 @@ class Qwen3(Llama):
     head_dim: int = 128  # a field here, derived for a Llama
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
+
+    def reduced(self, sizes: ReducedSizes) -> Qwen3:
+        """As of a Llama; heads that were wider or narrower than the stream stay so."""
+        attention_dim, unit = sizes.heads * sizes.head_dim, sizes.unit
+        if self.attention_dim > self.dim:
+            dim = max(unit, attention_dim // 2 // unit * unit)
+        else:
+            dim = attention_dim if self.attention_dim == self.dim else 2 * attention_dim
+        made = replace(self, head_dim=sizes.head_dim)
+        return replace(Llama.reduced(made, sizes), dim=dim)  # type: ignore[return-value]
 
     @classmethod
     def hugging_face(cls) -> Qwen3Family:

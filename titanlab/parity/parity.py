@@ -7,8 +7,9 @@ last. Traces of two layouts of one recipe must be equal, except for the rounding
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,23 @@ class Trace:
         losses, grad_norms: by step.
         gradients: of the first step, as the optimizer got them; full tensors by parameter name.
         parameters: after the last step; full tensors by name.
+        layers: by name of each linear layer, the full names of its class and that class's bases.
     """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    layers: dict[str, list[str]] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write it into a file."""
+        torch.save(vars(self), path)
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """The trace that `save` wrote."""
+        return cls(**torch.load(path, weights_only=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +81,18 @@ class Difference:
         )
 
 
-class _Tracer(Observer):
-    def __init__(self, layout: Layout | None = None) -> None:
-        self.layout = layout or Layout()
+class Tracer(Observer):
+    """Traces a run as one of its ranks.
+
+    Args:
+        layout: of the run; None: one process.
+        file: gets the trace at the end; None: it is not written.
+    """
+
+    def __init__(self, layout: Layout | None = None, file: Path | None = None) -> None:
         self.trace = Trace()
+        self._layout = layout or Layout()
+        self._file = file
 
     def after_step(self, step: int, totals: Totals) -> None:
         self.trace.losses.append(totals.loss)
@@ -81,15 +101,18 @@ class _Tracer(Observer):
     def with_gradients(self, step: int, model: nn.Module) -> None:
         if not self.trace.gradients:
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            self.trace.gradients = _everywhere(gradients, self.layout)
+            self.trace.gradients = _everywhere(gradients, self._layout)
+            self.trace.layers = _linear_layers(model)
 
     def at_end(self, model: nn.Module) -> None:
-        self.trace.parameters = _everywhere(dict(model.named_parameters()), self.layout)
+        self.trace.parameters = _everywhere(dict(model.named_parameters()), self._layout)
+        if self._file is not None:
+            self.trace.save(self._file)
 
 
 def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> Trace:
     """Train as one of `ranks.world` ranks, which all call this; every rank returns the full trace."""
-    tracer = _Tracer(recipe.layout)
+    tracer = Tracer(recipe.layout)
     train(recipe, run, ranks, observer=tracer)
     return tracer.trace
 
@@ -105,6 +128,21 @@ def compare(reference: Trace, candidate: Trace) -> Difference:
         grad_norm=_relative(reference.grad_norms, candidate.grad_norms, "gradient norms"),
         gradient=_farthest(reference.gradients, candidate.gradients, "gradients"),
         parameter=_farthest(reference.parameters, candidate.parameters, "parameters"),
+    )
+
+
+def farthest(reference: Trace, candidates: Sequence[Trace]) -> Difference:
+    """The largest differences of several ranks' traces from a reference: a copy of one rank may be wrong.
+
+    Raises:
+        ValueError: as of `compare`.
+    """
+    found = [compare(reference, candidate) for candidate in candidates]
+    return Difference(
+        loss=max(each.loss for each in found),
+        grad_norm=max(each.grad_norm for each in found),
+        gradient=max(each.gradient for each in found),
+        parameter=max(each.parameter for each in found),
     )
 
 
@@ -136,14 +174,23 @@ def _counted(difference: float) -> float:
 
 
 def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """The full tensors of all stages, on every rank."""
+    """The full tensors of all stages, on every rank; of its own stages, every rank has its own copies."""
     whole = {name: _whole(tensor) for name, tensor in tensors.items()}
     if layout.pipeline > 1:
         parts: list[dict[str, torch.Tensor]] = [whole] * layout.world
         dist.all_gather_object(parts, whole)
         for part in parts:
-            whole.update(part)
+            whole = {**part, **whole}
     return whole
+
+
+def _linear_layers(model: nn.Module) -> dict[str, list[str]]:
+    """The classes of the linear layers; FSDP2 derives a class of its own from that of a layer."""
+    return {
+        name: [f"{base.__module__}.{base.__qualname__}" for base in type(layer).__mro__]
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,12 +45,18 @@ class Estimate:
 
 def estimate_of(recipe: Recipe) -> Estimate | None:
     """The estimate for a resolved recipe; None: nothing is known of its devices, or its CPUs were not measured."""
+    found = estimate_or_reason(recipe)
+    return found if isinstance(found, Estimate) else None
+
+
+def estimate_or_reason(recipe: Recipe) -> Estimate | str:
+    """The estimate for a resolved recipe, or in a few words why there is none."""
     if recipe.cluster.accelerator != "cuda" and recipe.cluster.memory_gb_per_second is None:
-        return None
+        return "these CPUs were not measured (titanlab plan --measure)"
     try:
         machine = machine_of(recipe)
-    except ConfigError:
-        return None
+    except ConfigError as error:
+        return f"{error.key}={error.value}: {error.rule}"
     reserved = reserved_bytes(recipe, machine, most_memory(recipe))
     whole = Sharding(key_of(recipe.model), key_of(recipe.precision), key_of(recipe.optimizer), 1, 1)
     saved = added(stored_pieces(whole).values())

@@ -58,11 +58,12 @@ def explain(recipe: Recipe) -> Explanation:
         ranks=memory(recipe),
         time=step_time(recipe, machine, pipeline=simulated_time),
         traffic=step_traffic(step_of(recipe), Coordinate()),
-        timeline=_timeline(recipe, machine),
+        timeline=timeline_of(recipe, machine),
     )
 
 
-def _timeline(recipe: Recipe, machine: Machine) -> Timeline | None:
+def timeline_of(recipe: Recipe, machine: Machine) -> Timeline | None:
+    """The simulated timeline of a recipe's pipeline, in seconds; None: it has none."""
     layout, model, schedule = recipe.layout, key_of(recipe.model), key_of(recipe.schedule)
     if layout.pipeline == 1:
         return None

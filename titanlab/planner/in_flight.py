@@ -19,6 +19,7 @@ Peaks = tuple[tuple[tuple[int, ...], ...], ...]
 _COMPARED = 4
 
 
+@functools.lru_cache(maxsize=4096)
 def peaks(schedule: Key, *, ranks: int, microbatches: int) -> Peaks:
     """The moments of each rank in which its memory may be largest: no much larger one has as many of every stage.
 
@@ -31,6 +32,20 @@ def peaks(schedule: Key, *, ranks: int, microbatches: int) -> Peaks:
         if found == _peaks(schedule, ranks, min(microbatches, few + ranks)):
             return found
     return _peaks(schedule, ranks, microbatches)
+
+
+@functools.lru_cache(maxsize=4096)
+def totals(schedule: Key, *, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """By rank: the two numbers of the moments of `peaks`, each added up over the rank's stages.
+
+    Without the moments of which another one has as many. They are few, and enough where a rank's stages are alike.
+    """
+    return tuple(_added_up(moments) for moments in peaks(schedule, ranks=ranks, microbatches=microbatches))
+
+
+def _added_up(moments: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    pairs = {(sum(moment[: len(moment) // 2]), sum(moment[len(moment) // 2 :])) for moment in moments}
+    return tuple(one for one in sorted(pairs) if not any(_covers(other, one) for other in pairs - {one}))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ checkpointing declare. The rest follows from how FSDP2, autograd and the loss wo
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from titanlab.planner.activations import (
     gradients_together,
     loss_bytes,
 )
-from titanlab.planner.in_flight import peaks
+from titanlab.planner.in_flight import peaks, totals
 from titanlab.planner.model_facts import key_of, model_facts
 from titanlab.planner.stages import placement_of, stages_of
 from titanlab.planner.stored import NOTHING, Sharding, added, stored_pieces
@@ -44,6 +45,8 @@ _GATHERED_BLOCKS = 2
 _GATHER_BUFFERS = 1
 # A block's gradients in the precision of the reduction: those that are sent, and those of the block before.
 _REDUCED_BLOCKS = 2
+# Bytes of activations, where all that a rank keeps still exist: no rank keeps as many.
+_ALL_KEPT = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,23 @@ def most_memory(recipe: Recipe) -> RankMemory:
     return max(memory(recipe), key=lambda rank: rank.allocated)
 
 
+def _largest(rank: int, moments: Mapping[str, Mapping[str, int]], kept: int) -> RankMemory:
+    """The moment of a rank when its memory is largest.
+
+    Args:
+        moments: of `_Ranks._moments`.
+        kept: bytes of activations that the rank keeps when they are most.
+    """
+    activations = {moment: min(kept, items["activations"]) for moment, items in moments.items()}
+    # The sums are exact: these are whole numbers.
+    needed = {
+        moment: sum(items.values()) - items["activations"] + activations[moment] for moment, items in moments.items()
+    }
+    moment = max(needed, key=needed.__getitem__)
+    items = {**moments[moment], "activations": activations[moment]}
+    return RankMemory(rank=rank, moment=moment, items={name: items.get(name, 0) for name in ITEMS})
+
+
 class _Ranks:
     """The ranks of one recipe."""
 
@@ -128,28 +148,44 @@ class _Ranks:
     def memory(self) -> tuple[RankMemory, ...]:
         """By rank of the pipeline."""
         ranks, placement = self.layout.pipeline, placement_of(self.schedule, self.layout.pipeline)
-        in_flight = (
-            peaks(self.schedule, ranks=ranks, microbatches=self.recipe.microbatches) if ranks > 1 else (((1, 0),),)
-        )
         found = []
+        # Stages with pieces that are alike need the same; a pipeline has few different ones.
+        kinds = [tuple(map(self._kind, pieces)) for pieces in self.stages]
+        known: dict[object, dict[str, dict[str, int]]] = {}
         saved = [self._stage(number) for number in range(len(placement))]
         deferred = [self._deferred(number) for number in range(len(placement))]
         for rank in range(ranks):
             stages = [number for number, owner in enumerate(placement) if owner == rank]
-            own = [*(saved[number] for number in stages), *(deferred[number] for number in stages)]
-            kept = max(sum(map(operator.mul, moment, own)) for moment in in_flight[rank])
-            moments = self._moments(stages, kept)
-            moment = max(moments, key=lambda name: sum(moments[name].values()))
-            items = {name: moments[moment].get(name, 0) for name in ITEMS}
-            found.append(RankMemory(rank=rank, moment=moment, items=items))
+            kept = self._kept(rank, [saved[number] for number in stages], [deferred[number] for number in stages])
+            key = tuple(kinds[number] for number in stages)
+            if key not in known:
+                known[key] = self._moments(stages)
+            found.append(_largest(rank, known[key], kept))
         return tuple(found)
 
-    def _moments(self, stages: Sequence[int], kept: int) -> dict[str, dict[str, int]]:
-        """The items at the moments of a step that may be largest.
+    def _kind(self, piece: str) -> object:
+        """Equal for blocks that need the same memory; the name of another piece."""
+        return self._block(piece) if piece.startswith("layers.") else piece
+
+    def _kept(self, rank: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
+        """Bytes of activations that a rank keeps when they are most.
 
         Args:
-            kept: bytes of saved activations when they are most.
+            saved: bytes that each of its stages keeps of one microbatch.
+            deferred: of them, between the halves of a split backward.
         """
+        ranks, microbatches = self.layout.pipeline, self.recipe.microbatches
+        if ranks == 1:
+            return saved[0]
+        if len(set(saved)) == len(set(deferred)) == 1:
+            pairs = totals(self.schedule, ranks=ranks, microbatches=microbatches)[rank]
+            return max(passes * saved[0] + halves * deferred[0] for passes, halves in pairs)
+        moments = peaks(self.schedule, ranks=ranks, microbatches=microbatches)[rank]
+        most: int = max(sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments)
+        return most
+
+    def _moments(self, stages: Sequence[int]) -> dict[str, dict[str, int]]:
+        """The items at the moments of a step that may be largest; of activations, the most that are kept then."""
         own = [piece for number in stages for piece in self.stages[number]]
         blocks = [piece for piece in own if piece.startswith("layers.")]
         whole = added(self.pieces[piece] for piece in own)
@@ -170,7 +206,7 @@ class _Ranks:
         # Without FSDP2 gradients are summed where they are.
         gradients = 0 if fsdp or not accumulates else whole.parameters
         loss = self._loss(own)
-        start = {**stored, "gathered parameters": gathered, "activations": kept}
+        start = {**stored, "gathered parameters": gathered, "activations": _ALL_KEPT}
         before = unreduced if accumulates else 0
         moments = {
             "loss": {
@@ -189,14 +225,14 @@ class _Ranks:
             },
             "end": {
                 **start,
-                "activations": min(kept, max((self._block(piece).saved for piece in blocks), default=0)),
+                "activations": max((self._block(piece).saved for piece in blocks), default=0),
                 # Gradients of a unit are freed when they are reduced: each exists only once.
                 "gradients": gradients if fsdp and accumulates else whole.parameters,
                 "unreduced gradients": unreduced + reducing,
                 "backward of a block": self._backward(own),
                 "communication buffers": buffers + self._messages(),
             },
-            "optimizer": {**stored, "gradients": whole.parameters},
+            "optimizer": {**stored, "gradients": whole.parameters, "activations": 0},
         }
         if self.config.cpu_offload:
             for items in moments.values():

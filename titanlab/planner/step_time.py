@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
-from titanlab.planner.machine import Machine
+from titanlab.planner.machine import Axis, Machine
 from titanlab.planner.model_facts import Key, Unkeyed, flops_per_token, key_of, model_facts
 from titanlab.planner.stored import Sharding as Stored
 from titanlab.planner.stored import stored_pieces
 from titanlab.planner.timing.block_time import exposed, model_time, shape_of
 from titanlab.planner.timing.exchange import Sharding, axis_in, sharding_of
-from titanlab.planner.timing.pipeline_time import PipelineEstimate, Stages, pipeline_time
+from titanlab.planner.timing.pipeline_time import PipelineEstimate, Stages, least_time, pipeline_time
 from titanlab.planner.timing.stage_time import RankTime, rank_stages
 from titanlab.recipe.communication import step_of
 from titanlab.recipe.recipe import Recipe
@@ -59,6 +59,18 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     return _Estimate(recipe, machine).step(pipeline)
 
 
+def least_seconds(recipe: Recipe, machine: Machine) -> float:
+    """A bound of the seconds of a step that all recipes share which differ only in `replicate` and `shard`.
+
+    It has the blocks, the pipeline's bound and the stragglers, and leaves out what data parallelism and the optimizer
+    add.
+
+    Raises:
+        ConfigError: as `step_time`.
+    """
+    return _Estimate(recipe, machine).least()
+
+
 class _Estimate:
     """The estimate of one recipe."""
 
@@ -73,11 +85,42 @@ class _Estimate:
         reshards = recipe.parallelism.frees_after_forward
         self.reshards = reshards and self.fsdp
 
+    def least(self) -> float:
+        """Seconds without what data parallelism and the optimizer add."""
+        parts, _ = self._blocks(least_time)
+        seconds = sum(parts.values())
+        return seconds + self._straggling(seconds)
+
     def step(self, pipeline: PipelineEstimate) -> StepTime:
         """The estimate."""
         recipe, machine, layout = self.recipe, self.machine, self.layout
+        parts, busiest = self._blocks(pipeline)
+        block, edges = self._unit((self.facts.block,)), self._unit(busiest.edges)
+        self._data_parallel(busiest, block, edges, parts)
+        parts["optimizer"] = self._optimizer(busiest)
+        world = self._world
+        parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
+        parts["stragglers"] = self._straggling(sum(parts.values()))
+        seconds = sum(parts.values())
+        tokens = recipe.training.global_batch * recipe.training.seq_len
+        rate = tokens / seconds / layout.world
+        peak = machine.peak_flops.get(self.formats.compute, math.nan)
+        flops = flops_per_token(self.model, recipe.training.seq_len)
+        return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
+
+    @property
+    def _world(self) -> Axis:
+        return axis_in(self.layout, "world", self.machine.per_node)
+
+    def _straggling(self, seconds: float) -> float:
+        # One straggler slows all: the largest of n equal distributions grows with the logarithm of n.
+        return seconds * self.machine.efficiencies.stragglers * math.log2(self._world.nodes)
+
+    def _blocks(self, pipeline: PipelineEstimate) -> tuple[dict[str, float], RankTime]:
+        """The parts of a step that its blocks and the pipeline take, and the sums of the busiest rank."""
+        recipe = self.recipe
         stages = rank_stages(
-            self.times, self.model, key_of(recipe.schedule), key_of(recipe.parallelism.split), layout.pipeline,
+            self.times, self.model, key_of(recipe.schedule), key_of(recipe.parallelism.split), self.layout.pipeline,
             recipe.training.seq_len,
         )  # fmt: skip
         busiest = stages.busiest
@@ -92,20 +135,8 @@ class _Estimate:
         }
         if stages.pipeline is not None:
             self._pipeline(pipeline, stages.pipeline, parts)
-        block, edges = self._unit((self.facts.block,)), self._unit(busiest.edges)
         parts["tensor"] += busiest.blocks * self.times.once
-        self._data_parallel(busiest, block, edges, parts)
-        parts["optimizer"] = self._optimizer(busiest)
-        world = axis_in(self.layout, "world", machine.per_node)
-        parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
-        # One straggler slows all: the largest of n equal distributions grows with the logarithm of n.
-        parts["stragglers"] = sum(parts.values()) * machine.efficiencies.stragglers * math.log2(world.nodes)
-        seconds = sum(parts.values())
-        tokens = recipe.training.global_batch * recipe.training.seq_len
-        rate = tokens / seconds / layout.world
-        peak = machine.peak_flops.get(self.formats.compute, math.nan)
-        flops = flops_per_token(self.model, recipe.training.seq_len)
-        return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
+        return parts, busiest
 
     def _pipeline(self, pipeline: PipelineEstimate, stages: Stages, parts: dict[str, float]) -> None:
         """Add a pipeline's bubble, and what sending adds."""

@@ -22,12 +22,14 @@ class PrecisionConfig(Protocol):
     """Config of a precision. A dataclass that inherits from it has to define `kind` and `formats`.
 
     Attributes:
-        no_mfu: why no MFU is computed, for the table at the start; empty: it is computed.
+        mfu_note: what an MFU means whose products are faster than the peak that it divides by; empty: none is.
+        layer_class: full name of the class of the layers of `products`; empty: it replaces no layer.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: str
-    no_mfu: ClassVar[str] = ""
+    mfu_note: ClassVar[str] = ""
+    layer_class: ClassVar[str] = ""
 
     @abstractmethod
     def formats(self) -> Formats:

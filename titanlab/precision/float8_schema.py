@@ -75,7 +75,7 @@ class Float8(Bf16):
     # both operands in the other order of memory: read 1 and write 1.
     cast_bytes: ClassVar[float] = 7.0
     cast_kernels: ClassVar[int] = 3
-    no_mfu: ClassVar[str] = "no MFU: the convention's peak is that of bfloat16"
+    mfu_note: ClassVar[str] = "model FLOPs over the bf16 peak"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -249,6 +249,8 @@ class Float8(Bf16):
 @dataclass(kw_only=True)
 class TorchaoFloat8(Float8):
     """The three recipes of torchao's `float8`."""
+
+    layer_class: ClassVar[str] = "torchao.float8.float8_linear.Float8Linear"
 
     def implementation(self) -> Precision:
         """Torchao's layers replace linear layers."""

@@ -146,7 +146,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
             if not isinstance(value, Mapping):
                 raise ConfigError(key, value, "must be a mapping", "compare it with `titanlab train --cfg job`")
             kind = value.get("kind", _FIRST_KINDS.get(key)) if None not in groups[key] else None
-            nodes[key] = OmegaConf.structured(schema_of(key, kind))
+            nodes[key] = _schema_node(key, kind, value)
     try:
         base = OmegaConf.structured(Recipe)
         merged = OmegaConf.merge(base, OmegaConf.create(nodes), OmegaConf.create(_literal(dict(mapping))))
@@ -160,6 +160,16 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         ) from error
     assert isinstance(recipe, Recipe)
     return recipe
+
+
+def _schema_node(group: str, kind: Any, content: Mapping[str, Any]) -> Any:
+    """The schema of a group's content; where it combines several options, each of them has its own."""
+    node = OmegaConf.structured(schema_of(group, kind))
+    if kind not in discover()[group]:
+        for name in node:
+            if name != "kind" and isinstance(content.get(name), Mapping):
+                node[name] = OmegaConf.structured(schema_of(group, content[name].get("kind")))
+    return node
 
 
 def _literal(value: Any) -> Any:

@@ -6,6 +6,9 @@ libyaml's loader overflows the stack of the process on deep nesting (PyYAML 6).
 
 from __future__ import annotations
 
+import functools
+import marshal
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from titanlab.system.regular_file import read_text
 
 # libyaml reads eight times as fast, which matters in a table of a thousand runs; not every PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Before each line that begins at its first column.
+_SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*:( |$)")
 MOST_VALUES = 100_000
 MOST_DEPTH = 200
 
@@ -65,7 +71,9 @@ def read_config(path: Path) -> dict[str, Any]:
         text = read_text(path)
         if (reason := excess(text)) is not None:
             raise yaml.YAMLError(reason)
-        config = yaml.load(text, Loader=_LOADER)
+        config = _by_sections(text)
+        if config is None:
+            config = yaml.load(text, Loader=_LOADER)
     except FileNotFoundError:
         raise ConfigError("run", path.parent, "has no config.yaml", "name the folder of a run") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -74,6 +82,43 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError("run", path.parent, "its config.yaml holds no mapping", "restore that file")
     return config
+
+
+def _by_sections(text: str) -> dict[str, Any] | None:
+    """The values of a YAML, read section by section; None if it must be read as a whole.
+
+    The runs of a sweep differ in few of their sections (`training:` and its keys), and equal ones are parsed once: a
+    table of a thousand runs takes a third of the time.
+    """
+    values: dict[str, Any] = {}
+    for section in _SECTION.split(text):
+        if section:
+            packed = _section(section)
+            if packed is None:
+                return None
+            # A copy for each caller: nobody shares what another may change.
+            values.update(marshal.loads(packed))
+    return values or None
+
+
+@functools.lru_cache(maxsize=4096)
+def _section(text: str) -> bytes | None:
+    """A mapping of one key, packed; None for a section that may depend on others, or is written in another way."""
+    lines = text.splitlines()
+    plain = _KEY.match(lines[0]) and all(line.startswith("  ") for line in lines[1:])
+    # Anchors, tags, texts of several lines, comments: rare, and not worth a special treatment.
+    if not plain or any(character in text for character in '&*!|>%#"\t') or not all(map(_is_closed, lines)):
+        return None
+    try:
+        value = yaml.load(text, Loader=_LOADER)
+        return marshal.dumps(value) if isinstance(value, dict) and len(value) == 1 else None
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def _is_closed(line: str) -> bool:
+    """Whether no bracket or quote that a line opens is left open."""
+    return line.count("'") % 2 == 0 and line.count("[") == line.count("]") and line.count("{") == line.count("}")
 
 
 def excess(text: str) -> str | None:

@@ -130,6 +130,7 @@ def collect(
             "release": platform.release(),
             "machine": platform.machine(),
             "libc": " ".join(platform.libc_ver()).strip(),
+            "nvidia_driver": _nvidia_driver(),
         },
         "host": _host(),
         "devices": dict(devices),
@@ -203,6 +204,16 @@ def _host() -> dict[str, Any]:
         "usable_cores": usable,
         "memory_gib": _memory_gib(),
     }
+
+
+def _nvidia_driver() -> str | None:
+    """The version of the kernel's driver; None where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return match[1] if match else None
 
 
 def _cpu_model() -> str:

@@ -6,6 +6,8 @@ result; every rank may write a note of its own failure. docs/run-folder.md has t
 
 from __future__ import annotations
 
+import getpass
+import hashlib
 import os
 import secrets
 import shutil
@@ -22,6 +24,7 @@ from titanlab.records import claim
 from titanlab.records.config_file import config_text
 from titanlab.records.end_file import make_room, reserve_room, write_end
 from titanlab.records.identity import Identity
+from titanlab.records.logs.files import write_marks
 from titanlab.records.metrics_file import MetricsWriter
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_name import check_name
@@ -64,6 +67,7 @@ class RunFolder(RunRecords):
                     write_json(self.path / "env.json", env)
                 if patch is not None:
                     write_text(folder / "code.patch", patch)
+                write_marks(self, attempt)
                 self.write_status(Status(state="starting", attempt=attempt))
             except OSError:
                 # The disk is full. An attempt without a config must not become the latest attempt.
@@ -179,6 +183,7 @@ def create_run(
             for folder in _SUBFOLDERS:
                 (part / folder).mkdir(parents=True)
             content = {"sha256": identity.sha256, "content": identity.content, "created": time.time()}
+            content["tracker_id"] = tracker_id(identity, final, sweep=sweep)
             write_json(part / "identity.json", {"schema": SCHEMA, **content, **(parent or {})})
             write_text(part / "config.yaml", config_text(config))
             RunFolder(part).write_status(Status(state="prepared"))
@@ -195,6 +200,21 @@ def create_run(
     if kept is not None and kept.sha256 != identity.sha256:
         raise ConfigError("name", name, f"{final} belongs to another run", f"try name={name}-2")
     return run
+
+
+def tracker_id(identity: Identity, folder: Path, *, sweep: str) -> str:
+    """The run's id in trackers: the same whenever the run is begun in this folder, and another one anywhere else.
+
+    Two people may train one recipe into one project, and a sweep may train it again on purpose: so the sweep, the
+    folder and the user count too.
+    """
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        # A container whose user has no name.
+        user = str(os.getuid())
+    text = "\n".join([identity.sha256, sweep, str(folder.absolute()), user])
+    return f"{identity.hash8}-{hashlib.sha256(text.encode(errors='surrogateescape')).hexdigest()[:8]}"
 
 
 def open_run(path: Path | str) -> RunFolder:

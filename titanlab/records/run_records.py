@@ -90,6 +90,11 @@ class RunRecords:
         """When the folder was made, in seconds since the epoch; None if it was not recorded."""
         return (self._identity() or {}).get("created")
 
+    def tracker_id(self) -> str | None:
+        """The run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints."""
+        value = (self._identity() or {}).get("tracker_id")
+        return value if isinstance(value, str) else None
+
     def parent(self) -> tuple[str, int] | None:
         """The run, as `sweep/folder`, and the step of the checkpoint from which this run started; None: from none."""
         value = self._identity() or {}

@@ -23,7 +23,9 @@ _COLOURS = {
     Kind.WEIGHT: ("#fbd59a", "#ea9a2e"),
 }
 _IDLE = "#f1f1ef"
+_CELL_INK = "#111111"
 _ROW_INCHES, _PANEL_INCHES, _FRAME_INCHES = 0.34, 0.75, 0.7
+_LABEL_INCHES, _LEAST_INCHES, _MOST_INCHES = 1.6, 8.0, 40.0
 _LEAST_POINTS = 4.5  # smaller digits cannot be read, so such cells have no text
 
 
@@ -51,25 +53,30 @@ def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
         rule = "needs matplotlib, which is not installed"
         raise ConfigError("--plot", path, rule, "pip install matplotlib, or leave --plot out") from error
     longest = max(timeline.duration for _, timeline in panels)
-    rows = sum(len(timeline.events) for _, timeline in panels)
-    longest_row = max(_cells(timeline) for _, timeline in panels)
-    size = (
-        min(40.0, max(8.0, 1.6 + 0.24 * longest_row)),
-        rows * _ROW_INCHES + len(panels) * _PANEL_INCHES + _FRAME_INCHES,
-    )
+    size = figure_size([timeline for _, timeline in panels])
     # A fixed salt, and no date below, so that the same figure gives the same file.
     with mpl.rc_context({"svg.hashsalt": "titanlab", "font.family": "DejaVu Sans"}):
         figure = Figure(figsize=size, layout="constrained")
         heights = [len(timeline.events) for _, timeline in panels]
         axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
         for axis, (title, timeline) in zip(axes, panels, strict=True):
-            _panel(axis, title, timeline, longest, (size[0] - 1.6) / longest)
+            draw_panel(axis, title, timeline, longest=longest, width=size[0])
         axes[-1].set_xlabel("time, in units of the durations given", fontsize=9, color="#444444")
-        _legend(figure, [timeline for _, timeline in panels])
+        draw_legend(figure, [timeline for _, timeline in panels])
         try:
             figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
         except OSError as error:
             raise ConfigError("--plot", path, f"cannot be written: {error.strerror}", "name another file") from error
+
+
+def figure_size(timelines: Sequence[Timeline]) -> tuple[float, float]:
+    """Width and height in inches of a figure with a panel for each timeline."""
+    rows = sum(len(timeline.events) for timeline in timelines)
+    longest_row = max(_cells(timeline) for timeline in timelines)
+    return (
+        min(_MOST_INCHES, max(_LEAST_INCHES, _LABEL_INCHES + 0.24 * longest_row)),
+        rows * _ROW_INCHES + len(timelines) * _PANEL_INCHES + _FRAME_INCHES,
+    )
 
 
 def _cells(timeline: Timeline) -> float:
@@ -78,14 +85,22 @@ def _cells(timeline: Timeline) -> float:
     return timeline.duration / shortest
 
 
-def _panel(axis: Any, title: str, timeline: Timeline, longest: float, inches: float) -> None:
-    """Draw one panel; `inches` is the width of one unit of time."""
+def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, width: float) -> list[Any]:
+    """Draw one timeline. Returns the boxes behind the ranks' rows.
+
+    Args:
+        axis: matplotlib's axes.
+        longest: end of the axis of time.
+        width: of the figure in inches.
+    """
     from matplotlib.patches import Rectangle
 
-    labels = _labels(timeline, inches)
+    labels = _labels(timeline, (width - _LABEL_INCHES) / longest)
+    boxes = []
     for rank, events in enumerate(timeline.events):
         stages = stages_of(timeline.placement, rank)
-        axis.add_patch(Rectangle((0, rank - 0.4), timeline.duration, 0.8, facecolor=_IDLE, linewidth=0))
+        idle = Rectangle((0, rank - 0.4), timeline.duration, 0.8, facecolor=_IDLE, linewidth=0)
+        boxes.append(axis.add_patch(idle))
         for (stage, kind, microbatch), begin, end in events:
             shade = stages.index(stage) / max(1, len(stages) - 1)
             box = Rectangle((begin, rank - 0.4), end - begin, 0.8, linewidth=0.6, edgecolor="white")
@@ -94,7 +109,8 @@ def _panel(axis: Any, title: str, timeline: Timeline, longest: float, inches: fl
             form, points = labels[kind]
             if points >= _LEAST_POINTS:
                 text = form.format(kind=kind, microbatch=microbatch)
-                axis.text((begin + end) / 2, rank, text, fontsize=points, ha="center", va="center_baseline")
+                middle = (begin + end) / 2
+                axis.text(middle, rank, text, fontsize=points, color=_CELL_INK, ha="center", va="center_baseline")
     axis.set_xlim(0, longest)
     axis.set_ylim(len(timeline.events) - 0.5, -0.5)
     peaks = [f"{peak:.3g}" for peak in timeline.peak_in_flight]
@@ -103,9 +119,11 @@ def _panel(axis: Any, title: str, timeline: Timeline, longest: float, inches: fl
     axis.set_title(title, fontsize=10.5, loc="left")
     for side in ("top", "right", "left", "bottom"):
         axis.spines[side].set_visible(False)
+    return boxes
 
 
-def _legend(figure: Any, timelines: Sequence[Timeline]) -> None:
+def draw_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
+    """Explain the colours of the timelines below them."""
     from matplotlib.patches import Patch
 
     used = {event.action.kind for timeline in timelines for row in timeline.events for event in row}

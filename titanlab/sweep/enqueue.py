@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -71,7 +72,7 @@ def silent_launcher(launches: Iterable[LaunchConfig]) -> str | None:
 
 
 def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], None]) -> list[Submission]:
-    """Submit runs that have folders. The caller has claimed the sweep.
+    """Submit runs that have folders, in the order in which they should start. The caller has claimed the sweep.
 
     Raises:
         ConfigError: a launcher refuses; earlier submissions stay in their queues, later runs are unchanged.
@@ -80,7 +81,8 @@ def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], 
         return []
     folder.jobs.mkdir(exist_ok=True)
     code = snapshot.take(folder.code).relative_to(folder.path)
-    submitted = []
+    submitted: list[Submission] = []
+    place_of = {item.run: place for place, item in enumerate(items)}
     for group in arrays(items):
         first, runs = group[0], [folder.run(item.run) for item in group]
         for run in runs:
@@ -94,6 +96,8 @@ def enqueue(folder: SweepFolder, items: Sequence[Item], report: Callable[[str], 
             launch=_plain(first.launch),
             runs=tuple(run.path.name for run in runs),
             changes={item.run: item.changes for item in group if item.changes},
+            batch=submitted[0].batch if submitted else secrets.token_hex(5),
+            places=tuple(place_of[item.run] for item in group),
         )
         write_submission(folder.path, submission)
         submission = _submitted(folder, submission, first.launch)

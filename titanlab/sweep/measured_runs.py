@@ -23,7 +23,6 @@ from titanlab.sweep.sweep_folder import SweepFolder
 
 KEY = "--calibrate"
 _RESIDENT = "memory/max_resident(GiB)"
-_OF_ALL_RANKS = "memory/max_over_ranks(GiB)"
 # Percent of a step in which a run may wait for data: the planner does not estimate that.
 _MOST_WAITING = 5
 # Values of a cluster that a calibration or a measurement has found, and that are no facts: runs may differ in them.
@@ -140,7 +139,7 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
     except TitanlabError as error:
         raise _Unusable(f"cannot be read: {error}") from error
     metrics = {} if outcome is None else outcome.metrics
-    memory = metrics.get(_OF_ALL_RANKS, metrics.get(meter.MEMORY_RESERVED, metrics.get(_RESIDENT)))
+    memory = metrics.get(meter.MEMORY_MOST, metrics.get(meter.MEMORY_RESERVED, metrics.get(_RESIDENT)))
     measured = Measured(
         name=row["run"],
         recipe=recipe,

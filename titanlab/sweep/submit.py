@@ -23,8 +23,10 @@ from titanlab.sweep.enqueue import Item, check_jobs, enqueue, settle, silent_lau
 from titanlab.sweep.queue import job_states
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing, supersede
+from titanlab.sweep.study.order import starting_order
 from titanlab.sweep.study.plan import SINGLE, Dropped, Planned, Study
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.sweep.table.estimates import estimate_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,8 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
         _check_name(folder, study)
         settle(folder, report)
         decisions = _decided(study, folder, shapes, reconcile(folder), force=force)
-        missing = [decision for decision in decisions if decision.action == "submit"]
+        order = starting_order([decision.planned.point for decision in decisions])
+        missing = [decisions[number] for number in order if decisions[number].action == "submit"]
         items = [_prepared(folder, decision, force=force) for decision in missing]
         _write(folder, study, decisions)
         submitted = enqueue(folder, items, report)
@@ -194,8 +197,8 @@ def _check_name(folder: SweepFolder, study: Study) -> None:
     # Single runs are submitted one by one to the same folder.
     if folder.name == SINGLE or study.origin.startswith("sweeps/"):
         return
-    swept = {key for point in folder.points() for key in point["point"]}
-    keys = {key for planned in study.planned for key in planned.point.values}
+    swept = {key for point in folder.points() if not point.get("control") for key in point["point"]}
+    keys = {key for planned in study.planned if not planned.point.is_control for key in planned.point.values}
     if swept and swept != keys:
         rule = f"{folder.path} belongs to another sweep (of {', '.join(sorted(swept))})"
         raise ConfigError("sweep", study.name, rule, cure)
@@ -203,7 +206,10 @@ def _check_name(folder: SweepFolder, study: Study) -> None:
 
 def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> None:
     """Write sweep.json and points.jsonl; points of an earlier plan stay if they have runs."""
-    points = [_point(decision.planned, run=decision.run_name) for decision in decisions]
+    points = [
+        {**_point(decision.planned, run=decision.run_name), "estimate": estimate_values(decision.planned.recipe)}
+        for decision in decisions
+    ]
     points += [_point(drop, dropped={"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     now = {point["run"] for point in points}
     earlier = [row for row in folder.points() if row.get("run") and row["run"] not in now]
@@ -223,7 +229,9 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
 def _point(
     planned: Planned | Dropped, *, run: str | None = None, dropped: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    return {"point": dict(planned.point.values), "repeat": planned.point.repeat, "run": run, "dropped": dropped}
+    point = planned.point
+    control = {"control": True} if point.is_control else {}
+    return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": dropped, **control}
 
 
 def _jobs(submitted: Sequence[Submission]) -> list[tuple[str, Shape, tuple[str, ...]]]:

@@ -1,6 +1,7 @@
 """Output of a run for people: a table at the start, a line of progress, a panel at the end.
 
-On a terminal the progress line is redrawn in place; a pipe or a log gets one plain line for each group of steps.
+On a terminal the last line is redrawn in place: before the first step it names the phase that lasts, then it shows the
+progress. Every group of steps leaves a line, on a terminal as in a pipe or a log.
 `NO_COLOR` and dumb terminals are respected. Failed output cannot end a run: text that cannot be written is dropped.
 """
 
@@ -11,12 +12,15 @@ import contextlib
 import io
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
-from titanlab.terminal.progress import COLOURS, PLAIN, Progress, live_line, loss_text, plain_line
+from titanlab.terminal.phase import Phase
+from titanlab.terminal.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
+from titanlab.terminal.stream import can_show, columns_of, is_capable, shown_width, simplified
 
 Rows = Sequence[tuple[str, object]]
 Tone = Literal["good", "halted", "bad"]
@@ -59,18 +63,36 @@ class Console:
         self._environ = environ
         self._clock = clock
         self._time_of_day = time_of_day
-        self._capable = _is_capable(self._stream, environ)
+        self._capable = is_capable(self._stream, environ)
         self._style = COLOURS if self._capable and not environ.get("NO_COLOR") else PLAIN
-        self._unicode = _can_show(self._stream, "━╸┄▁█╭")
+        self._unicode = can_show(self._stream, "━╸┄▁█╭")
         self._losses: collections.deque[float] = collections.deque(maxlen=64)
         self._latest: Progress | None = None
+        # The latest that has left a line.
+        self._kept: Progress | None = None
         self._drawn_at = -float("inf")
-        self._drawn = False
+        # Columns of the line that was drawn last; 0: there is none.
+        self._drawn = 0
+        self._phase = Phase(self._tick, clock=clock)
+        # The thread of the phase writes too. Re-entrant: a signal's handler may write while this thread does.
+        self._lock = threading.RLock()
 
     @property
     def is_live(self) -> bool:
         """Whether the progress line is redrawn in place."""
         return self._capable and not self._quiet
+
+    def phase(self, text: str | None) -> None:
+        """Show what is being done, with its seconds, until the next phase, progress or None.
+
+        Without a line that is redrawn, only a phase that lasts long is said.
+        """
+        if self._quiet:
+            return
+        with self._lock:
+            self._phase.begin(text)
+            if self.is_live:
+                self._draw()
 
     def start(self, title: str, rows: Rows) -> None:
         """Print a table of (label, value) rows."""
@@ -78,18 +100,28 @@ class Console:
 
     def step(self, progress: Progress) -> None:
         """Redraw the progress line after a step, at most five times a second; without such a line, do nothing."""
-        self._latest = progress
-        if self.is_live and self._clock() - self._drawn_at >= _REDRAW_SECONDS:
-            self._draw()
+        with self._lock:
+            self._latest = progress
+            is_due = self._clock() - self._drawn_at >= _REDRAW_SECONDS
+            if self._phase.line is not None:
+                self._phase.begin(None)
+                is_due = True
+            if self.is_live and is_due:
+                self._draw()
 
     def log(self, progress: Progress) -> None:
-        """Write a plain line after a group of steps to the log file, and to a stream without a progress line."""
+        """Write a line after a group of steps, plain in the log file, and on a terminal as long as that is wide."""
         if progress.loss is not None:
             self._losses.append(progress.loss)
         line = plain_line(progress)
         self._to_log(line)
         if self.is_live:
-            self.step(progress)
+            with self._lock:
+                self._phase.begin(None)
+                self._latest = self._kept = progress
+                kept = kept_line(progress, columns=columns_of(self._stream)) + "\n"
+                self._write(self._stream, self._clearing() + kept)
+                self._draw()
         elif not self._quiet:
             self._write(self._stream, line + "\n")
 
@@ -119,15 +151,20 @@ class Console:
             self.note("\n".join(["next:", *(f"  {line}" for line in next_steps)]))
 
     def settle(self) -> None:
-        """Draw the progress line for the last time and end it; a later one starts below."""
-        if self.is_live and self._latest is not None:
-            self._draw()
-            self._write(self._stream, "\n")
-        self._latest, self._drawn = None, False
+        """End the phase; draw the progress line for the last time and end it; a later one starts below."""
+        with self._lock:
+            self._phase.begin(None)
+            if self._latest not in (None, self._kept) and self.is_live:
+                self._draw()
+                self._write(self._stream, "\n")
+            elif self._drawn:
+                self._write(self._stream, self._clearing())
+            self._latest, self._drawn = None, 0
 
     def close(self) -> None:
-        """End the progress line and close the log file."""
+        """End the phase and the progress line, and close the log file."""
         self.settle()
+        self._phase.close()
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.close()
@@ -140,23 +177,47 @@ class Console:
         self.close()
 
     def _draw(self) -> None:
-        if self._latest is None:
+        """Draw the phase, or the progress; without both, remove the line."""
+        columns, phase = columns_of(self._stream), self._phase.line
+        if phase is not None:
+            # Cut off: a line that wraps could not be redrawn in place.
+            line = self._style.faint + phase[: columns - 1] + self._style.off
+        elif self._latest is not None:
+            line = live_line(self._latest, self._losses, columns=columns, style=self._style, unicode=self._unicode)
+        elif self._drawn:
+            line = ""
+        else:
             return
-        line = live_line(
-            self._latest, self._losses, columns=_columns(self._stream), style=self._style, unicode=self._unicode
-        )
-        self._write(self._stream, _CLEAR_LINE + line)
-        self._drawn, self._drawn_at = True, self._clock()
+        self._write(self._stream, (self._clearing() or _CLEAR_LINE) + line)
+        self._drawn, self._drawn_at = shown_width(line), self._clock()
+
+    def _clearing(self) -> str:
+        """What removes the line that was drawn; empty if there is none."""
+        if not self._drawn:
+            return ""
+        # A terminal that got narrower has wrapped the line; xterm cuts it off instead.
+        wraps = 0 if "XTERM_VERSION" in self._environ else (self._drawn - 1) // columns_of(self._stream)
+        return f"\r\x1b[{wraps}A\x1b[J" if wraps else _CLEAR_LINE
+
+    def _tick(self) -> None:
+        """Redraw the phase; called by its thread."""
+        with self._lock:
+            if self.is_live:
+                if self._phase.line is not None:
+                    self._draw()
+            elif (slow := self._phase.take_slow()) is not None:
+                self.note(slow)
 
     def _above(self, stream: TextIO, text: str) -> None:
-        """Write whole lines above the progress line."""
-        was_drawn = self._drawn
-        if was_drawn:
-            self._write(self._stream, _CLEAR_LINE)
-            self._drawn = False
-        self._write(stream, text)
-        if was_drawn:
-            self._draw()
+        """Write whole lines above the line that is redrawn."""
+        with self._lock:
+            was_drawn = self._drawn
+            if was_drawn:
+                self._write(self._stream, self._clearing())
+                self._drawn = 0
+            self._write(stream, text)
+            if was_drawn:
+                self._draw()
 
     def _message(self, word: str, text: str) -> None:
         line = " ".join(text.split())
@@ -168,10 +229,7 @@ class Console:
         self._to_log(plain)
         if self._quiet:
             return
-        if not self.is_live:
-            self._write(self._stream, plain + "\n")
-            return
-        self._write(self._stream, self._panel(title, rows, border))
+        self._above(self._stream, self._panel(title, rows, border) if self.is_live else plain + "\n")
 
     def _panel(self, title: str, rows: Rows, border: str) -> str:
         # Imported here: rich takes time to import, and `titanlab --help` does not need it.
@@ -191,7 +249,7 @@ class Console:
             file=io.StringIO(),
             force_terminal=True,
             color_system="standard" if coloured else None,
-            width=_columns(self._stream) - 1,
+            width=columns_of(self._stream) - 1,
             legacy_windows=False,
         )
         lines = box.ROUNDED if self._unicode else box.ASCII
@@ -210,7 +268,7 @@ class Console:
 
     def _write(self, stream: TextIO, text: str) -> None:
         try:
-            stream.write(text if _can_show(stream, text) else _simplified(text, stream))
+            stream.write(text if can_show(stream, text) else simplified(text, stream))
             stream.flush()
         except BrokenPipeError:
             # The reader of the pipe has ended (`| head`). The interpreter flushes the buffer again when it exits; that
@@ -226,12 +284,12 @@ def error_line(text: str, *, errors: TextIO | None = None, environ: Mapping[str,
     stream = sys.stderr if errors is None else errors
     line = _message_line("error", " ".join(text.split()), stream, os.environ if environ is None else environ)
     with contextlib.suppress(OSError, ValueError):
-        stream.write(line if _can_show(stream, line) else _simplified(line, stream))
+        stream.write(line if can_show(stream, line) else simplified(line, stream))
         stream.flush()
 
 
 def _message_line(word: str, line: str, stream: TextIO, environ: Mapping[str, str]) -> str:
-    if _is_capable(stream, environ) and not environ.get("NO_COLOR"):
+    if is_capable(stream, environ) and not environ.get("NO_COLOR"):
         return f"{_SIGNS[word]}{word}:{COLOURS.off} {line}\n"
     return f"{word}: {line}\n"
 
@@ -239,35 +297,3 @@ def _message_line(word: str, line: str, stream: TextIO, environ: Mapping[str, st
 def _plain_block(title: str, rows: Rows) -> str:
     width = max((len(label) for label, _ in rows), default=0)
     return "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
-
-
-def _is_capable(stream: Any, environ: Mapping[str, str]) -> bool:
-    """Whether a stream is a terminal that can move its cursor."""
-    try:
-        return bool(stream.isatty()) and environ.get("TERM", "") not in ("", "dumb", "unknown")
-    except (AttributeError, ValueError):
-        return False
-
-
-def _columns(stream: TextIO) -> int:
-    try:
-        columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError, AttributeError):
-        columns = 0
-    return columns or 80
-
-
-def _can_show(stream: TextIO, text: str) -> bool:
-    try:
-        text.encode(stream.encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def _simplified(text: str, stream: TextIO) -> str:
-    """The text with replacements for characters that the stream's encoding does not have."""
-    encoding = stream.encoding or "ascii"
-    # One character for one, so that the columns of tables stay aligned.
-    text = text.translate(str.maketrans("·×µ…−–", "-xu.--"))
-    return text.encode(encoding, errors="replace").decode(encoding)

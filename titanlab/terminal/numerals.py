@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+_DATA_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _THOUSANDS = ("", "K", "M", "B", "T", "P", "E")
 
 
@@ -15,6 +16,14 @@ def grouped(value: float) -> str:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """A count with its noun: 1 run, 1,000 runs, 2 processes."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def data_size(count: float) -> str:
+    """A number of bytes: 812 B, 1.5 KiB, 3.2 GiB."""
+    unit = 0
+    while count >= 1024 and unit < len(_DATA_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_DATA_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_DATA_UNITS[unit]}"
 
 
 def short(value: float, *, digits: int = 3) -> str:

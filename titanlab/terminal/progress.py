@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titanlab.terminal.numerals import duration, grouped, rate, short_span, significant
+from titanlab.terminal.numerals import duration, grouped, rate, short, short_span, significant
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12
 _BAR_WIDTHS = (8, 32)
-_BAR_PLACE = 3
 _GAP = "  "
 
 
@@ -91,38 +90,89 @@ def plain_line(progress: Progress) -> str:
 def live_line(
     progress: Progress, losses: Sequence[float], *, columns: int, style: Style = PLAIN, unicode: bool = True
 ) -> str:
-    """One line of a terminal, shorter than `columns`; if it is too long, the least important numbers are left out.
+    """One line of a terminal, shorter than `columns`.
+
+    A narrow terminal has no bar and no curve, then shorter numbers, and at last only the most important ones.
 
     Args:
         losses: of the last log windows, drawn as a small curve.
         unicode: whether the terminal can show line and block characters.
     """
-    p = progress
-    # (priority, text) in the order of the line; the part with the highest number is dropped first
-    parts: list[tuple[int, str]] = [(0, f"{p.step:>{len(str(p.steps))}}/{p.steps}")]
-    if p.loss is not None:
-        parts.append((1, f"{style.strong}loss {loss_text(p.loss)}{style.off}"))
-    if unicode and len(losses) > 1:
-        parts.append((5, f"{style.done}{sparkline(losses)}{style.off}"))
-    if p.tokens_per_second is not None:
-        parts.append((3, _speed(p)))
-    if p.mfu_percent is not None:
-        parts.append((4, f"MFU {p.mfu_percent:.1f}%"))
-    if p.seconds_left is not None:
-        parts.append((2, f"{style.faint}{duration(p.seconds_left)} left{style.off}"))
+    p, room = progress, columns - 1
+    parts = _figures(p, style, length=0)
     if p.warming_up:
-        parts.append((6, f"{style.faint}warming up{style.off}"))
-    room = columns - 1
+        parts.append(_Part("warming up", _DECORATION, style.faint, style.off))
+    if unicode and len(losses) > 1:
+        parts.insert(2 if p.loss is not None else 1, _Part(sparkline(losses), _DECORATION, style.done, style.off))
     narrowest, widest = _BAR_WIDTHS
-    # In a narrow terminal, parts of a priority number above _BAR_PLACE are dropped before the bar, others after it.
-    for allowed, most in ((room - narrowest - len(_GAP), _BAR_PLACE), (room, 0)):
-        while (least := max(parts, key=lambda part: part[0]))[0] > most and _width(parts, style) > allowed:
-            parts.remove(least)
-    figures = _GAP.join(text for _, text in parts)
-    width = min(widest, room - _width(parts, style) - len(_GAP))
-    if width < narrowest:
-        return figures if _width(parts, style) <= room else ""
-    return bar(p.step, p.steps, width, style=style, unicode=unicode) + _GAP + figures
+    while _width(parts, _GAP) > room - narrowest - len(_GAP) and any(part.rank == _DECORATION for part in parts):
+        parts.remove(max(parts, key=lambda part: part.rank))
+    width = min(widest, room - _width(parts, _GAP) - len(_GAP))
+    if width >= narrowest:
+        return bar(p.step, p.steps, width, style=style, unicode=unicode) + _GAP + _joined(parts, _GAP)
+    return _fitting(p, room, style)
+
+
+def kept_line(progress: Progress, *, columns: int) -> str:
+    """The line of a log, if it is shorter than `columns`; otherwise its most important numbers, in short."""
+    line = plain_line(progress)
+    return line if len(line) < columns else _fitting(progress, columns - 1, PLAIN)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A text of the line; that with the highest rank is dropped first."""
+
+    text: str
+    rank: int
+    on: str = ""
+    off: str = ""
+
+
+_DECORATION = 9
+
+
+def _figures(p: Progress, style: Style, *, length: int) -> list[_Part]:
+    """The numbers in the order of the line.
+
+    Args:
+        length: 0, 1 or 2: with all digits and units, with fewer digits, or as short as they can be.
+    """
+    parts = [_Part(f"{p.step:>{len(str(p.steps))}}/{p.steps}", 0)]
+    if p.loss is not None:
+        loss = loss_text(p.loss) if length < 2 else significant(p.loss, 4)
+        parts.append(_Part(f"loss {loss}", 1, style.strong, style.off))
+    if p.grad_norm is not None:
+        parts.append(_Part(f"grad {significant(p.grad_norm, 4 if length == 0 else 3)}", 5))
+    if p.learning_rate is not None:
+        text = rate(p.learning_rate)
+        # Without the zero that pads the exponent.
+        text = text if length == 0 else f"{p.learning_rate:.{2 - length}e}".replace("e-0", "e-").replace("e+00", "")
+        parts.append(_Part(f"lr {text}", 6))
+    if p.tokens_per_second is not None:
+        speed = f"{short(p.tokens_per_second)} tok/s{'/dev' if p.devices > 1 and length < 2 else ''}"
+        parts.append(_Part(_speed(p) if length == 0 else speed, 3))
+    if p.mfu_percent is not None:
+        parts.append(_Part(f"MFU {p.mfu_percent:.{0 if length == 2 else 1}f}%", 4))
+    if p.memory_gib is not None:
+        text = f"{p.memory_gib:.2f}" if length == 0 else significant(p.memory_gib)
+        parts.append(_Part(f"{text}G" if length == 2 else f"{text} GiB", 7))
+    if p.seconds_left is not None:
+        text = duration(p.seconds_left) + ("" if length == 2 else " left")
+        parts.append(_Part(text, 2, style.faint, style.off))
+    return parts
+
+
+def _fitting(p: Progress, room: int, style: Style) -> str:
+    """The numbers with as many digits as there is room for; if the shortest are too long, the most important ones."""
+    for length, gap in ((0, _GAP), (1, _GAP), (1, " "), (2, _GAP), (2, " ")):
+        parts = _figures(p, style, length=length)
+        if _width(parts, gap) <= room:
+            mark = [_Part("(warm-up)", _DECORATION, style.faint, style.off)] if p.warming_up else []
+            return _joined([*parts, *mark] if _width([*parts, *mark], gap) <= room else parts, gap)
+    while len(parts) > 1 and _width(parts, " ") > room:
+        parts.remove(max(parts, key=lambda part: part.rank))
+    return _joined(parts, " ") if _width(parts, " ") <= room else ""
 
 
 def bar(step: int, steps: int, width: int, *, style: Style = PLAIN, unicode: bool = True) -> str:
@@ -165,8 +215,9 @@ def _speed(progress: Progress) -> str:
     return f"{grouped(progress.tokens_per_second or 0.0)} {unit}"
 
 
-def _width(parts: Sequence[tuple[int, str]], style: Style) -> int:
-    text = _GAP.join(text for _, text in parts)
-    for code in (style.done, style.rest, style.strong, style.faint, style.off):
-        text = text.replace(code, "") if code else text
-    return len(text)
+def _width(parts: Sequence[_Part], gap: str) -> int:
+    return sum(len(part.text) for part in parts) + len(gap) * (len(parts) - 1)
+
+
+def _joined(parts: Sequence[_Part], gap: str) -> str:
+    return gap.join(f"{part.on}{part.text}{part.off}" for part in parts)

@@ -24,6 +24,10 @@ class TrackerConfig(Protocol):
         """A tracker that has not been started."""
         ...
 
+    def parts(self) -> Mapping[str, TrackerConfig]:
+        """The trackers that the config consists of, by name; by default it is one tracker."""
+        return {self.kind: self}
+
     def check(self, setting: Setting) -> None:
         """Check rules that need more of the recipe than the tracker's fields; by default there are none.
 

@@ -15,6 +15,8 @@ from titanlab.system.regular_file import read_text
 
 SCHEMA = 1
 FILE = "tracker.json"
+# With several trackers, each has a record of its own, tracker-KIND.json.
+_FILES = "tracker*.json"
 # Folder in a run's folder for the tracker files that a rebuild has replaced.
 REPLACED = "replaced"
 # States of a tracker: not ready yet; takes rows; has all rows and the summary.
@@ -52,6 +54,17 @@ class Record:
     attempt: int = 1
     rebuilt: bool = False
     updated: float = field(default_factory=time.time)
+
+
+def file_of(kind: str) -> str:
+    """Name of a tracker's record where a run has several trackers."""
+    return f"tracker-{kind}.json"
+
+
+def records_in(folder: Path) -> dict[str, Record]:
+    """The records in the folder of an attempt, or of a run, by kind of tracker."""
+    found = (read_record(path) for path in sorted(folder.glob(_FILES)))
+    return {record.kind: record for record in found if record is not None}
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -29,6 +29,7 @@ class TrackedRun:
         resumed_step: the step after which the attempt continues; 0: it starts from the beginning.
         is_live: whether a process trains the run now; otherwise rows come from metrics.jsonl, and the tracker does
             not monitor hardware.
+        record_file: name of the tracker's record.
     """
 
     id: str
@@ -43,16 +44,23 @@ class TrackedRun:
     attempt: int = 1
     resumed_step: int = 0
     is_live: bool = True
+    record_file: str = FILE
 
     @property
     def record(self) -> Path:
-        """The path of tracker.json."""
-        return self.folder / "attempts" / str(self.attempt) / FILE if self.is_live else self.folder / FILE
+        """The path of the tracker's record."""
+        folder = self.folder / "attempts" / str(self.attempt) if self.is_live else self.folder
+        return folder / self.record_file
 
     def flat_config(self) -> dict[str, Any]:
-        """The recipe with the facts and the `layout.*` keys."""
-        layout = {f"layout.{axis}": degree for axis, degree in self.layout.items()}
-        return {**self.config, **self.facts, **layout, "attempt": self.attempt}
+        """The recipe with the facts and the `layout.*` keys.
+
+        wandb's panels read a dot in a key as a step into a mapping, so the layout is there as a mapping too.
+        """
+        flat = {f"layout.{axis}": degree for axis, degree in self.layout.items()}
+        label = self.facts.get("layout.label")
+        nested = {**self.layout, **({} if label is None else {"label": label})}
+        return {**self.config, **self.facts, **flat, "layout": nested, "attempt": self.attempt}
 
 
 def open_tracker(config: TrackerConfig, run: TrackedRun, *, warn: Warn) -> Tracker:

@@ -185,6 +185,8 @@ class WandbTracker(Tracker):
             "job_type": run.job_type,
             "tags": tags,
             "dir": str(run.folder),
+            # None: what wandb has under this id is replaced. An attempt from step 0 begins the run anew.
+            "resume": "allow" if run.resumed_step else None,
             "config": run.flat_config(),
             # wandb monitors the memory and the devices of this process.
             "pid": os.getpid() if run.is_live else None,

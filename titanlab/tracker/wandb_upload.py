@@ -39,15 +39,22 @@ def lack(environ: Mapping[str, str] | None = None) -> ConfigError | None:
     return None
 
 
-def upload(files: Sequence[Path]) -> None:
-    """Upload files; wandb prints to the terminal.
+def upload(runs: Sequence[Sequence[Path]]) -> None:
+    """Upload the files of each run in their order; wandb prints to the terminal.
+
+    wandb appends the rows of a file to those that it has under the same id. In one command it would order a run's files
+    by the time at which they were begun, and clocks of hosts differ: so each command gets one file of each run.
 
     Raises:
         TitanlabError: wandb has not uploaded all files.
     """
-    # -P: nothing is imported from the working directory.
-    command = [sys.executable, "-P", "-m", "wandb", "sync", "--include-online", *map(str, files)]
-    subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
-    left = [file for file in files if not is_uploaded(file)]
+    for turn in range(max(map(len, runs), default=0)):
+        # If a file fails, the later ones of its run wait: wandb drops rows that come too late.
+        files = [run[turn] for run in runs if turn < len(run) and all(map(is_uploaded, run[:turn]))]
+        if files:
+            # -P: nothing is imported from the working directory.
+            command = [sys.executable, "-P", "-m", "wandb", "sync", "--include-online", *map(str, files)]
+            subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
+    left = [file for run in runs for file in run if not is_uploaded(file)]
     if left:
         raise TitanlabError(f"wandb has not uploaded {left[0]}{f' and {len(left) - 1} more' if left[1:] else ''}")

@@ -154,7 +154,7 @@ def _open(start: Mapping[str, Any], send: Send) -> Any:
             tags=start["tags"],
             dir=start["dir"],
             config=start["config"],
-            resume="allow",
+            resume=start["resume"],
             settings=wandb.Settings(
                 console="off",
                 silent=True,

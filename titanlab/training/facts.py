@@ -26,14 +26,15 @@ def model_account(recipe: Recipe) -> ModelAccount:
 
 def work(recipe: Recipe, device: torch.device) -> Work:
     """The constants for computing TFLOP/s and MFU from throughput."""
-    compute, reason = Dtypes.of(recipe.precision.formats()).compute, recipe.precision.no_mfu
-    peak, source = (None, reason) if reason else peak_flops(recipe.cluster, device, compute)
+    compute, note = Dtypes.of(recipe.precision.formats()).compute, recipe.precision.mfu_note
+    peak, source = peak_flops(recipe.cluster, device, compute)
     return Work(
         devices=recipe.layout.world,
         flops_per_token=flops.per_token(model_account(recipe), seq_len=recipe.training.seq_len),
         convention=CONVENTION,
         peak_flops=peak,
-        peak_source=source,
+        peak_source=f"{source}; {note}" if note else source,
+        may_exceed_peak=bool(note),
     )
 
 
@@ -111,7 +112,7 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
 
 def _peak(constants: Work) -> str:
     if constants.peak_flops is None:
-        return constants.peak_source if constants.peak_source.startswith("no MFU") else "unknown: no MFU"
+        return "unknown: no MFU"
     return f"{constants.peak_flops / 1e12:.3g} TFLOP/s ({constants.peak_source})"
 
 

@@ -110,6 +110,7 @@ class LoggingRecorder(Recorder):
         self._traced = False
         self._ranks: dict[str, float] = {}
         self._step = position.step
+        self._shown = Progress(step=position.step, steps=self._steps)
         self._latest: dict[str, object] = {}
         self._first_loss: float | None = None
         self._last_loss: float | None = None
@@ -121,6 +122,8 @@ class LoggingRecorder(Recorder):
         if self._world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._world.device)
         self._write_status("running")
+        compiles = ", which compiles the model" if self._recipe.compile.compiles else ""
+        self._console.phase(f"step {self._step + 1}{compiles}")
         self._meter.begin()
 
     def loading(self) -> AbstractContextManager[None]:
@@ -190,7 +193,10 @@ class LoggingRecorder(Recorder):
         bad = not totals.finite
         if step % self._recipe.training.log_every and step not in (1, self._steps) and not bad:
             if self._console.is_live:
-                self._console.step(self._progress(step, totals, rate, step_seconds=seconds))
+                progress = self._progress(step, totals, rate, step_seconds=seconds)
+                # What is measured for a group of steps stays visible until it is measured again.
+                mfu, memory_gib = self._shown.mfu_percent, self._shown.memory_gib
+                self._console.step(replace(progress, mfu_percent=mfu, memory_gib=memory_gib))
             return
         with self._meter.paused():
             self._log(step, totals, rate=rate, tokens_seen=tokens_seen)
@@ -212,16 +218,15 @@ class LoggingRecorder(Recorder):
         self._tracker.log(step, row)
         self._latest = row
         progress = self._progress(step, totals, rate, step_seconds=speed.step_seconds)
-        self._console.log(
-            replace(
-                progress,
-                tokens_per_second=speed.tokens_per_second,
-                mfu_percent=speed.mfu_percent,
-                data_seconds=speed.data_seconds,
-                memory_gib=peak_memory_gib(self._world.device),
-                warming_up=speed.warming_up,
-            )
+        self._shown = replace(
+            progress,
+            tokens_per_second=speed.tokens_per_second,
+            mfu_percent=speed.mfu_percent,
+            data_seconds=speed.data_seconds,
+            memory_gib=peak_memory_gib(self._world.device),
+            warming_up=speed.warming_up,
         )
+        self._console.log(self._shown)
         if time.monotonic() - self._status_at >= _STATUS_SECONDS:
             self._write_status("running")
 

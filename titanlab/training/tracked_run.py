@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
-
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.points_file import point_of
 from titanlab.records.run_folder import RunFolder
-from titanlab.tracker.record import FILE, Record, read_record
+from titanlab.tracker.record import FILE, Record, records_in
 from titanlab.tracker.tracked_run import TrackedRun
 
 
@@ -19,18 +17,19 @@ def tracked_run(
     resumed_step: int = 0,
     id: str | None = None,  # noqa: A002
     is_live: bool = True,
+    record_file: str = FILE,
 ) -> TrackedRun:
     """The description of a run for trackers.
 
     Args:
         recipe: of this attempt.
-        id: the tracker's id of the run in a checkpoint; None: the id of earlier attempts, or a new one.
+        id: the tracker's id of the run in a checkpoint, for runs whose folder has none.
         is_live: whether the run is training now.
+        record_file: name of the tracker's record.
     """
     account = recipe.model.account()
     return TrackedRun(
-        # Random digits, so that a run that was deleted and trained again gets another id.
-        id=id or _known_id(run) or f"{run.hash8}-{secrets.token_hex(3)}",
+        id=run.tracker_id() or id or _known_id(run) or run.hash8 or run.path.name,
         name=run.path.name,
         sweep=recipe.sweep,
         folder=run.path,
@@ -47,16 +46,20 @@ def tracked_run(
         attempt=attempt,
         resumed_step=resumed_step,
         is_live=is_live,
+        record_file=record_file,
     )
 
 
-def records(run: RunFolder) -> dict[int, Record]:
-    """The tracker's record of each attempt that has one."""
-    by_attempt = {attempt: read_record(run.attempt_folder(attempt) / FILE) for attempt in run.attempts()}
-    return {attempt: record for attempt, record in by_attempt.items() if record is not None}
+def records(run: RunFolder) -> dict[str, dict[int, Record]]:
+    """For each kind of tracker that the run has had, the record of each attempt that has one."""
+    by_kind: dict[str, dict[int, Record]] = {}
+    for attempt in run.attempts():
+        for kind, record in records_in(run.attempt_folder(attempt)).items():
+            by_kind.setdefault(kind, {})[attempt] = record
+    return by_kind
 
 
 def _known_id(run: RunFolder) -> str | None:
-    """The id in the records of earlier attempts, for attempts that ended before their first checkpoint."""
-    ids = [record.id for record in records(run).values() if record.id]
-    return ids[-1] if ids else None
+    """The id in the records of earlier attempts, for runs of earlier versions without a checkpoint."""
+    ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
+    return ids[max(ids)] if ids else None

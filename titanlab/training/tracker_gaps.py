@@ -7,22 +7,30 @@ from pathlib import Path
 
 from titanlab.records.run_folder import RunFolder
 from titanlab.terminal.paths import shown_path
-from titanlab.tracker.record import FILE, FINISHED, Record, read_record
+from titanlab.tracker.record import FINISHED, Record, records_in
 from titanlab.tracker.wandb_files import is_uploaded, offline_files
 from titanlab.training.tracked_run import records
 
+_WANDB = "wandb"
+
 
 def tracker_gap(run: RunFolder) -> str | None:
-    """A line on what the tracker of an ended run lacks; None if it is complete, or if there is no tracker.
+    """A line on what the trackers of an ended run lack; None if they are complete, or if there are none.
 
     It reads only records unless something is missing.
     """
-    by_attempt, rebuilt = records(run), rebuilt_record(run)
+    rebuilt = records_in(run.path)
+    gaps = [_gap(run, kind, attempts, rebuilt.get(kind)) for kind, attempts in records(run).items()]
+    return " · ".join(gap for gap in gaps if gap is not None) or None
+
+
+def _gap(run: RunFolder, kind: str, by_attempt: Mapping[int, Record], rebuilt: Record | None) -> str | None:
+    if rebuilt is not None and rebuilt.state != FINISHED:
+        rebuilt = None
     if rebuilt is not None:
         by_attempt = {attempt: record for attempt, record in by_attempt.items() if attempt > rebuilt.attempt}
     unfinished = {attempt: record for attempt, record in by_attempt.items() if record.state != FINISHED}
     all_records = [*by_attempt.values(), *([] if rebuilt is None else [rebuilt])]
-    kind = next((record.kind for record in all_records), "")
     if unfinished:
         gap = _unfinished(run, unfinished)
     elif left_out := sum(record.left_out for record in by_attempt.values()):
@@ -34,22 +42,39 @@ def tracker_gap(run: RunFolder) -> str | None:
     return f"{kind}: {gap}; titanlab sync --rebuild {shown_path(run.path)}"
 
 
-def rebuilt_record(run: RunFolder) -> Record | None:
-    """The record of the latest rebuild from metrics.jsonl; None if there was none."""
-    record = read_record(run.path / FILE)
-    return record if record is not None and record.state == FINISHED else None
-
-
 def waiting_files(run: RunFolder) -> list[Path]:
-    """Files of wandb that were not uploaded, or not completely, oldest first."""
+    """Files of wandb that were not uploaded, or not completely, in the order of their steps."""
+    attempts = records(run).get(_WANDB, {})
     # An online run that ended abruptly may have rows that were not uploaded.
     unfinished = [
         file
-        for record in records(run).values()
+        for record in attempts.values()
         if record.mode == "online" and record.state != FINISHED and record.folder is not None
         for file in (run.path / record.folder).glob("run-*.wandb")
     ]
-    return [file for file in sorted({*offline_files(run.path), *unfinished}) if not is_uploaded(file)]
+    files = {*offline_files(run.path), *unfinished}
+    # The names of wandb's folders begin with a time, and hosts' clocks may differ.
+    places = {record.folder: attempt for attempt, record in attempts.items()}
+    return sorted(
+        (file for file in files if not is_uploaded(file)),
+        key=lambda file: (places.get(str(file.parent.relative_to(run.path)), 0), file.parent.name.partition("run-")[2]),
+    )
+
+
+def has_repeated_steps(run: RunFolder) -> bool:
+    """Whether files of wandb that wait have steps twice: an attempt went over steps again that an earlier one had.
+
+    wandb keeps the first row of a step that it gets; the run counts the last.
+    """
+    waiting = {str(file.parent.relative_to(run.path)) for file in waiting_files(run)}
+    attempts = {attempt: record for attempt, record in records(run).get(_WANDB, {}).items() if record.folder in waiting}
+    begins = {row["attempt"]: row["step"] for row in run.metrics("attempt")} if len(attempts) > 1 else {}
+    return any(
+        earlier.step is not None and earlier.step > begins.get(attempt, earlier.step)
+        for attempt in attempts
+        for before, earlier in attempts.items()
+        if before < attempt
+    )
 
 
 def _unfinished(run: RunFolder, unfinished: Mapping[int, Record]) -> str:

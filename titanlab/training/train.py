@@ -10,7 +10,7 @@ import contextlib
 import gc
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -71,6 +71,7 @@ def train(
     stop: StopRequest | None = None,
     watchdog: Watchdog | None = None,
     observer: Observer | None = None,
+    starting: Callable[[str | None], None] = lambda text: None,
 ) -> Outcome:
     """Train a resolved recipe as one of its ranks, from the latest checkpoint in the run's folder to the end.
 
@@ -81,6 +82,7 @@ def train(
         stop: the caller's stop request, which signals may have set before torch was imported; None: a new one.
         watchdog: gets the run's phases; None: no watchdog.
         observer: gets the state after steps; None: no observer.
+        starting: called with what is done before the first step, and with None where the recorder takes over.
 
     Returns:
         the outcome, the same on every rank.
@@ -92,6 +94,7 @@ def train(
     watchdog = watchdog or Watchdog(step_seconds=0.0, first_seconds=None, note=lambda outcome, record: None)
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(stop_request())
+        starting(f"rendezvous of {ranks.world} ranks" if ranks.world > 1 else "opening the device")
         world = stack.enter_context(
             open_world(
                 ranks,
@@ -104,6 +107,7 @@ def train(
         attempt = world.share(max(run.attempts(), default=1)) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
+        starting("building the model")
         profiler = profiler_of(recipe)
         assembled = assemble(recipe, world, mesh, phase=profiler.phase)
         watchdog.learn(topology(mesh, assembled.messages))
@@ -111,9 +115,11 @@ def train(
         parameters = dict(model.named_parameters())
         optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
+        starting("loading the state to start from")
         position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)
         assembled.after_update()
+        starting("opening the data")
         stream = source.open_train(
             recipe.data,
             seed=recipe.seed,
@@ -124,6 +130,7 @@ def train(
             state=position.data or None,
         )
         stack.callback(stream.close)
+        starting(None)
         recorder = stack.enter_context(open_recorder(recipe, run, world, attempt=attempt, position=position))
         for warning in warnings:
             recorder.warn(warning)

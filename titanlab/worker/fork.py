@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from titanlab.distributed.ranks import ALONE, joined
+from titanlab.distributed.ranks import ALONE, Ranks, joined
 from titanlab.distributed.stop import STOP_SIGNALS
 
 # The number of the open file to which the forking process writes the ranks' process numbers, as JSON.
@@ -77,6 +77,40 @@ def fork_ranks(prepare: Callable[[], None]) -> None:
     with os.fdopen(pids_file, "w") as file:
         json.dump(pids, file)
     os._exit(0)
+
+
+def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int, int]:
+    """Fork every rank of a run as a child of this process, which has imported torch. Returns process numbers by rank.
+
+    Args:
+        first: rank 0.
+        logs: folder for the output of the ranks.
+        act: called in each rank, with its environment; returns its exit code.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # Otherwise each rank would write again what is in the buffers.
+        stream.flush()
+    parent = os.getpid()
+    pids: dict[int, int] = {}
+    for rank in range(first.world):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            # Whatever happens, no rank may return into the code of its parent.
+            code = 1
+            try:
+                environment = replace(first, rank=rank, local_rank=rank).environment()
+                os.environ.update(environment, TITANLAB_PARENT=str(parent), TITANLAB_LOG=str(logs / f"rank-{rank}.log"))
+                os.setsid()
+                _prctl(_PR_SET_NAME, f"rank {rank}".encode())
+                code = act()
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+            finally:
+                os._exit(code)
+        pids[rank] = pid
+    return pids
 
 
 def hear_stop_signals() -> None:

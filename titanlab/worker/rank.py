@@ -12,10 +12,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlab.compile import cache as compiler_cache
 from titanlab.data import cache as data_cache
@@ -31,11 +31,22 @@ from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.disk import disk_fault
+from titanlab.terminal.console import Console
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 
+if TYPE_CHECKING:
+    from titanlab.training.train import Observer
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the run in a folder as the rank that the environment names. Returns the process's exit code."""
+
+def main(
+    arguments: Sequence[str] | None = None, *, observe: Callable[[Recipe, RunFolder, Ranks], Observer] | None = None
+) -> int:
+    """Train the run in a folder as the rank that the environment names. Returns the process's exit code.
+
+    Args:
+        arguments: the folder, and perhaps `-`.
+        observe: makes the observer of the training; None: it has none.
+    """
     folder, *rest = sys.argv[1:] if arguments is None else arguments
     if PIDS_FILE in os.environ:
         # Returns in each of the forked ranks.
@@ -49,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # From here on, a stop request waits until the first step ends, or until a failure is recorded.
     watchdog: Watchdog | None = None
     with contextlib.ExitStack() as stack:
+        # The other ranks have logs of their own, and nobody waits in front of those.
+        starting = stack.enter_context(Console()).phase if ranks.rank == 0 else _unseen
+        starting("reading the recipe")
         stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         hear_stop_signals()
         try:
@@ -63,8 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Fast if the host's cache has the data. Several ranks of a host may call it at the same time.
             source.prepare(recipe.data, report=lambda line: None)
             # Imported here: torch reads the variables that were set above when it is imported.
+            starting("importing torch")
             outcome = importlib.import_module("titanlab.training.train").train(
-                recipe, run, ranks, stop=stop, watchdog=watchdog, attempt=attempt
+                recipe,
+                run,
+                ranks,
+                stop=stop,
+                watchdog=watchdog,
+                attempt=attempt,
+                observer=None if observe is None else observe(recipe, run, ranks),
+                starting=starting,
             )
         except StoppedEarly:
             early = stopped_early(stop, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))
@@ -76,14 +98,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(outcome.kind.exit_code)
 
 
+def _unseen(text: str | None) -> None:
+    """Show nothing."""
+
+
 def _import_torch(run: RunFolder) -> None:
     """Import what all ranks of this host need, before they are forked.
 
     Accelerators must not be initialised before a fork, and libraries may do so when they are imported: then each rank
     imports torch itself.
     """
-    # A failure here is a failure of every rank too, which records it.
-    with contextlib.suppress(Exception):
+    # A failure here is a failure of every rank too, which records it. The console's thread ends before the fork.
+    with Console() as console, contextlib.suppress(Exception):
+        console.phase("importing torch")
         recipe = from_mapping(run.config(_begun_attempt() or max(run.attempts())))
         if recipe.cluster.accelerator == "cpu":
             os.environ.update(environment(recipe, joined(os.environ) or ALONE))

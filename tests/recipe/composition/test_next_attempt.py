@@ -76,7 +76,7 @@ def test_the_global_batch_is_kept_and_accumulation_adapts(tmp_path, before, over
         (["training.steps=20"], "; a new run from its checkpoint: titanlab train --from RUN training.steps=20; changeable"),
         (["precision=bf16"], "precision=bf16: is not to be changed in a run that has begun; a new run"),
         (["parallelism=fsdpp"], "parallelism=fsdpp: "),
-        (["tracker=wandb"], "tracker=wandb: is another preset"),
+        (["checkpoint=sync"], "checkpoint=sync: is another preset"),
     ],
 )  # fmt: skip
 def test_refusals(tmp_path, overrides, told):

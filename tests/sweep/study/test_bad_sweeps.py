@@ -17,7 +17,7 @@ SLURM = "launch=slurm cluster=cpu launch.minutes=5"
 
 # What the space is, what else the sweeper's node has, how the line begins, and what it has in it besides.
 SPACES = [
-    (None, {"spaces": GOOD}, "hydra.sweeper.spaces=: is no key of the sweeper", "space, where and repeats"),
+    (None, {"spaces": GOOD}, "hydra.sweeper.spaces=: is no key of the sweeper", "space, where, repeats and control"),
     ({}, {}, "space={}: has no word of a space", "write product"),
     ([], {}, "space=[]: is no space", "write product"),
     ({"product": {}}, {}, "space.product={}: has no key", "write product"),
@@ -45,6 +45,13 @@ SPACES = [
     ({"product": {"seed": list(range(1001))}}, {"repeats": 100}, "repeats=100: of 1001 points each are more runs", ""),
     (GOOD, {"repeats": "two"}, "repeats=two: must be a whole number", ""),
     ({"product": {"repeat": [0, 1]}}, {"repeats": 2}, "repeat=0,1: is counted by repeats", ""),
+    (GOOD, {"control": 3}, "control=3: must be one mapping", "try control: {}"),
+    (GOOD, {"control": [{"ac": "none"}]}, "control=[{'ac': 'none'}]: must be one mapping", ""),
+    (GOOD, {"control": {"training": {"steps": 5}}}, "control=training: {'steps': 5}: takes keys with dots", "training.KEY"),
+    (GOOD, {"control": {"name": "x"}}, "control=name: x: is given by the control itself", "leave it out"),
+    (GOOD, {"control": {"ac": "fulll"}}, "ac=fulll: is no option of this group", "try full"),
+    (GOOD, {"control": {"training.stepz": 5}}, "training.stepz=5: is no key of this recipe", "did you mean"),
+    (GOOD, {"control": {"parallelism": "tp", "world": 3}}, "control={'parallelism': 'tp', 'world': 3}: cannot run", "give it values"),
     (GOOD, {"where": ["__import__('os').system('touch /tmp/x') == 0"]}, "where=__import__", "calls a function"),
     (GOOD, {"where": ["().__class__.__bases__"]}, "where=().__class__", "takes a part of something"),
     (GOOD, {"where": ["(lambda: true)()"]}, "where=(lambda: true)()", "calls a function"),

@@ -11,6 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.sweep.study import plan as studies
 from titanlab.sweep.study.point import Point
 from titanlab.sweep.study.prune import Unfit
+from titanlab.sweep.study.sieve import Sieve
 
 SMALL = ("data=synthetic", "optimizer.schedule.warmup_steps=0")
 
@@ -84,7 +85,7 @@ def test_what_may_be_some_points_mistake_is_not_taken_for_one_that_all_share(key
         if point not in fits:
             raise Unfit("rule", ConfigError(key, 3, words(point), "try 4"))
 
-    studies.Sieve([{"seed": number} for number in range(30)], whole=False).check_shared(stage)
+    Sieve([{"seed": number} for number in range(30)], whole=False).check_shared(stage)
     # It has looked, and has ended nothing.
     assert {"seed": 0} in asked
 
@@ -226,3 +227,28 @@ def test_a_job_larger_than_the_cluster_is_refused_before_data_is_prepared(monkey
     ]
     with pytest.raises(ConfigError, match=r"^world=32: is more than the cluster's 2 nodes of 8; "):
         plan(*SMALL, *given, prepare_data=True)
+
+
+def test_a_control_runs_beside_the_points_and_changes_no_other_run(tmp_path):
+    space = {"product": {"ac": ["none", "full"]}}
+    alone = plan(*write_sweep(tmp_path, sweep_text(space, node={"repeats": 2})))
+    assert "control" not in alone.definition
+    found = plan(*write_sweep(tmp_path, sweep_text(space, node={"repeats": 2, "control": {"precision": "fp32"}})))
+    assert labels(found) == [*labels(alone), "control-1", "control-2", "control-3"]
+    assert [each.identity.sha256 for each in found.planned[:4]] == [each.identity.sha256 for each in alone.planned]
+    assert found.definition["control"] == {"precision": "fp32"}
+    controls = found.planned[4:]
+    assert all(each.point.is_control and each.recipe.precision.kind == "fp32" for each in controls)
+    # Other runs than repeats of a point with the same recipe.
+    assert [each.recipe.repeat for each in controls] == [1000, 1001, 1002]
+    assert len({each.identity.sha256 for each in found.planned}) == 7
+
+
+def test_one_value_for_all_runs_is_not_silently_anothers_of_the_control(tmp_path):
+    given = write_sweep(
+        tmp_path, sweep_text({"product": {"ac": ["none", "full"]}}, node={"control": {"training.steps": 9}})
+    )
+    with pytest.raises(
+        ConfigError, match=r"training.steps=5: is one value for all runs, and the sweep's control has another \(9\)"
+    ):
+        plan(*given, "training.steps=5")

@@ -31,7 +31,7 @@ def test_parquet_and_csv_have_every_row_and_column(made, tmp_path):
     table = parquet.read_table(files[0])
     assert table.column_names == [*NAMES, "point.seed", "point.parallelism"]
     assert table.to_pylist() == rows
-    assert (table.schema.metadata[SCHEMA_KEY.encode()], table.schema.metadata[SWEEP_KEY.encode()]) == (b"1", b"layouts")
+    assert (table.schema.metadata[SCHEMA_KEY.encode()], table.schema.metadata[SWEEP_KEY.encode()]) == (b"2", b"layouts")
     with files[1].open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["run"] for line in lines] == [row["run"] or "" for row in rows]

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from tests import tiny
+from titanlab.costs import meter
 from titanlab.model import llama
 from titanlab.training.faults import rank_times
 from titanlab.training.faults.rank_times import compared
@@ -30,12 +31,12 @@ def test_a_rank_is_slow_if_others_wait_for_it(rows, slow):
     metrics, found = compared(rows, 10)
     assert found == slow
     assert metrics[rank_times.SLOWEST] == (slow[0] if slow else metrics[rank_times.SLOWEST])
-    assert metrics[rank_times.MEMORY] == 2.0
+    assert metrics[meter.MEMORY_MOST] == 2.0
 
 
 def test_the_rank_with_the_most_memory_is_named():
     metrics, _ = compared([EVEN, [0.1, 1.0, 7.0, 5.0], EVEN], 10)
-    assert (metrics[rank_times.MEMORY], metrics[rank_times.MEMORY_RANK]) == (7.0, 1)
+    assert (metrics[meter.MEMORY_MOST], metrics[meter.MEMORY_MOST_RANK]) == (7.0, 1)
 
 
 def slowed(made, run, rank, where):
@@ -64,7 +65,7 @@ def test_a_slow_rank_is_told_once_and_stays_in_the_metrics(pool, tmp_path):
     rows = run.metrics("train")
     assert rank_times.SLOWEST not in rows[1]
     assert all(row[rank_times.SLOWEST] == 1 for row in rows[3:])
-    assert rows[-1][rank_times.MEMORY] > 0
+    assert rows[-1][meter.MEMORY_MOST] > 0
 
 
 def test_a_rank_that_waits_for_data_is_told(pool, tmp_path):

@@ -32,7 +32,7 @@ def trace_of(made, run):
         calls += 1
         return whole(world)
 
-    tracer = parity._Tracer(made.layout)
+    tracer = parity.Tracer(made.layout)
     with (
         patch.object(llama.FeedForward, "forward", random_feed_forward),
         patch.object(repeated_step, "generator_states", counted),

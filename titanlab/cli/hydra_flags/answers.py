@@ -13,6 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from titanlab.errors import ConfigError
+from titanlab.recipe.composition.combinations import with_combinations
 from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import Flags
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS
@@ -27,9 +28,9 @@ def answer(flags: Flags) -> None:
     """
     register()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_arguments([*flags.overrides, *flags.flags]))
         stack.enter_context(_environment(HYDRA_FULL_ERROR="1"))
         stack.enter_context(composition_errors(flags.overrides, flags.values))
+        stack.enter_context(_arguments([*with_combinations(flags.overrides), *flags.flags]))
         with _quiet(), _without_schemas(shown=flags.helps):
             hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(_never_called)()
 

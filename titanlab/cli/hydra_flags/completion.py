@@ -49,6 +49,8 @@ _RECIPE_FLAGS = {
         *("--top", "--why", "--vary", "--explain", "--plot", "--trace", "--rank", "--json"),
         *("--calibrate", "--measure", "--out", "--runs", "--help"),
     ),
+    "parity": ("--steps", "--processes", "--only", "--inductor", "--json", "--runs", "--help"),
+    "rehearse": ("--only", "--steps", "--processes", "--keep", "--inductor", "--json", "--runs", "--help"),
 }
 # Hydra's flags that say where configs are, all with a value.
 _CONFIG_FLAGS = {
@@ -56,7 +58,8 @@ _CONFIG_FLAGS = {
     **dict.fromkeys(("--config-name", "-cn"), "--config-name"),
     **dict.fromkeys(("--config-path", "-cp"), "--config-path"),
 }
-_OTHER_VALUES = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--top", "--vary", "--plot", "--calibrate", "--out")
+_OTHER_VALUES = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--top", "--vary", "--plot", "--calibrate", "--out",
+                 "--steps", "--processes", "--only", "--keep", "--runs", "--rank")  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:

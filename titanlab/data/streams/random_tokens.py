@@ -38,6 +38,7 @@ class RandomStream:
         rank: int,
         ranks: int,
         state: State | None,
+        gaps: bool = False,
     ) -> None:
         self._identity = {"fingerprint": fingerprint, "seed": seed, "seq_len": seq_len}
         self._samples = 0
@@ -46,14 +47,19 @@ class RandomStream:
             self._samples = int(state["samples"])
         self._vocab_size, self._seed, self._seq_len = vocab_size, seed, seq_len
         self._global_batch, self._rank, self._ranks = global_batch, rank, ranks
+        self._gaps = gaps
 
     def next_batch(self) -> Batch:
         """This rank's sequences of the next step, int64 `[global_batch / ranks, seq]`."""
         samples = rank_samples(self._samples, global_batch=self._global_batch, rank=self._rank, ranks=self._ranks)
         self._samples += self._global_batch
-        return _shifted(
+        batch = _shifted(
             sequences(np.array(samples), seed=self._seed, seq_len=self._seq_len, vocab_size=self._vocab_size)
         )
+        if self._gaps:
+            for labels, sample in zip(batch.labels, samples, strict=True):
+                labels[: self._seq_len * (sample % 4) // 4] = IGNORE
+        return batch
 
     def state(self) -> State:
         """The number of samples that all ranks together have taken; the same on every rank."""

@@ -36,7 +36,7 @@ def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure
     Returns:
         the ranks that failed, by rank. Their own records of the failure are in the run's folder.
     """
-    port = _free_port()
+    port = free_port()
     places = [
         Ranks(
             rank=rank,
@@ -96,15 +96,26 @@ def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
         if isinstance(started, Failure):
             return [started]
         signals.forward_to(started.send)
-        run = RunFolder(folder)
-        failed, left = started.wait_for_failure(lambda: bool(hangs_of_others(run, None, since=begin)))
-        hangs = bool(hangs_of_others(run, None, since=begin))
-        if failed or hangs:
-            others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
-            note_silent_ranks(run, others, since=begin, seconds=ANSWER_SECONDS)
-            # Ranks that hang save nothing: they get no time to end.
-            started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
-        codes = started.codes
+        return wait_for(started, RunFolder(folder), since=begin)
+
+
+def wait_for(started: RankProcesses, run: RunFolder, *, since: float) -> list[Failure]:
+    """Wait until all ranks of a run have ended; after the failure of one, end the others.
+
+    Args:
+        since: when the attempt began, in seconds since the epoch.
+
+    Returns:
+        the ranks that failed, by rank.
+    """
+    failed, left = started.wait_for_failure(lambda: bool(hangs_of_others(run, None, since=since)))
+    hangs = bool(hangs_of_others(run, None, since=since))
+    if failed or hangs:
+        others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
+        note_silent_ranks(run, others, since=since, seconds=ANSWER_SECONDS)
+        # Ranks that hang save nothing: they get no time to end.
+        started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
+    codes = started.codes
     # Ranks that ended because of the first failure do not count.
     counted = failed or {rank for rank, code in codes.items() if code}
     if failed or hangs:
@@ -202,7 +213,8 @@ def _forwarded_signals() -> Iterator[_Signals]:
         yield _Signals()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that no process of this host uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -144,7 +144,7 @@ class Supervisor:
         self._seen = tokens
         self._waiting = []
         submitted = local_submissions(self._sweep)
-        for job in (_Job(submission=s, index=index) for s in submitted for index in range(len(s.runs))):
+        for job in _in_order(submitted):
             record = local_job(self._sweep, *job.key)
             if record is None:
                 self._waiting.append(job)
@@ -241,6 +241,18 @@ class Supervisor:
 
     def _run(self, job: _Job) -> RunFolder:
         return RunFolder(self._sweep / job.run)
+
+
+def _in_order(submitted: Sequence[Submission]) -> list[_Job]:
+    """All jobs in the order in which they should start: oldest batch first, then by the places of its runs."""
+    batches: dict[str, int] = {}
+    keys = {}
+    for submission in submitted:
+        batch = batches.setdefault(submission.batch or submission.token, len(batches))
+        places = submission.places or range(len(submission.runs))
+        keys.update({(submission.token, index): (batch, place) for index, place in enumerate(places)})
+    jobs = [_Job(submission=each, index=index) for each in submitted for index in range(len(each.runs))]
+    return sorted(jobs, key=lambda job: keys[job.key])
 
 
 def visible_devices(environ: Mapping[str, str]) -> list[str]:

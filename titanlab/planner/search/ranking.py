@@ -27,7 +27,7 @@ from titanlab.planner.search.group import Group
 from titanlab.planner.search.memory_bound import MemoryBound
 from titanlab.planner.search.space import Choice, Point, Space
 from titanlab.planner.stages import placement_of
-from titanlab.planner.step_time import StepTime, step_time
+from titanlab.planner.step_time import StepTime, least_seconds, step_time
 from titanlab.planner.timing.block_time import ModelTime, model_time, shape_of
 from titanlab.planner.timing.exchange import axis_in
 from titanlab.planner.timing.pipeline_bound import splits_backward
@@ -190,10 +190,21 @@ class Ranking:
             yield bound, (self._refine_schedule, (group, schedule))
 
     def _refine_schedule(self, item: tuple[Group, Choice]) -> Iterator[tuple[float, Any]]:
+        """The group with one schedule, with a bound of what its layouts share."""
+        group, schedule = item
+        layout = group.layouts[0]
+        if layout.pipeline > 1 and not self._fits(group, [schedule]):
+            return
+        try:
+            least = least_seconds(self.space.recipe_of(group.point(layout, schedule)), self.machine)
+        except ConfigError as error:
+            self.refused[f"{error.key} {error.rule}"] += len(group.layouts)
+            return
+        yield least, (self._refine_layouts, item)
+
+    def _refine_layouts(self, item: tuple[Group, Choice]) -> Iterator[tuple[float, Any]]:
         """The recipes with one schedule, with bounds of the whole step."""
         group, schedule = item
-        if group.layouts[0].pipeline > 1 and not self._fits(group, [schedule]):
-            return
         for layout in group.layouts:
             recipe = self.space.recipe_of(group.point(layout, schedule))
             try:

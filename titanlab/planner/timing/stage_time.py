@@ -71,6 +71,7 @@ class _Part(NamedTuple):
     edges: tuple[str, ...]
 
 
+@functools.lru_cache(maxsize=16384)
 def _stage(times: ModelTime, part: _Part) -> RankTime:
     """Sums over the pieces of a stage."""
     own, whole = total(times, part.kind_of, ()), total(times, part.kind_of, part.edges)

@@ -22,6 +22,7 @@ from omegaconf.errors import (
 )
 
 from titanlab.errors import ConfigError
+from titanlab.options import PLUS, combining_groups, discover
 from titanlab.recipe.composition.hydra_texts import ARGUMENTS, COMPARE, HELP, file_that_names, first_line, read_message
 from titanlab.recipe.composition.keys import find_key, unknown_key
 
@@ -95,9 +96,14 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     if name == flags.get("--config-name"):
         return ConfigError("--config-name", name, "there is no such config", "leave it out, or give --config-dir too")
     group, _, option = name.rpartition("/")
-    if error.options is None and (file := file_that_names(str(error))) is not None:
+    file = file_that_names(str(error)) if error.options is None else None
+    if file is not None and PLUS in file:
+        # A list of options: `combinations`.
+        options = sorted(str(kind) for kind in discover().get(group, {}))
+    elif file is not None:
         return ConfigError(group, option, f"there is no such config, which {file} names", f"mend {file}.yaml")
-    options = [name for name in (error.options or []) if not name.endswith("schema")]
+    else:
+        options = [name for name in (error.options or []) if not name.endswith("schema")]
     near = difflib.get_close_matches(option, options, n=1)
     cure = f"try {near[0]}; " if near else ""
     known = ", ".join(options) or "none"
@@ -126,8 +132,20 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     if isinstance(cause, ConfigTypeError) and "deletion" in str(cause.msg):
         return ConfigError(key, "", "cannot be taken out", f"give it a value: {key}=…")
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return unknown_key(key, value)
+        return _unknown_of_several(key, value, given) or unknown_key(key, value)
     return ConfigError(key, value, first_line(cause), COMPARE)
+
+
+def _unknown_of_several(key: str, value: object, given: Mapping[str, str]) -> ConfigError | None:
+    """The error for a key that lacks the option's name, where a list of options is chosen."""
+    group, _, rest = key.partition(".")
+    if group not in combining_groups() or not given.get(group, "").startswith("["):
+        return None
+    for name in re.findall(r"\w+", given[group]):
+        if find_key(f"{group}.{rest}", None, kind=name) is not None:
+            rule = f"is a key of one of the chosen options, {name}"
+            return ConfigError(key, value, rule, f"try {group}.{name}.{rest}={value}")
+    return None
 
 
 def _refusal(error: BaseException | None) -> ConfigError | None:

@@ -27,8 +27,11 @@ from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
-from titanlab.options import discover
+from titanlab.options import PLUS, Option, combination, combining_groups, discover
 from titanlab.recipe.composition import strangers
+from titanlab.recipe.composition.combinations import choice_of
+
+_SCHEMA = "_schema"
 
 
 def replace_sources() -> None:
@@ -68,6 +71,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
             content = OmegaConf.to_container(result.config, resolve=False)
             group, _, option = config_path.removesuffix(".yaml").rpartition("/")
             strangers.check_file(content, group, option, file)
+            _name_combinations(result.config)
             self._results[config_path] = result
         return copy.deepcopy(self._results[config_path])
 
@@ -83,7 +87,10 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
 
 
 class StructuredConfigSource(structured_config_source.StructuredConfigSource):
-    """Schemas, converted to configs when they are used. Hydra's store would convert all when they are registered."""
+    """Schemas, converted to configs when they are used. Hydra's store would convert all when they are registered.
+
+    It also has the options that combine several of a group, and their schemas: `tracker/wandb+tensorboard`.
+    """
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
@@ -91,11 +98,45 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
             f"{group}/{option.schema_name}": option for group, kinds in discover().items() for option in kinds.values()
         }
 
+    def is_config(self, config_path: str) -> bool:
+        """Whether there is such a schema or combination."""
+        return super().is_config(config_path) or _combination_at(config_path) is not None
+
     def load_config(self, config_path: str) -> ConfigResult:
         """The config of a schema, which replaces the empty one that `recipes.register` has stored."""
+        several = _combination_at(config_path)
+        if several is not None:
+            node: Any = several.schema
+            if not config_path.removesuffix(".yaml").endswith(_SCHEMA):
+                parts = [f"{part}@{part}" for part in str(several.kind).split(PLUS)]
+                node = {"defaults": [several.schema_name, *parts, "_self_"]}
+            where = f"{self.scheme()}://{self.path}"
+            return ConfigResult(
+                config=OmegaConf.structured(node), path=where, provider=self.provider, header={"package": None}
+            )
         option = self._schemas.get(config_path.removesuffix(".yaml"))
         result = super().load_config(config_path)
         if option is not None and OmegaConf.get_type(result.config) is not option.schema:
             self.store.store(group=option.group, name=option.schema_name, node=option.schema)
             result = super().load_config(config_path)
         return result
+
+
+def _combination_at(path: str) -> Option | None:
+    """The combination of options to which a path of a config leads; None: it leads to none."""
+    group, _, name = path.removesuffix(".yaml").rpartition("/")
+    return combination(group, name.removesuffix(_SCHEMA)) if PLUS in name else None
+
+
+def _name_combinations(config: Any) -> None:
+    """Replace each list of options in a file's defaults by the name of their combination, for groups that have some.
+
+    Hydra would merge the options of a list into one config.
+    """
+    for entry in OmegaConf.select(config, "defaults") or []:
+        if not OmegaConf.is_dict(entry):
+            continue
+        for key, value in entry.items():
+            group = str(key).split()[-1].lstrip("/")
+            if OmegaConf.is_list(value) and group in combining_groups() and value:
+                entry[key] = choice_of(group, list(value))

@@ -62,7 +62,9 @@ def _unknown_in_file(key: str, file: str) -> ConfigError:
     """The error for a key in a YAML file that no schema has."""
     if key.startswith("hydra.sweeper."):
         rule = f"is no key of the sweeper, and {file}.yaml sets it"
-        return ConfigError(key, "", rule, "space, where and repeats go with defaults: [override /hydra/sweeper: space]")
+        return ConfigError(
+            key, "", rule, "space, where, repeats and control go with defaults: [override /hydra/sweeper: space]"
+        )
     error = unknown_key(key, "")
     return ConfigError(key, "", f"{error.rule}, and {file}.yaml sets it", error.cure)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.options import Option, discover
+from titanlab.options import Option, combining_groups, discover
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 
@@ -50,9 +50,20 @@ def known_keys() -> list[Key]:
     return keys
 
 
-def find_key(name: str, schema: type | None = None) -> Key | None:
-    """The key with this name; if several options have it, preferably the key of the given schema."""
+def find_key(name: str, schema: type | None = None, *, kind: str | None = None) -> Key | None:
+    """The key with this name; if several options have it, preferably the key of the given schema.
+
+    Args:
+        kind: only keys of options of this kind; None: of all options.
+    """
+    group, _, rest = name.partition(".")
+    if kind is None and group in combining_groups() and rest.partition(".")[0] in discover().get(group, {}):
+        # Of several options, each has its keys under its name: `tracker.wandb.mode`.
+        kind, _, rest = rest.partition(".")
+        name = f"{group}.{rest}"
     keys = [key for key in known_keys() if key.name == name]
+    if kind is not None:
+        keys = [key for key in keys if key.option is not None and key.option.kind == kind]
     of_schema = [key for key in keys if key.option is not None and key.option.schema is schema]
     return next(iter(of_schema or keys), None)
 
@@ -60,6 +71,12 @@ def find_key(name: str, schema: type | None = None) -> Key | None:
 def advice(name: str) -> str:
     """The advice for a key that the recipe does not have."""
     keys = known_keys()
+    group, _, rest = name.partition(".")
+    kind, dot, end = rest.partition(".")
+    if dot and group in combining_groups() and kind in discover().get(group, {}):
+        own = [key.name.partition(".")[2] for key in keys if key.option is not None and key.option.kind == kind]
+        near = difflib.get_close_matches(end, own, n=1)
+        return f"did you mean {group}.{kind}.{near[0]}?" if near else f"keys of {group}.{kind}: {', '.join(own)}"
     for key in keys:
         if key.name == name and key.option is not None and key.option.kind is not None:
             return f"it belongs to another {key.option.group}: try {key.option.group}={key.option.kind}"

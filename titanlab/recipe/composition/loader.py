@@ -25,6 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from titanlab.errors import ConfigError
+from titanlab.recipe.composition.combinations import choice_of, with_combinations
 from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import Flags
 from titanlab.recipe.composition.hydra_settings import check_files
@@ -149,7 +150,7 @@ class Loader:
 
     def choices_of(self, point: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         """The options that a point chooses, by group."""
-        return tuple((key, str(value)) for key, value in point.items() if self.is_group(key))
+        return tuple((key, choice_of(key, value)) for key, value in point.items() if self.is_group(key))
 
     def values_of(self, point: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The other keys that a point sets."""
@@ -198,7 +199,8 @@ class Loader:
 
     def _compose(self, overrides: Sequence[str]) -> Composed:
         with composition_errors(overrides, self._flags.values):
-            whole = self._hydra.load_configuration(self.config_name, list(overrides), run_mode=RunMode.RUN)
+            texts = with_combinations(overrides)
+            whole = self._hydra.load_configuration(self.config_name, texts, run_mode=RunMode.RUN)
         choices = OmegaConf.to_container(whole.hydra.runtime.choices)
         config = whole.copy()
         with read_write(config), open_dict(config):

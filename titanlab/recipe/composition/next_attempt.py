@@ -24,7 +24,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.terminal.numerals import counted
 
 # Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
-PRESETS = ("parallelism", "schedule", "ac", "cluster", "launch")
+PRESETS = ("parallelism", "schedule", "ac", "cluster", "tracker", "launch")
 # The keys that say how a step is spread over processes.
 LAYOUT = ("world", "parallelism.", "schedule.", "ac.", "training.microbatch")
 

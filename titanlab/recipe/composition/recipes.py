@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.options import Option, conf_packages, discover
+from titanlab.options import PLUS, Option, combination, conf_packages, discover
 from titanlab.profiler.off_schema import Off
 from titanlab.recipe.composition import hydra_internal, strangers
 from titanlab.recipe.composition.keys import unknown_key
@@ -114,21 +114,34 @@ class PackagesOnSearchPath(SearchPathPlugin):
 
 def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Option], choice: str | None) -> None:
     """Check that a group's value has one of the group's schemas, which have implementations."""
-    if schema not in [option.schema for option in kinds.values()]:
+    if schema not in [option.schema for option in kinds.values()] and not _is_combination(schema, group):
         names = " or ".join(f"[{option.schema_name}, _self_]" for option in kinds.values())
         raise ConfigError(
             group, choice, "is made without a schema of this group", f"begin its YAML with defaults: {names}"
         )
-    contract = f"titanlab.{group}.contract"
-    if None not in kinds and contract not in [base.__module__ for base in schema.__mro__]:
+    contract, bases = f"titanlab.{group}.contract", () if schema is None else schema.__mro__
+    if None not in kinds and contract not in [base.__module__ for base in bases]:
         # Only a package that was written for another version of titanlab has such a config.
         rule = f"has a config ({schema.__module__}) that inherits from no class of {contract}"
         raise ConfigError(group, choice, rule, "use a version of its package for this titanlab; docs/extending.md")
 
 
+def _is_combination(schema: type | None, group: str) -> bool:
+    """Whether a schema is that of several options of a group."""
+    kind = getattr(schema, "kind", None)
+    several = combination(group, kind) if isinstance(kind, str) and PLUS in kind else None
+    return several is not None and several.schema is schema
+
+
 def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> None:
     """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, and selects nothing."""
     expected = next((option.kind for option in kinds.values() if option.schema is type(config)), None)
+    if _is_combination(type(config), group):
+        expected = type(config).__dataclass_fields__["kind"].default
+        for field in dataclasses.fields(config)[1:]:
+            part = getattr(config, field.name)
+            _check_schema(type(part), group, kinds, field.name)
+            _check_kind(part, group, kinds)
     given = getattr(config, "kind", expected)
     if given != expected:
         rule = f"says which schema the group has, and it has that of {expected}"

@@ -14,8 +14,11 @@ class Space:
         space: a mapping with one of `product`, `zip` and `list`; null: only the values swept on the command line.
         where: conditions that a point must meet, such as `parallelism.tensor <= 8`; null: none.
         repeats: runs of every point, numbered by the recipe's `repeat`.
+        control: values of a recipe that runs at the beginning, between the repeats and at the end; `{}`: only what all
+            points share. null: none.
     """
 
     space: Any = None
     where: Any = None
     repeats: Any = 1
+    control: Any = None

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlab.planner.memory import ITEMS
-from titanlab.report.analyses.canvas import (
+from titanlab.report.analyses.losses import GRAD_NORM, LOSS
+from titanlab.report.analyses.memory_items import ITEM
+from titanlab.report.figures.style import (
     BLUE,
     INK,
     LINE_STYLES,
@@ -20,8 +22,6 @@ from titanlab.report.analyses.canvas import (
     set_title,
     show_text,
 )
-from titanlab.report.analyses.losses import GRAD_NORM, LOSS
-from titanlab.report.analyses.memory_items import ITEM
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from titanlab.report.figures.records import records_of
 from titanlab.sweep.table.comparison import groups
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     """
     import pandas as pd
 
-    plain = runs.astype(object)
-    rows = plain.where(plain.notna(), None).to_dict("records")
-    measured = [group for group in groups(rows) if group.median("tokens_per_second")]
+    measured = [group for group in groups(records_of(runs)) if group.median("tokens_per_second")]
     families: dict[tuple[Any, ...], list[Group]] = {}
     for group in measured:
         families.setdefault(_family(group.rows[0], weak=weak), []).append(group)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +22,17 @@ from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.records.identity import Identity
 from titanlab.records.run_folder import check_runs
 from titanlab.sweep.study.composer import Composer
+from titanlab.sweep.study.control import CONTROL, control_points
 from titanlab.sweep.study.data_once import DataOnce
 from titanlab.sweep.study.point import Point
 from titanlab.sweep.study.prune import Unfit, prune
 from titanlab.sweep.study.request import Request, read_request
-from titanlab.sweep.study.space import Values, canonical_text, keys_of
+from titanlab.sweep.study.sieve import Sieve
+from titanlab.sweep.study.space import Values, canonical_text
 from titanlab.weights.starting_weights import check_beginning
 
 SINGLE = "single"
 COMMAND_LINE = "command line"
-# The number of points that `check_shared` checks before all others; that takes about a second.
-_PROBES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +79,16 @@ class Study:
     notices: tuple[str, ...] = ()
 
 
-def plan_study(arguments: Sequence[str], *, whole: bool = False, loader: Loader | None = None) -> Study:
+def plan_study(
+    arguments: Sequence[str], *, whole: bool = False, loader: Loader | None = None, elsewhere: bool = False
+) -> Study:
     """Plan the sweep of a command line, without its data (see `with_data`). Nothing is written.
 
     Args:
         arguments: overrides and Hydra's flags.
         whole: raise an error if any point cannot run, unless a condition drops it.
         loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
+        elsewhere: the runs are not for this host, so that its devices and memory do not matter.
 
     Raises:
         ConfigError: the sweep is wrong, or none of its points can run.
@@ -95,7 +97,7 @@ def plan_study(arguments: Sequence[str], *, whole: bool = False, loader: Loader 
     composer = Composer(request.loader, request.points)
     left = Sieve(request.points, whole=whole)
     left.keep(lambda point, _: prune(composer, point, request.where))
-    check = _Checks()
+    check = _Checks(elsewhere=elsewhere)
     left.check_shared(lambda point: check.composed(composer, point))
     recipes = left.keep(lambda point, _: check.composed(composer, point))
     for recipe in recipes.values():
@@ -103,6 +105,9 @@ def plan_study(arguments: Sequence[str], *, whole: bool = False, loader: Loader 
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
     study = _named(request, composer, left, recipes, check.data)
+    if request.control is not None:
+        control = _control(request.control, request.repeats, composer, check, study.name)
+        study = dataclasses.replace(study, planned=(*study.planned, *control))
     return dataclasses.replace(study, notices=tuple(check.notices))
 
 
@@ -123,84 +128,12 @@ def with_data(study: Study, report: Callable[[str], None], *, whole: bool = Fals
     return dataclasses.replace(study, planned=planned, dropped=(*study.dropped, *dropped))
 
 
-class Sieve:
-    """Points from which successive stages drop some; with `whole`, a stage's error is raised instead."""
-
-    def __init__(self, points: Sequence[Values], *, whole: bool) -> None:
-        self.points = points
-        self._whole = whole
-        self.dropped: dict[int, Unfit] = {}
-
-    def __iter__(self) -> Iterator[int]:
-        """The numbers of the points that are left."""
-        return (number for number in range(len(self.points)) if number not in self.dropped)
-
-    def keep(self, stage: Callable[[Values, int], Any]) -> dict[int, Any]:
-        """Apply a stage to every point that is left, and drop those that it finds unfit. Returns its results by number.
-
-        Raises:
-            ConfigError: no point is left.
-        """
-        results: dict[int, Any] = {}
-        for number in list(self):
-            try:
-                results[number] = stage(self.points[number], number)
-            except Unfit as unfit:
-                if self._whole and isinstance(unfit.reason, ConfigError):
-                    raise unfit.reason from unfit
-                self.dropped[number] = unfit
-        if not results:
-            raise self._nothing_left()
-        return results
-
-    def check_shared(self, stage: Callable[[Values], Any]) -> None:
-        """Check a few points before all others, to report an error of the shared recipe at once.
-
-        An error is shared if the stage raises it, with the same words, for the first point, for others up to the last,
-        and for the recipe without any point's values, and if its key is not swept.
-
-        Raises:
-            ConfigError: the shared error.
-        """
-        numbers = list(self)
-        if len(numbers) <= _PROBES:
-            return
-        error = _error(stage, self.points[numbers[0]])
-        if error is None or error.key in keys_of(self.points):
-            return
-        others = [self.points[numbers[place * (len(numbers) - 1) // _PROBES]] for place in range(1, _PROBES + 1)]
-        if all(str(_error(stage, point)) == str(error) for point in (*others, {})):
-            raise error
-
-    def _nothing_left(self) -> ConfigError:
-        dropped = list(self.dropped.values())
-        texts = Counter((unfit.stage, str(unfit.reason)) for unfit in dropped)
-        (stage, reason), count = texts.most_common(1)[0]
-        first = dropped[0].reason
-        if isinstance(first, ConfigError) and len(texts) == 1:
-            # All points have the same error: it does not depend on the swept values.
-            return first
-        if stage == "where" and len(texts) == 1:
-            return ConfigError("where", reason, f"is met by none of {len(dropped)} points", "ask for less")
-        rule = f"none of {len(dropped)} points can be run; {count} of them for one reason ({stage}: {reason})"
-        cure = "change that, or sweep other values"
-        return ConfigError("space", ",".join(keys_of(self.points)), rule, cure)
-
-
-def _error(stage: Callable[[Values], Any], point: Values) -> ConfigError | None:
-    """The ConfigError for which a stage drops a point; None if it keeps the point, or drops it for another reason."""
-    try:
-        stage(point)
-    except Unfit as unfit:
-        return unfit.reason if isinstance(unfit.reason, ConfigError) else None
-    return None
-
-
 class _Checks:
     """Composes and checks points; what many points share is computed once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, elsewhere: bool) -> None:
         self.data = DataOnce()
+        self._elsewhere = elsewhere
         # A dict as an ordered set.
         self.notices: dict[str, None] = {}
         self._host: Host | None = None
@@ -234,7 +167,7 @@ class _Checks:
             recipe = resolve(recipe, world=None, accelerator=cluster.accelerator, device=cluster.device or "cpu")
         check_all_but_data(recipe)
         self.data.check(recipe)
-        if recipe.launch.runs_here and self._host is not None:
+        if recipe.launch.runs_here and self._host is not None and not self._elsewhere:
             check_host(
                 self._host,
                 accelerator=recipe.cluster.accelerator,
@@ -276,6 +209,26 @@ def _named(request: Request, composer: Composer, left: Sieve, recipes: Mapping[i
         planned=tuple(planned),
         dropped=tuple(dropped),
     )
+
+
+def _control(values: Values, repeats: int, composer: Composer, check: _Checks, sweep: str) -> list[Planned]:
+    """The runs of the control.
+
+    Raises:
+        ConfigError: it cannot run.
+    """
+    try:
+        prune(composer, values, [])
+        recipe = check.composed(composer, values)
+        shape_of(recipe)
+    except Unfit as unfit:
+        cure = "give it values that can run: control: {parallelism: single, world: 1}"
+        raise ConfigError(CONTROL, dict(values), f"cannot run: {unfit.reason}", cure) from unfit
+    planned = []
+    for number, point in enumerate(control_points(values, repeats), 1):
+        named = dataclasses.replace(recipe, sweep=sweep, name=f"{CONTROL}-{number}", repeat=point.repeat)
+        planned.append(Planned(point=point, recipe=named, identity=check.data.identify(named)))
+    return planned
 
 
 def _label(request: Request, recipe: Recipe, point: Point) -> str:

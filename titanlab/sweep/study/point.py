@@ -22,10 +22,12 @@ class Point:
     Attributes:
         values: by key; an option by its group.
         repeat: number of the repetition.
+        is_control: whether it is a run of the sweep's control.
     """
 
     values: Mapping[str, Any]
     repeat: int = 0
+    is_control: bool = False
 
     @property
     def label(self) -> str:

@@ -16,13 +16,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
+from titanlab.options import combining_groups
 from titanlab.recipe.composition.errors import composition_errors, value_error
 from titanlab.recipe.composition.flags import Flags, read_flags
 from titanlab.recipe.composition.hydra_internal import plain_value
-from titanlab.recipe.composition.keys import Key, advice, known_keys, unknown_key
+from titanlab.recipe.composition.keys import Key, advice, find_key, known_keys, unknown_key
 from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
+from titanlab.sweep.study.control import CONTROL, read_control
 from titanlab.sweep.study.expression import WHERE, Expression, read_expression
 from titanlab.sweep.study.space import LIMIT, Values, canonical_text, expand, keys_of
 
@@ -42,6 +44,7 @@ class Request:
         space: the definition of the points, as plain values.
         where: conditions.
         repeats: runs of every point.
+        control: values of the control; None: the sweep has none.
         option: of the group `sweeps`; None: the sweep is defined by the command line alone.
         named: whether the command line sets `name` for all runs.
     """
@@ -51,6 +54,7 @@ class Request:
     space: Any
     where: Sequence[Expression]
     repeats: int
+    control: Values | None
     option: str | None
     named: bool
 
@@ -58,7 +62,10 @@ class Request:
     def definition(self) -> Mapping[str, Any]:
         """The content of sweep.json that defines the sweep."""
         where = [expression.text for expression in self.where]
-        return {"overrides": list(self.loader.overrides), "space": self.space, "where": where, "repeats": self.repeats}
+        # Without a control as before there were any.
+        control = {} if self.control is None else {CONTROL: dict(self.control)}
+        overrides = list(self.loader.overrides)
+        return {"overrides": overrides, "space": self.space, "where": where, "repeats": self.repeats, **control}
 
 
 def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Request:
@@ -92,10 +99,11 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
         space=space,
         where=_where(node),
         repeats=repeats,
+        control=read_control(_plain(node.control)) if _is_space(node) else None,
         option=base.hydra.runtime.choices.get("sweeps"),
         named=any(override.key_or_group == "name" for override in parsed),
     )
-    _check_shared(parsed, points)
+    _check_shared(parsed, points, request.control or {})
     _check_keys(request)
     return request
 
@@ -209,10 +217,14 @@ def _repeats(node: DictConfig) -> int:
     return repeats
 
 
-def _check_shared(parsed: Sequence[Override], points: Sequence[Values]) -> None:
-    """Check that no key has both one value for all points and several values in the space."""
+def _check_shared(parsed: Sequence[Override], points: Sequence[Values], control: Values) -> None:
+    """Check that no key has both one value for all points and others in the space or in the control."""
     swept = keys_of(points)
     for override in parsed:
+        if not override.is_sweep_override() and override.key_or_group in control:
+            key = override.key_or_group
+            rule = f"is one value for all runs, and the sweep's control has another ({control[key]})"
+            raise ConfigError(key, override.value(), rule, f"leave it out, or give hydra.sweeper.{CONTROL}")
         if not override.is_sweep_override() and override.key_or_group in swept:
             key, value = override.key_or_group, override.value()
             rule = "is one value for all points, and the sweep's file gives it several"
@@ -227,7 +239,7 @@ def _check_keys(request: Request) -> None:
     for known in known_keys():
         by_name.setdefault(known.name, []).append(known)
     values: dict[str, dict[str, Any]] = {}
-    for point in request.points:
+    for point in (*request.points, request.control or {}):
         for key, value in point.items():
             values.setdefault(key, {})[canonical_text(value)] = value
     for key, by_text in values.items():
@@ -241,14 +253,19 @@ def _check_keys(request: Request) -> None:
         if loader.is_group(key):
             _check_options(loader, key, given)
         elif key not in by_name:
-            raise unknown_key(key, _listed(given))
+            of_several = find_key(key)
+            if of_several is None:
+                raise unknown_key(key, _listed(given))
+            _check_types([of_several], key, given)
         else:
             _check_types(by_name[key], key, given)
 
 
 def _check_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
     options = loader.options(group.partition("@")[0])
-    for value in given:
+    several = group in combining_groups()
+    names = (one for choice in given for one in (choice if several and isinstance(choice, list) else [choice]))
+    for value in names:
         if isinstance(value, str) and value in options:
             continue
         if isinstance(value, bool):

@@ -12,7 +12,7 @@ from typing import Any
 from titanlab.costs.layout import AXES
 
 # Increase it when a column changes its meaning or is removed, but not for new columns.
-SCHEMA = 1
+SCHEMA = 2
 # One column for each key that the sweep varies.
 POINT = "point."
 
@@ -41,6 +41,7 @@ COLUMNS: tuple[Column, ...] = (
         hash8="first digits of its identity",
     ),
     *_columns(WHOLE, repeat="number of the repetition of an otherwise equal run"),
+    *_columns(TRUTH, control="a run of the sweep's [control](sweeps.md#control)"),
     *_columns(
         TEXT,
         state="`dropped`, `prepared`, `queued`, `starting`, `running`, `saving`, `ended`; `missing` where the folder "
@@ -93,13 +94,34 @@ COLUMNS: tuple[Column, ...] = (
         tokens_per_second_all="that, times the devices",
         tflops="of one device, likewise",
         mfu_percent="of the device's peak, likewise; empty where that is unknown",
+    ),
+    *_columns(
+        TEXT, mfu_convention="FLOPs per token, and the peak that they are divided by; of float8 runs that of bfloat16"
+    ),
+    *_columns(
+        NUMBER,
         step_seconds="likewise",
+        step_seconds_q1="a quarter of the steps after warm-up took less; once it has ended",
+        step_seconds_q3="a quarter of them took more",
         data_percent="share of a step that waits for data, likewise",
     ),
     *_columns(WHOLE, measured_steps="how many the medians are taken over"),
     *_columns(
         NUMBER,
-        memory_gib="peak of the rank that logs: reserved by the allocator on a GPU, resident memory on CPU",
+        memory_gib="largest peak of all ranks: reserved by the allocator on a GPU, resident memory on CPU",
+    ),
+    *_columns(WHOLE, memory_rank="whose it is; empty where the ranks were not compared"),
+    *_columns(
+        NUMBER,
+        **{
+            "estimate.step_seconds": "`step_seconds` as the [planner](planner.md) estimated it at submission",
+            "estimate.tokens_per_second": "likewise, of one device",
+            "estimate.memory_gib": "likewise, of the rank that needs most",
+        },
+    ),
+    *_columns(TEXT, **{"estimate.note": "why there is no estimate"}),
+    *_columns(
+        NUMBER,
         first_loss="of the attempt's first step",
         loss="training loss of the last step",
         validation_loss="the last one",
@@ -123,6 +145,9 @@ COLUMNS: tuple[Column, ...] = (
     *_columns(WHOLE, exit_code="of the process that failed; -N where signal N ended it"),
     *_columns(TEXT, code="fingerprint of the code that ran it"),
     *_columns(TRUTH, stale="that code is not the code that is here now"),
+    *_columns(TEXT, git_commit="of that code; empty for an installed package"),
+    *_columns(TRUTH, git_dirty="it was changed after that commit; `attempts/N/code.patch` has the changes"),
+    *_columns(TEXT, torch="its version", host_names="of the machines that ran it, with commas"),
     *_columns(
         NUMBER,
         started="when the latest attempt began",

@@ -50,6 +50,11 @@ class Group:
         return " · ".join([self.layout, *parts])
 
     @property
+    def is_control(self) -> bool:
+        """Whether these are the runs of the sweep's control."""
+        return any(row["control"] for row in self.rows)
+
+    @property
     def is_oversubscribed(self) -> bool:
         """Whether a run had more processes than cores."""
         return any(row["oversubscribed"] for row in self.rows)
@@ -70,9 +75,10 @@ def groups(rows: Iterable[Row]) -> list[Group]:
     shown = [row for row in runs(rows) if row["layout.label"] is not None]
     # Include the swept keys: some, such as a learning rate, have no column of their own.
     others = (*_FOLLOWING, *point_keys(shown))
-    names = (*_LAYOUT, *_RECIPE, *others)
+    names = ("control", *_LAYOUT, *_RECIPE, *others)
     for row in shown:
-        members_of.setdefault(tuple(row[name] for name in names), []).append(row)
+        key = (bool(row["control"]), *(row[name] for name in names[1:]))
+        members_of.setdefault(key, []).append(row)
     keys = [dict(zip(names, values, strict=True)) for values in members_of]
     differing = [name for name in _RECIPE if len({key[name] for key in keys}) > 1]
     differing += _needed(others, keys, (*_LAYOUT, *differing))
@@ -90,7 +96,13 @@ def comparison(rows: Iterable[Row]) -> list[str]:
     headings = ["layout", "processes", *map(_short, compared[0].differing)]
     headings += ["tokens/s", "of all", "MFU", "GiB", "loss", "validation", "outcome"]
     lines = [
-        [group.layout, str(group.world), *map(_shown, group.differing.values()), *_figures(group)] for group in compared
+        [
+            group.layout + (" (control)" if group.is_control else ""),
+            str(group.world),
+            *map(_shown, group.differing.values()),
+            *_figures(group),
+        ]
+        for group in compared
     ]
     text = aligned(headings, lines, right=_FIGURES)
     return [*text, OVERSUBSCRIBED] if any(group.is_oversubscribed for group in compared) else text

@@ -193,7 +193,7 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
 
 
 def _note(row: Row, now: float) -> str:
-    notes = []
+    notes = ["control"] if row["control"] else []
     if row["state"] in ACTIVE and row["updated"] and now - row["updated"] > UNANSWERED_SECONDS:
         notes.append(f"silent for {duration(now - row['updated'])}")
     if row["queue_reason"] and row["scheduler_state"] != UNANSWERED:

@@ -13,6 +13,7 @@ from titanlab.launch.launchers import launcher_named
 from titanlab.records.provenance import code_fingerprint
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.sweep.table.estimates import LateEstimates
 from titanlab.sweep.table.rows import Table
 
 # A scheduler serves many users, so do not ask it at every call; without a scheduler only local files are read.
@@ -23,9 +24,13 @@ def look_at(
     sweep: SweepFolder,
     report: Callable[[str], None] = lambda line: None,
     *,
+    estimates: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[], list[dict[str, Any]]]:
     """A function that returns the sweep's current rows at every call.
+
+    Args:
+        estimates: whether runs for which no estimate was kept are estimated now, which takes some seconds.
 
     Runs whose jobs have ended without a result get one; if that cannot be written, `report` is called, once for each
     message.
@@ -37,7 +42,8 @@ def look_at(
             reported.add(line)
             report(line)
 
-    table = Table(sweep, code=code_fingerprint(Path(titanlab.__file__).parent))
+    code = code_fingerprint(Path(titanlab.__file__).parent)
+    table = Table(sweep, code=code, late=LateEstimates() if estimates else None)
     states: States = {}
     due = -float("inf")
 

@@ -19,7 +19,8 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
-from titanlab.sweep.table.run_columns import figure_columns, machine_columns, recipe_columns
+from titanlab.sweep.table.estimates import LateEstimates, estimate_columns
+from titanlab.sweep.table.run_columns import figure_columns, machine_columns, provenance_columns, recipe_columns
 from titanlab.training.tracker_gaps import tracker_gap
 
 # Points that were dropped on purpose: no rule was broken.
@@ -60,10 +61,12 @@ class Table:
     Args:
         sweep: its folder.
         code: fingerprint of the present code; None: no run is marked as stale.
+        late: estimates runs for which no estimate was kept; None: these have none.
     """
 
     sweep: SweepFolder
     code: str | None = None
+    late: LateEstimates | None = None
     _attempts: dict[tuple[Path, int], _Attempt] = field(default_factory=dict)
 
     def rows(self, states: States | None = None) -> list[dict[str, Any]]:
@@ -139,8 +142,11 @@ class Table:
             "folder": str(run.path),
             **dict(zip(("parent_run", "parent_step"), run.parent() or (None, None), strict=True)),
             **machine_columns(began.env, began.job, began.config),
+            **provenance_columns(began.env, began.job),
             **_job(context, began),
         }
+        kept = (context.point or {}).get("estimate") or (self.late.of(began.config) if self.late else None)
+        facts |= estimate_columns(kept, facts["layout.label"])
         if began.env is not None:
             facts["started"] = began.env["time"]
             # If no process lived to begin the attempt, no code is recorded.
@@ -217,5 +223,9 @@ def _names(sweep: str, run: RunFolder) -> dict[str, Any]:
     return {"sweep": sweep, "run": run.path.name, "name": run.name, "hash8": run.hash8}
 
 
-def _values(point: Mapping[str, Any]) -> dict[str, str]:
-    return {POINT + key: as_text(value) for key, value in point.get("point", {}).items()}
+def _values(point: Mapping[str, Any]) -> dict[str, Any]:
+    """The point's columns; empty for a run that is in no plan."""
+    if not point:
+        return {}
+    values = {POINT + key: as_text(value) for key, value in point.get("point", {}).items()}
+    return {"control": point.get("control") is True, **values}

@@ -49,10 +49,13 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
         "tokens_per_second_all": None if per_device is None else per_device * world,
         "tflops": metrics.get(meter.TFLOPS),
         "mfu_percent": metrics.get(meter.MFU),
+        "mfu_convention": _convention(metrics),
         "step_seconds": step_seconds,
+        "step_seconds_q1": metrics.get(meter.STEP_SECONDS_LOW),
+        "step_seconds_q3": metrics.get(meter.STEP_SECONDS_HIGH),
         "data_percent": metrics.get(meter.DATA_PERCENT),
         "measured_steps": metrics.get(meter.MEASURED_STEPS),
-        "memory_gib": metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)")),
+        **_memory(metrics, world=world),
         "first_loss": metrics.get("first_loss"),
         "loss": metrics.get(meter.LOSS),
         "validation_loss": metrics.get(meter.VALIDATION_LOSS),
@@ -61,6 +64,42 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
         "compile_seconds": metrics.get("compile/seconds"),
         "train_seconds": metrics.get(meter.TRAIN_SECONDS),
         "paused_seconds": metrics.get(meter.PAUSED_SECONDS),
+    }
+
+
+def _convention(metrics: Mapping[str, Any]) -> str | None:
+    """What an MFU means: FLOPs per token over a peak; None without a peak."""
+    peak, formula = metrics.get("peak_tflops"), metrics.get("flops_convention")
+    if peak is None or formula is None:
+        return None
+    return f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({metrics.get('peak_source') or 'unknown source'})"
+
+
+def _memory(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
+    """The largest peak of all ranks, and whose it is; of the rank that logs where the ranks were not compared."""
+    own = metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)"))
+    most = metrics.get(meter.MEMORY_MOST)
+    # The rank that logs may have needed more after the last comparison.
+    if most is None or (own is not None and own > most):
+        return {"memory_gib": own, "memory_rank": 0 if own is not None and world == 1 else None}
+    return {"memory_gib": most, "memory_rank": metrics.get(meter.MEMORY_MOST_RANK)}
+
+
+def provenance_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The commit, versions and hosts of an attempt.
+
+    Args:
+        env: of the attempt; None: it has not begun. Parts of it may be missing, if no process lived to begin it.
+        job: the attempt's job.json; empty: no scheduler gave it nodes.
+    """
+    git = ((env or {}).get("code") or {}).get("git") or {}
+    host = ((env or {}).get("host") or {}).get("name")
+    names = [str(node) for node in job.get("nodes") or []] or ([host] if host else [])
+    return {
+        "git_commit": git.get("sha"),
+        "git_dirty": git.get("dirty"),
+        "torch": ((env or {}).get("packages") or {}).get("torch"),
+        "host_names": ",".join(names) or None,
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from titanlab.sweep.table import listing
 from titanlab.sweep.table.listing import Row
+from titanlab.sweep.table.ranking import drift_lines
 from titanlab.terminal.numerals import counted
 
 Look = Callable[[], list[dict[str, Any]]]
@@ -58,7 +59,7 @@ class Screen:
         if self.is_live:
             self._console().print(self._view(name, rows))
         else:
-            self._say(listing.text(name, rows, now=self._clock()))
+            self._say("\n".join([listing.text(name, rows, now=self._clock()), *drift_lines(rows)]))
 
     def follow(
         self, name: str, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
@@ -127,7 +128,7 @@ class Screen:
 
         columns = self._console().size.width
         most = None if height is None else _LIVE_CAUSES
-        beneath = listing.beneath(rows, most=most)
+        beneath = [*listing.beneath(rows, most=most), *drift_lines(rows)]
         shown = listing.runs(rows)
         left_out = 0
         if height is not None:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from titanlab.costs.meter import MEMORY_MOST, MEMORY_MOST_RANK
 from titanlab.distributed.world import World
 from titanlab.training.memory import peak_memory_gib
 
 SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"
-MEMORY, MEMORY_RANK = "memory/max_over_ranks(GiB)", "memory/max_rank"
 # A rank is reported if it takes this much longer than the median rank, and this share of the time of the steps.
 _RATIO, _SHARE = 1.5, 0.1
 _PHASES = ("data", "forward and backward")
@@ -104,8 +104,8 @@ def compared(rows: list[list[float]], steps: int) -> tuple[dict[str, float], tup
         SLOWER: 100 * (busy[slowest] / median - 1),
         DATA: rows[slowest][0] / steps,
         COMPUTE: rows[slowest][1] / steps,
-        MEMORY: rows[memory][2],
-        MEMORY_RANK: memory,
+        MEMORY_MOST: rows[memory][2],
+        MEMORY_MOST_RANK: memory,
     }
     is_slow = busy[slowest] > _RATIO * median and busy[slowest] - median > _SHARE * rows[slowest][3]
     if not is_slow:

@@ -52,7 +52,7 @@ def test_throughput(mixed):
     assert [label.get_text() for label in axis.get_yticklabels()] == ["dp_s2", "single", "tp2", "cp2"]
     assert axis.get_xlabel() == "tokens per second of one device, median step after warm-up"
     # The three runs of the first recipe are to be seen, too.
-    assert [list(line.get_xdata()) for line in axis.lines] == [[900.0, 1000.0, 1100.0]]
+    assert [list(line.get_xdata()) for line in axis.lines] == [[900.0], [1000.0], [1100.0]]
     (legend,) = figure.legends
     assert legend.get_texts()[0].get_text().startswith("oversubscribed")
     together = figures.throughput_by_layout(runs, together=True)

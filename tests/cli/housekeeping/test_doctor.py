@@ -1,0 +1,90 @@
+"""`titanlab doctor`: the report, its exit code, and that it needs no torch of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from titanlab.cli.housekeeping import doctor
+from titanlab.cli.verbs import main
+from titanlab.doctor.checkup import SECTIONS, checks
+from titanlab.doctor.finding import Check, fail, ok, warn
+from titanlab.launch.slurm_schema import Slurm
+
+FOUND = [ok("torch", "2.13.0"), warn("NCCL", "slow \x1b[2J", "look at it"), fail("disk", "is full", "make room")]
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What the checks were asked with, and what they find."""
+    asked = []
+
+    def made(runs, config, *, needs_shared):
+        asked.append((str(runs), config, needs_shared))
+        return [Check(section="devices", name=each.name, find=lambda each=each: [each]) for each in FOUND]
+
+    monkeypatch.setattr(doctor, "checks", made)
+    return asked
+
+
+def test_each_finding_is_a_line_and_a_fault_is_exit_code_1(given, capsys):
+    assert main(["doctor", "--runs", "/elsewhere"]) == 1
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "devices",
+        "  ok    torch               2.13.0",
+        "  warn  NCCL                slow ^[[2J",
+        "                            → look at it",
+        "  fail  disk                is full",
+        "                            → make room",
+    ]
+    assert given == [("/elsewhere", Slurm(), False)]
+
+
+def test_warnings_are_no_fault(given, capsys, monkeypatch):
+    monkeypatch.setattr("tests.cli.housekeeping.test_doctor.FOUND", FOUND[:2])
+    assert main(["doctor"]) == 0
+    assert "\n1 ok, 1 warn, 0 fail, in " in capsys.readouterr().out
+
+
+def test_as_json(given, capsys):
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["counts"] == {"ok": 1, "warn": 1, "fail": 1}
+    assert found["findings"][2] == {
+        "section": "devices",
+        "name": "disk",
+        "state": "fail",
+        "text": "is full",
+        "hint": "make room",
+    }
+
+
+def test_settings_of_slurm_are_composed(given, capsys):
+    main(["doctor", "launch=slurm", "launch.partition=gpu"])
+    assert given == [("runs", Slurm(partition="gpu"), True)]
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        (["model=debug"], "error: overrides=model=debug: is no key of launch; "),
+        (["launch"], "error: overrides=launch: is no key of launch; "),
+        (["launch=nowhere"], "error: launch=nowhere: "),
+    ],
+)
+def test_other_keys_are_refused(given, capsys, words, begins):
+    assert main(["doctor", *words]) == 2
+    assert capsys.readouterr().err.startswith(begins)
+    assert given == []
+
+
+def test_sections_are_in_order(tmp_path):
+    found = [check.section for check in checks(tmp_path, Slurm(), needs_shared=False)]
+    assert list(dict.fromkeys(found)) == list(SECTIONS)
+
+
+def test_it_imports_no_torch():
+    code = "import sys, titanlab.cli.housekeeping.doctor; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,202 @@
+"""`titanlab logs`: what ranks have printed, of runs that run, end, start again, or never started."""
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests import tiny
+from tests.sweep.made import Made, begin, end
+from titanlab.cli.housekeeping import logs
+from titanlab.cli.housekeeping.log_output import LogOutput
+from titanlab.cli.verbs import main
+from titanlab.records.logs.order import Line
+from titanlab.records.run_status import Status
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tiny.begin(tiny.recipe(tmp_path / "runs", shard=2))
+
+
+@pytest.fixture
+def say(capfd):
+    def call(*arguments):
+        code = main(["logs", *map(str, arguments)])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def write(run, rank, text, mode="w"):
+    with (run.logs / f"rank-{rank}.log").open(mode + "b") as file:
+        file.write(text if isinstance(text, bytes) else text.encode())
+
+
+def test_all_ranks_are_merged_and_one_rank_is_its_file(run, say):
+    write(run, 0, "10:00:00  begin\n10:00:02  step 1\n10:00:09  end\n")
+    write(run, 11, "10:00:05 slow\nTraceback\n")
+    expected = "[rank  0] 10:00:00  begin\n[rank  0] 10:00:02  step 1\n[rank 11] 10:00:05 slow\n[rank 11] Traceback\n"
+    assert say(run.path)[:2] == (0, expected + "[rank  0] 10:00:09  end\n")
+    assert say(run.path, "--rank", 11) == (0, "10:00:05 slow\nTraceback\n", "")
+    assert say(run.path, "--tail", 2)[1] == "[rank 11] Traceback\n[rank  0] 10:00:09  end\n"
+    assert say(run.path, "--tail", 0)[1] == ""
+    assert say(run.path, "--grep", "st.p|Trace", "--tail", 5)[1].count("\n") == 2
+    assert say(run.path, "--grep", r"^\d+:00:0[29]", "--rank", 0)[1] == "10:00:02  step 1\n10:00:09  end\n"
+
+
+def test_the_bytes_of_a_log_are_unchanged_in_a_pipe(run, capfdbinary):
+    content = b"\xff\xfe\x1b[31m red\r\n\x00 no end"
+    write(run, 0, content)
+    assert main(["logs", str(run.path), "--rank", "0"]) == 0
+    assert capfdbinary.readouterr().out == content + b"\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_no_control_characters():
+    stream = Terminal()
+    with LogOutput(width=1, stream=stream) as output:
+        assert output.line(Line(time=0.0, rank=0, text=b"\x1b]0;title\x07 \xff\x1b[2J"))
+    assert stream.getvalue() == "[rank 0] ^[]0;title^G \N{REPLACEMENT CHARACTER}^[[2J\n"
+
+
+def test_each_attempt_has_its_part(run, say):
+    write(run, 0, "first\n")
+    run.begin_attempt(run.config(), {"time": time.time()})
+    write(run, 0, "second\n", "a")
+    write(run, 1, "also second\n")
+    assert say(run.path, "--attempt", 1)[1] == "[rank 0] first\n"
+    assert sorted(say(run.path, "--attempt", 2)[1].splitlines()) == ["[rank 0] second", "[rank 1] also second"]
+    assert say(run.path, "--attempt", 3)[2] == (
+        "error: --attempt=3: the run has no such attempt; known: 1, 2; try --attempt 2\n"
+    )
+    (run.attempt_folder(2) / "logs.json").unlink()
+    code, _, err = say(run.path, "--attempt", 2)
+    assert (code, err) == (
+        2,
+        "error: --attempt=2: was begun before logs were marked; leave --attempt out\n",
+    )
+    (run.attempt_folder(2) / "logs.json").write_text('{"bytes": {"0": 999999, "1": -4, "x": []}}')
+    assert say(run.path, "--attempt", 2)[0] in (0, 2)
+    assert say(run.path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (["--grep", "("], "error: --grep=(: is no regular expression ("),
+        (["--tail", "-1"], "error: --tail=-1: must not be negative; try 100"),
+        (["--tail", "x"], "error: --tail=x: must be a whole number; "),
+        (["--rank", "7"], "error: --rank=7: the run has no log of this rank; it has those of 0; try --rank 0"),
+        (["--follow", "--attempt", "1"], "error: --attempt=1: an attempt that has ended prints no more; "),
+    ],
+)
+def test_bad_arguments_are_one_line(run, say, arguments, begins):
+    write(run, 0, "text\n")
+    code, out, err = say(run.path, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(begins)
+
+
+def test_a_run_without_logs_names_what_there_is(tmp_path, say):
+    made = Made(tmp_path / "runs")
+    one = made.run("one")
+    assert say(one.path) == (0, f"{one.path.name}: no rank has printed anything yet (nobody has started it)\n", "")
+    submitted = made.submit(one, job_id="77")
+    made.folder.jobs.mkdir()
+    (made.folder.jobs / "77_0_0_log.err").write_text("slurmstepd: error: no such file\n")
+    (made.folder.jobs / "77_0_0_log.out").write_text("")
+    (made.folder.jobs / "77_1_0_log.err").write_text("of another run\n")
+    code, out, err = say(one.path)
+    assert (code, out.count("\n"), err) == (0, 1, "")
+    assert f"its job has: {made.folder.jobs / '77_0_0_log.err'}\n" in out
+    local = made.folder.jobs / f"{submitted.token}_0"
+    local.mkdir()
+    (local / "9_0_log.out").write_text("hello")
+    assert str(local / "9_0_log.out") in say(one.path)[1]
+
+
+def test_a_run_that_ended_without_logs_says_how(tmp_path, say):
+    run = Made(tmp_path / "runs").run("one")
+    begin(run)
+    end(run, "infeasible", cause="a rule")
+    assert say(run.path)[1] == f"{run.path.name}: no rank has printed anything; it ended as infeasible: a rule\n"
+
+
+def test_following_goes_on_until_the_run_ends(run, say, monkeypatch):
+    monkeypatch.setattr(logs, "_POLL_SECONDS", 0.02)
+    write(run, 0, "10:00:00 old\n10:00:01 half")
+    claimed, seen = threading.Event(), threading.Event()
+
+    def train():
+        with run.claim():
+            claimed.set()
+            time.sleep(0.15)
+            write(run, 0, " a line\n", "a")
+            write(run, 1, "rank 1 joins\n")
+            time.sleep(0.1)
+            write(run, 0, "cut\n")
+            time.sleep(0.1)
+            run.begin_attempt(run.config(), {"time": time.time()})
+            time.sleep(0.1)
+            (run.logs / "rank-1.log").unlink()
+            time.sleep(0.1)
+            write(run, 0, "last words without an end", "a")
+            end(run, "crash")
+        seen.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert claimed.wait(5)
+    code, out, err = say(run.path, "--follow")
+    thread.join()
+    assert code == 0
+    assert out.splitlines() == [
+        "[rank 0] 10:00:00 old",
+        "[rank 0] 10:00:01 half a line",
+        "[rank 1] rank 1 joins",
+        "[rank 0] cut",
+        "[rank 0] last words without an end",
+    ]
+    assert err.splitlines() == [
+        "rank-0.log was replaced or cut short; it is read from its beginning",
+        "attempt 2 begins",
+        f"{run.path.name} ended: crash",
+    ]
+
+
+def test_following_a_run_that_nobody_works_on_ends(run, say, monkeypatch):
+    monkeypatch.setattr(logs, "_POLL_SECONDS", 0.02)
+    write(run, 0, "text\n")
+    run.write_status(Status(state="running", attempt=1, pid=2**22 + 1, updated=time.time() - 1000))
+    code, out, err = say(run.path, "--follow", "--rank", 0)
+    assert (code, out) == (0, "text\n")
+    assert err == f"{run.path.name} nobody works on it any more, and it left no result\n"
+
+
+def test_ctrl_c_ends_only_the_looking(run, say, monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logs.time, "sleep", interrupt)
+    write(run, 0, "text\n")
+    with run.claim():
+        assert say(run.path, "--follow") == (0, "[rank 0] text\n", "")
+
+
+def test_a_closed_pipe_ends_it_quietly(run):
+    write(run, 0, "10:00:00 a line\n" * 200_000)
+    command = f"{sys.executable} -m titanlab logs {run.path} | head -n 2; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ)
+    )
+    assert done.stdout.splitlines() == ["[rank 0] 10:00:00 a line"] * 2 + ["0"]
+    assert done.stderr == ""

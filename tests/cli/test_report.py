@@ -1,0 +1,72 @@
+"""`titanlab report`: where the page is written, and what is refused."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tests.report.sweeps import mixed
+from tests.sweep.made import Made
+from titanlab.cli import main
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return mixed(Made(tmp_path / "runs")).folder.path
+
+
+def test_the_page_lies_in_the_sweeps_folder(sweep, capsys):
+    assert main(["report", "layouts"]) == 0
+    answer, path = capsys.readouterr().out.splitlines()
+    assert "is the fastest" in answer
+    assert path == "report: runs/layouts/layouts.html"
+    assert (sweep / "layouts.html").is_file()
+    # It is none of the sweep's runs.
+    assert main(["status", "layouts"]) == 0
+    assert "layouts.html" not in capsys.readouterr().out
+
+
+def test_another_place(sweep, capsys):
+    for into, file in (("a/b.html", "a/b.html"), ("c", "c/layouts.html"), ("a", "a/layouts.html")):
+        assert main(["report", str(sweep), "--into", into]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"report: {file}"
+        assert Path(file).is_file()
+
+
+def test_figures_beside_it(sweep, capsys):
+    assert main(["report", "layouts", "--figures", "figures", "--format", "svg", "--by", "memory"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "needs the least memory" in lines[0]
+    assert lines[1] == "figure: figures/pareto.svg"
+    assert all(Path(line.partition(": ")[2]).is_file() for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nope"], "sweep=nope: is no sweep under runs"),
+        (["layouts", "--format", "svg"], "--format=svg: is that of figures; add --figures FOLDER"),
+        (["layouts", "--into", "file.txt"], "--into=file.txt: is a file, and its name has not the ending .html"),
+        (["layouts", "--into", "file.txt/a.html"], "--into=file.txt: cannot be made"),
+        (["layouts", "--figures", "file.txt/a"], "--figures=file.txt/a: cannot be made"),
+        (["layouts", "--by", "colour"], "invalid choice: 'colour'"),
+    ],
+)
+def test_mistakes_are_one_line(sweep, capsys, arguments, said):
+    Path("file.txt").write_text("")
+    assert main(["report", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(sweep, capsys, monkeypatch):
+    def refuse(path, text):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("titanlab.report.report.write_text", refuse)
+    assert main(["report", "layouts"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("layouts.html: cannot be written (Permission denied); try --into FILE or FOLDER of yours\n")

@@ -1,0 +1,186 @@
+"""Proofs pass recipes that train the same, and find what does not.
+
+The faults are those that were published, or that happened here: each leaves a run that trains, and whose loss looks
+right for a while. A recipe is reduced by the verb's own rules; only its ranks are those of the pool.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import tiny
+from tests.parity.planted_faults import traced
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.model.llama_schema import Llama
+from titanlab.parity import tolerances
+from titanlab.parity.parity import Difference, Trace
+from titanlab.parity.proof import Candidate, Prover, Row, exceeded, plan_proofs, too_exact
+from titanlab.precision.bf16_schema import Bf16
+from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
+from titanlab.schedule.interleaved_schema import Interleaved1F1B
+from titanlab.schedule.zbv_schema import ZBV
+
+# A model that only its reduction makes trainable here.
+LARGE = {
+    "dim": 4096,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn_dim": 14336,
+    "vocab_size": 128256,
+    "rope_factor": 8.0,
+    "rope_theta": 500000.0,
+}
+
+
+def large(runs, **given):
+    """A candidate in its real size."""
+    model = Llama(**{**LARGE, **{key: given.pop(key) for key in list(given) if key in Llama.__dataclass_fields__}})
+    made = tiny.recipe(runs, model=model, **{"seq_len": 8192, "global_batch": 16, **given})
+    return Candidate(run=made.layout.label, recipe=made)
+
+
+@pytest.fixture
+def rows_of(pool, tmp_path):
+    """The rows of some candidates, with a fault in the ranks of all but the references."""
+
+    def rows(*candidates, fault="", steps=3, most=16):
+        def train(recipe):
+            return pool.run(recipe.layout.world, traced, recipe, tiny.begin(recipe), fault, limit_seconds=200)
+
+        prover = Prover(train)
+        proofs = plan_proofs(candidates, steps=steps, runs=str(tmp_path), most=most)
+        return [row for proof in proofs for row in prover.rows(proof)]
+
+    return rows
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"shard": 2},
+        {"tensor": 2, "shard": 2},
+        {"pipeline": 2, "shard": 2, "microbatch": 1},
+        pytest.param({"context": 2, "precision": Bf16()}, marks=pytest.mark.full),
+        pytest.param({"replicate": 2, "shard": 2, "tensor": 2, "microbatch": 2}, marks=pytest.mark.full),
+        pytest.param({"pipeline": 2, "tensor": 2, "pipeline_schedule": ZBV()}, marks=pytest.mark.full),
+        pytest.param({"shard": 2, "tensor": 2, "precision": Float8Rowwise()}, marks=pytest.mark.full),
+        pytest.param({"shard": 2, "pipeline": 2, "context": 2, "tensor": 2}, marks=pytest.mark.full),
+        pytest.param(
+            {"shard": 64, "pipeline": 8, "context": 4, "tensor": 8, "pipeline_schedule": Interleaved1F1B(),
+             "global_batch": 512, "vocab_size": 128250},
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=lambda given: " ".join(f"{key}={getattr(value, 'kind', value)}" for key, value in given.items()),
+)  # fmt: skip
+def test_what_trains_the_same_passes(rows_of, tmp_path, given):
+    candidate = large(tmp_path, **given)
+    rows = rows_of(candidate)
+    assert all(row.passed for row in rows), rows
+    first = rows[0]
+    assert first.precision == "fp32"
+    assert max(first.loss, first.grad_norm, first.gradient[0], first.parameter[0]) <= tolerances.FP32
+    assert first.gradient[0] > 0
+    precision = candidate.recipe.precision.kind
+    assert [row.precision for row in rows] == (["fp32"] if precision == "fp32" else ["fp32", precision])
+
+
+@pytest.mark.parametrize(
+    ("fault", "given", "precision", "found"),
+    [
+        ("not divided", {"shard": 2, "microbatch": 4}, "fp32", "grad norm differs by 1.0e+00"),
+        ("norms not summed", {"tensor": 2}, "fp32", "norm.weight), more than"),
+        ("values permuted", {"tensor": 2}, "fp32", "gradient differs by"),
+        ("clipped by local norm", {"shard": 2}, "fp32", "gradient differs by"),
+        ("clipped by local norm", {"pipeline": 2, "microbatch": 1}, "fp32", "gradient differs by"),
+        ("without positions", {"context": 2}, "fp32", "loss differs by"),
+        ("pipeline not normalised", {"pipeline": 2, "microbatch": 1}, "fp32", "grad norm differs by"),
+        (
+            "embedding loses gradient",
+            {"shard": 2, "blocks": True, "backend": "aot_eager"},
+            "fp32",
+            "(tok_embeddings.weight)",
+        ),
+        ("float8 labelled bf16", {"shard": 2, "precision": Bf16()}, "bf16", "is Float8Linear, and precision=bf16"),
+        (
+            "bf16 labelled float8",
+            {"shard": 2, "precision": Float8Tensorwise(all_gather=False)},
+            "float8_tensorwise",
+            "is Linear, and precision=float8_tensorwise makes it Float8Linear",
+        ),
+        ("one rank alone", {"tensor": 2}, "fp32", "(norm.weight), more than"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_planted_fault_is_found(rows_of, tmp_path, fault, given, precision, found):
+    rows = {row.precision: row for row in rows_of(large(tmp_path, **given), fault=fault)}
+    assert not rows[precision].passed
+    assert found in rows[precision].reason
+    if precision != "fp32":
+        # In fp32 the layout itself is right.
+        assert rows["fp32"].passed, rows["fp32"]
+
+
+def test_what_the_numbers_alone_show_of_a_precision(tmp_path):
+    recipe = large(tmp_path, precision=Bf16()).recipe
+    near, far = (Difference(loss=0, grad_norm=0, gradient=(by, "a"), parameter=(0, "a")) for by in (1e-5, 1e-2))
+    assert "it computes in another precision" in too_exact(recipe, near, far)
+    assert not too_exact(recipe, far, far)
+
+
+def test_a_difference_that_is_not_a_number_exceeds_every_tolerance():
+    difference = Difference(loss=float("nan"), grad_norm=0, gradient=(0, "a"), parameter=(float("inf"), "b"))
+    limits = dict.fromkeys(("loss", "grad_norm", "gradient", "parameter"), 1.0)
+    assert (
+        exceeded(difference, limits)
+        == "loss differs by nan, more than 1.0e+00; parameter differs by inf (b), more than 1.0e+00"
+    )
+
+
+def untrained(failing=()):
+    """Trains nothing: every trace is the same; recipes with such a world fail."""
+    import torch
+
+    calls = []
+
+    def train(recipe):
+        calls.append(recipe)
+        if recipe.layout.world in failing:
+            raise TitanlabError("crash: LookupError: a planted fault")
+        tensors = {"a": torch.ones(2)}
+        return [Trace(losses=[1.0], grad_norms=[1.0], gradients=tensors, parameters=tensors)] * recipe.layout.world
+
+    return train, calls
+
+
+def test_equal_recipes_and_references_are_trained_once(tmp_path):
+    train, calls = untrained()
+    prover = Prover(train)
+    first = large(tmp_path, shard=2)
+    candidates = [first, Candidate(run="again", recipe=first.recipe), large(tmp_path, tensor=2)]
+    rows = [row for proof in plan_proofs(candidates, steps=2, runs="x", most=16) for row in prover.rows(proof)]
+    assert [row.run for row in rows] == ["dp_s2", "again", "tp2"]
+    assert all(row.passed for row in rows)
+    assert [recipe.layout.label for recipe in calls] == ["single", "dp_s2", "tp2"]
+
+
+def test_a_failure_of_one_run_is_its_row(tmp_path):
+    train, _ = untrained(failing=(4,))
+    prover = Prover(train)
+    candidates = [large(tmp_path, shard=2), large(tmp_path, shard=4)]
+    rows = [row for proof in plan_proofs(candidates, steps=2, runs="x", most=16) for row in prover.rows(proof)]
+    assert [row.passed for row in rows] == [True, False]
+    assert rows[1].reason == "crash: LookupError: a planted fault"
+
+
+def test_what_cannot_be_reduced_is_a_row_beside_others_and_an_error_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(Llama, "reduced", lambda self, sizes: None)
+    hopeless, small = large(tmp_path, shard=2), Candidate(run="small", recipe=tiny.recipe(tmp_path, shard=2))
+    with pytest.raises(ConfigError, match="model=llama: has 8,030,261,248 parameters, and its config has no method"):
+        plan_proofs([hopeless], steps=2, runs="x", most=16)
+    proofs = plan_proofs([hopeless, small], steps=2, runs="x", most=16)
+    assert proofs[0].reduced is None
+    assert proofs[1].reduced.notes == ("model=llama is taken as it is: 131,392 parameters",)
+    (row,) = Prover(untrained()[0]).rows(proofs[0])
+    assert row == Row(run="dp_s2", layout="dp_s2", precision="", passed=False, reason=proofs[0].reason)

@@ -1,0 +1,172 @@
+"""Reduced recipes keep their structure, share sizes where they train the same, and pass every rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests import tiny
+from tests.parity.test_proof import large
+from titanlab.ac.block_schema import SelectiveLayer
+from titanlab.checkpoint.schema import AsyncPinned
+from titanlab.compile.schema import Compile
+from titanlab.errors import ConfigError
+from titanlab.model.qwen3_schema import Qwen3
+from titanlab.optimizer.low_bit_schema import AdamW8bit
+from titanlab.optimizer.schedule_schema import Schedule
+from titanlab.parity.proof import Candidate, plan_proofs
+from titanlab.parity.rehearsal import plan_rehearsals
+from titanlab.precision.float8_schema import Float8Tensorwise
+from titanlab.schedule.csv_schema import CsvSchedule
+from titanlab.schedule.dualpipe_v_schema import DualPipeV
+from titanlab.schedule.interleaved_schema import Interleaved1F1B
+
+
+def reduced(*candidates, most=16, inductor=False):
+    proofs = plan_proofs(candidates, steps=3, runs="runs", most=most, inductor=inductor)
+    return [proof.reduced for proof in proofs]
+
+
+def changed(candidate, **groups):
+    return Candidate(run=candidate.run, recipe=dataclasses.replace(candidate.recipe, **groups))
+
+
+def test_structure_stays_and_sizes_shrink(tmp_path):
+    candidate = large(
+        tmp_path, shard=8, tensor=8, pipeline=8, microbatch=1, global_batch=256, pipeline_schedule=Interleaved1F1B()
+    )
+    ((recipe, notes),) = [(made.recipe, made.notes) for made in reduced(candidate)]
+    assert recipe.layout.label == "dp_s2·tp2·pp2"
+    assert recipe.schedule == Interleaved1F1B()
+    # Two stages a rank, and as many microbatches as the schedule has rounds for.
+    assert (recipe.model.layers, recipe.microbatches, recipe.microbatch) == (4, 4, 1)
+    # One key/value head a process, as in the real size: 8 of them for 8 processes.
+    assert (recipe.model.heads, recipe.model.kv_heads) == (8, 2)
+    assert (recipe.model.rope_factor, recipe.model.rope_theta) == (8.0, 500000.0)
+    assert recipe.model.account().parameter_count < 1_000_000
+    assert recipe.data.gaps
+    assert recipe.training.max_grad_norm == 0.1
+    assert not notes
+
+
+def test_a_process_keeps_two_key_value_heads_where_it_has_two_or_more(tmp_path):
+    for tensor, kv_heads in ((2, 4), (4, 8), (8, 8)):
+        (made,) = reduced(large(tmp_path, tensor=tensor))
+        assert made.recipe.model.kv_heads == kv_heads
+        assert made.recipe.layout.tensor == tensor
+
+
+def test_accumulation_stays_accumulation(tmp_path):
+    (accumulated,) = reduced(large(tmp_path, shard=2, global_batch=64, microbatch=1))
+    assert accumulated.recipe.microbatches == 2
+    (at_once,) = reduced(large(tmp_path, shard=2))
+    assert at_once.recipe.microbatches == 1
+
+
+def test_an_uneven_vocabulary_stays_uneven(tmp_path):
+    (made,) = reduced(large(tmp_path, tensor=4, vocab_size=128254))
+    assert made.recipe.model.vocab_size % 2 == 1
+
+
+def test_recipes_of_one_model_and_data_get_the_same_sizes(tmp_path):
+    layouts = [{"shard": 2}, {"tensor": 4}, {"context": 4}, {"pipeline": 4, "microbatch": 1}, {"replicate": 8}]
+    made = reduced(*(large(tmp_path, **layout) for layout in layouts))
+    assert len({repr(each.recipe.model) for each in made}) == 1
+    assert len({(each.recipe.training.seq_len, each.recipe.training.global_batch) for each in made}) == 1
+    # Another batch is another training, with sizes of its own.
+    other = large(tmp_path, shard=2, global_batch=32)
+    assert reduced(large(tmp_path, pipeline=4, microbatch=1), other)[1].recipe.model.layers == 2
+
+
+def test_the_number_of_microbatches_is_one_that_the_schedule_runs(tmp_path):
+    (made,) = reduced(
+        large(tmp_path, pipeline=8, shard=4, global_batch=64, microbatch=1, pipeline_schedule=DualPipeV())
+    )
+    assert made.recipe.layout.label == "dp_s2·pp2"
+    assert made.recipe.microbatches >= 4
+
+
+def test_what_a_cpu_lacks_is_replaced_and_said(tmp_path):
+    candidate = large(tmp_path, shard=2, tensor=2)
+    recipe = candidate.recipe
+    candidate = changed(
+        candidate,
+        model=dataclasses.replace(recipe.model, attention="cudnn"),
+        parallelism=dataclasses.replace(recipe.parallelism, async_tensor=True),
+        precision=Float8Tensorwise(emulate="false", fp32_parts=["layers.31"], skip=["output", "layers.30"]),
+        compile=Compile(blocks=True, loss=True, mode="max-autotune-no-cudagraphs"),
+        ac=SelectiveLayer(every=4),
+    )
+    (made,) = reduced(candidate)
+    assert [note.partition(" ")[0] for note in made.notes] == [
+        "model.attention=cudnn",
+        "parallelism.async_tensor",
+        "precision=float8_tensorwise",
+        "precision.skip",
+        "precision.fp32_parts",
+        "ac.every=4",
+        "compile.backend=inductor:",
+    ]
+    assert (made.recipe.compile.backend, made.recipe.compile.mode) == ("aot_eager", "default")
+    assert (made.recipe.precision.skip, made.recipe.precision.fp32_parts) == (["output"], [])
+    (kept,) = reduced(candidate, inductor=True)
+    assert kept.recipe.compile.backend == "inductor"
+
+
+def test_averages_of_few_bits_stay_so(tmp_path):
+    candidate = large(tmp_path, shard=2)
+    candidate = changed(candidate, optimizer=AdamW8bit(lr=1e-4, schedule=Schedule(warmup_steps=200)))
+    (made,) = reduced(candidate)
+    assert made.recipe.optimizer.block_size == 16
+    assert made.recipe.optimizer.schedule.warmup_steps == 1
+
+
+def test_heads_of_their_own_width_stay_so(tmp_path):
+    recipe = large(tmp_path, shard=2, tensor=2).recipe
+    for heads, dim in ((16, 1024), (32, 4096), (64, 5120)):
+        model = Qwen3(dim=dim, layers=28, heads=heads, kv_heads=8, ffn_dim=3072, vocab_size=151936)
+        (made,) = reduced(Candidate(run="qwen3", recipe=dataclasses.replace(recipe, model=model)))
+        small = made.recipe.model
+        assert small.kind == "qwen3"
+        assert (small.attention_dim > small.dim) == (model.attention_dim > model.dim)
+        assert (small.attention_dim == small.dim) == (model.attention_dim == model.dim)
+
+
+def test_a_schedule_of_a_file_keeps_its_ranks_and_microbatches(tmp_path):
+    from tests.parity.parity_rows import SCHEDULES
+
+    given = {"pipeline": 2, "microbatch": 1, "pipeline_schedule": SCHEDULES["csv"]}
+    (made,) = reduced(large(tmp_path, shard=4, **given))
+    assert made.recipe.layout.label == "dp_s4·pp2"
+    assert made.recipe.microbatches == 4
+    recipe = dataclasses.replace(made.recipe, schedule=CsvSchedule(file="elsewhere.csv"))
+    with pytest.raises(ConfigError, match=r"elsewhere.csv"):
+        reduced(Candidate(run="csv", recipe=recipe))
+
+
+def test_what_cannot_be_folded_or_reduced_is_an_error_of_one_line(tmp_path):
+    many = large(tmp_path, pipeline=2, pipeline_schedule=Interleaved1F1B(stages_per_rank=40), layers=90, microbatch=1)
+    with pytest.raises(ConfigError, match="schedule=interleaved_1f1b: makes 80 stages of 2 ranks"):
+        reduced(many)
+
+
+def test_a_rehearsal_saves_as_the_recipe_does(tmp_path):
+    candidate = large(tmp_path, shard=2, every=500, validate_every=100)
+    (rehearsal,) = plan_rehearsals([candidate], steps=3, runs="runs", most=16)
+    recipe = rehearsal.reduced.recipe
+    assert (recipe.checkpoint.kind, recipe.checkpoint.every, recipe.training.validate_every) == ("sync", 2, 2)
+    pinned = changed(candidate, checkpoint=AsyncPinned(every=500))
+    (rehearsal,) = plan_rehearsals([pinned], steps=3, runs="runs", most=16)
+    assert rehearsal.reduced.recipe.checkpoint.kind == "async"
+    assert rehearsal.reduced.notes == ("checkpoint=async_pinned copies from GPUs: async",)
+    (proof,) = reduced(candidate)
+    assert (proof.recipe.checkpoint.kind, proof.recipe.training.validate_every) == ("off", 0)
+
+
+def test_a_small_model_of_another_package_is_taken_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("titanlab.model.llama_schema.Llama.reduced", lambda self, sizes: None)
+    recipe = tiny.recipe(tmp_path, shard=2)
+    (made,) = reduced(Candidate(run="small", recipe=recipe))
+    assert made.recipe.model == recipe.model
+    assert made.recipe.data.vocab_size == recipe.model.vocab_size

@@ -1,0 +1,90 @@
+"""Figures as files, and as elements of a page."""
+
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.report.sweeps import mixed
+from titanlab.errors import ConfigError
+from titanlab.report.figures import svg
+from titanlab.report.figures.bars import throughput_by_layout
+from titanlab.report.figures.style import label_text, printable
+from titanlab.report.figures.timelines import Pipeline, pipeline_timelines
+from titanlab.schedule.one_f_one_b_schema import OneFOneB
+from titanlab.schedule.timeline import simulate
+from titanlab.sweep.table.rows import Table
+
+
+@pytest.fixture
+def figure(made):
+    return throughput_by_layout(Table(mixed(made).folder).rows(), ranked=True, bands={"single": (900.0, 1100.0)})
+
+
+@pytest.mark.parametrize("kind", svg.FORMATS)
+def test_the_same_runs_give_the_same_file(made, tmp_path, kind):
+    rows = Table(mixed(made).folder).rows()
+    for name in ("a", "b"):
+        svg.save(throughput_by_layout(rows), tmp_path / f"{name}.{kind}")
+    first = (tmp_path / f"a.{kind}").read_bytes()
+    assert first == (tmp_path / f"b.{kind}").read_bytes()
+    assert len(first) > 5000
+
+
+def test_marks_of_a_file_name_their_runs_and_columns(figure, tmp_path, made):
+    svg.save(figure, tmp_path / "a.svg")
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    marks = [one for one in root.iter() if "data-run" in one.attrib]
+    folders = {run.path.name for run in made.folder.runs()}
+    assert len(marks) == len(figure.marks) > 10
+    assert {name for mark in marks for name in mark.get("data-run").split()} == folders
+    assert {mark.get("data-column") for mark in marks} >= {"tokens_per_second", "outcome state"}
+
+
+def test_an_element_has_the_pages_colours_and_ids_of_its_own(figure):
+    text = svg.element(figure, name="speed", title="Speed & more", description="<b>bars</b>")
+    HTMLParser().feed(text)
+    assert text.startswith("<svg ")
+    assert "Speed &amp; more" in text
+    assert "&lt;b&gt;bars" in text
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert all(name.startswith("speed-") for name in ids)
+    assert len(set(ids)) == len(ids)
+    used = {*re.findall(r'href="#([^"]*)"', text), *re.findall(r"url\(#([^)]*)\)", text)}
+    assert used <= set(ids)
+    # No colour but by name, so that it follows the page; no font but the page's.
+    assert re.findall(r"#[0-9a-f]{6}", text) == []
+    assert "font-family" not in text
+    assert "fill: var(--blue)" in text
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(figure, tmp_path):
+    with pytest.raises(ConfigError, match="--figures=.*cannot be written"):
+        svg.save(figure, tmp_path / "nothing" / "a.png")
+
+
+def test_a_panel_for_each_pipeline():
+    schedule = OneFOneB()
+    timelines = [
+        simulate(schedule.actions(ranks=2, microbatches=count), schedule.placement(ranks=2)) for count in (2, 4)
+    ]
+    pipelines = [
+        Pipeline(run=f"r{place}", label="pp2", timeline=one, unit="s, estimated" if place else "")
+        for place, one in enumerate(timelines)
+    ]
+    figure = pipeline_timelines(pipelines)
+    assert [pipeline.cells for pipeline in pipelines] == [8, 16]
+    assert [axis.get_xlabel() for axis in figure.axes] == ["time (forward passes of a stage)", "time (s, estimated)"]
+    assert [axis.get_xlim()[1] for axis in figure.axes] == [timeline.duration for timeline in timelines]
+    assert {mark.runs for mark in figure.marks.values()} == {("r0",), ("r1",)}
+    assert "bubble 33.3 %" in figure.axes[0].get_title(loc="left")
+
+
+def test_labels_are_printable_and_short():
+    assert printable("a\x07b‮c\ud800") == "a�b�c�"
+    assert printable("👩‍🔬 é\n", kept="\n") == "👩‍🔬 é\n"
+    long = label_text("a" * 60 + "end")
+    assert len(long) == 44
+    assert long.endswith("end")
+    assert label_text("cost\n$5") == r"cost \$5"

@@ -1,0 +1,333 @@
+"""The page of a report: what is in it, in which order, and where each figure comes from."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.report.sweeps import NAMES, SCRIPT, hostile, losses, mixed, summary
+from tests.sweep.made import Made, begin, end, train
+from titanlab.report.report import write_report
+from titanlab.sweep.table.columns import NAMES as COLUMNS
+from titanlab.sweep.table.rows import Table
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+METRICS = re.compile(r"(loss_metrics|breakdown)/\S+|n_tokens_seen|config\.yaml")
+
+
+class Page(HTMLParser):
+    """Elements of a page: tags that are open, attributes, texts by the section that they are in."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.section = "header"
+        self.words: dict[str, str] = {}
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        found = {name: value or "" for name, value in attributes}
+        self.elements.append((tag, found))
+        if tag == "section":
+            self.section = found["id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.words[self.section] = self.words.get(self.section, "") + data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def with_attribute(self, name):
+        return [attributes[name] for _, attributes in self.elements if name in attributes]
+
+
+def written(made, **given) -> Page:
+    rows = given.pop("rows", None) or Table(made.folder).rows()
+    into = made.folder.path / "report.html"
+    write_report(made.folder, rows, into=into, **given)
+    return Page(into.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Made:
+    """A sweep with every kind of end, which tests only read."""
+    return mixed(Made(tmp_path_factory.mktemp("shared")))
+
+
+@pytest.fixture(scope="module")
+def page(shared) -> Page:
+    """Its report."""
+    return written(shared)
+
+
+def test_sections_stand_in_their_order(page):
+    order = [
+        "pareto",
+        "throughput",
+        "step-time",
+        "loss",
+        "timeline",
+        "estimate",
+        "configuration",
+        "dropped",
+        "failures",
+    ]
+    assert [section["id"] for section in page.all("section")] == [*order, "provenance"]
+    assert "is the fastest: 1,919 tokens/s per device, 26.7% more than tp2" in page.words["header"]
+    assert "1 running, 1 prepared" in page.words["header"]
+    assert "more processes than cores" in page.words["header"]
+
+
+def test_every_mark_can_be_traced_to_a_run_folder_and_a_column(shared, page):
+    folders = {run.path.name for run in shared.folder.runs()}
+    marked = [name for names in page.with_attribute("data-run") for name in names.split()]
+    assert set(marked) == folders
+    columns = {name for names in page.with_attribute("data-column") for name in names.split()}
+    assert all(name in COLUMNS or METRICS.fullmatch(name) for name in columns), columns
+    # In each figure there is a mark with both; and below it a table with a row for each run.
+    figures = page.text.split("<figure")[1:]
+    assert len(figures) == 5
+    for figure in figures:
+        drawing, table = figure.partition("</svg>")[::2]
+        assert 'data-run="' in drawing
+        assert 'data-column="' in drawing
+        assert "<code>" in table.partition("</figcaption>")[0]
+        assert 'data-run="' in table
+
+
+def test_values_of_the_table_are_those_of_the_columns(shared, page):
+    values = page.text.split('<section id="throughput"')[1].split("<details>")[1].partition("</figure>")[0]
+    rows = {row["run"]: row for row in Table(shared.folder).rows() if row["run"]}
+    shown = re.findall(r'<tr data-run="([^"]+)">.*?</th><td[^>]*><bdi>([\d,.]*)</bdi>', values)
+    assert len(shown) == len(rows)
+    for run, text in shown:
+        expected = rows[run]["tokens_per_second"]
+        assert (text == "") if expected is None else float(text.replace(",", "")) == pytest.approx(expected, rel=1e-3)
+
+
+def test_nothing_of_a_strangers_files_is_a_part_of_the_page(made):
+    page = written(hostile(made))
+    assert "<script" not in page.text
+    assert page.all("img") == []
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+    assert SCRIPT in page.words["failures"]
+    assert SCRIPT in page.words["dropped"]
+    # Control characters, and those that turn the direction of writing, are replaced.
+    assert re.search("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", page.text) is None
+    shown = page.words["pareto"]
+    assert all(name in shown for name in NAMES if name.isprintable())
+    assert "bell��[31m" in shown
+    # A secret of the command line is not in it; a damaged file is a sentence.
+    assert "hf_abcdefghijklmnop" not in page.text
+    assert "parity.json cannot be read" in page.words["parity"]
+    assert len(page.text) < 300_000
+    links = [attributes["href"] for attributes in page.all("a")]
+    assert all(re.match(r"#|\./|\.\./", link) for link in links), links
+
+
+def test_links_lead_to_run_folders_wherever_the_page_lies(made, tmp_path):
+    one_run(made)
+    into = tmp_path / "elsewhere" / "my report.html"
+    write_report(made.folder, Table(made.folder).rows(), into=into)
+    page = Page(into.read_text())
+    links = {attributes["href"] for attributes in page.all("a") if not attributes["href"].startswith("#")}
+    assert links
+    assert all((into.parent / link / "config.yaml").is_file() for link in links)
+
+
+def test_tables_and_figures_are_accessible(page):
+    assert all(attributes.get("scope") in ("row", "col") for attributes in page.all("th"))
+    assert len(page.all("table")) == len(page.all("caption"))
+    ids = page.with_attribute("id")
+    assert len(ids) == len(set(ids))
+    for drawing in page.all("svg"):
+        assert drawing["role"] == "img"
+        assert set(drawing["aria-labelledby"].split()) <= set(ids)
+    assert page.all("html") == [{"lang": "en"}]
+
+
+def without_runs(made):
+    made.write()
+
+
+def waiting(made):
+    made.run("a")
+
+
+def dropped_only(made):
+    made.drop("rule", "no", parallelism="tp3")
+
+
+def failures_only(made):
+    for number in range(2):
+        begin(run := made.run(f"f{number}", seed=number))
+        end(run, "oom", cause="no memory", metrics={})
+
+
+def one_run(made):
+    begin(run := made.run("one"))
+    train(run, losses=losses(5))
+    end(run)
+
+
+def nothing_measured(made):
+    begin(run := made.run("short"))
+    end(run, metrics={**dict.fromkeys(summary(1.0, 1.0)), "measured_steps": 0})
+
+
+def not_finite(made):
+    begin(run := made.run("nan"))
+    train(run, losses=[5.0, float("nan"), float("inf")])
+    end(run, "nan", metrics={"loss_metrics/global_avg_loss": None})
+
+
+def unreadable(made):
+    (made.run("broken").path / "config.yaml").write_text("{")
+
+
+def zeros(made):
+    begin(run := made.run("zero"))
+    train(run, losses=[0.0])
+    end(run, metrics=summary(1e-300, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("fill", "words"),
+    [
+        (without_runs, ""),
+        (waiting, ""),
+        (dropped_only, "1 point came to no run"),
+        (failures_only, "2 runs: 2 oom"),
+        (one_run, "Only single"),
+        (nothing_measured, "without a step after the warm-up"),
+        (not_finite, "the loss or the gradient is not a finite number"),
+        (unreadable, "1 run folder cannot be read"),
+        (zeros, ""),
+    ],
+)
+def test_sweeps_of_which_little_is_known(made, fill, words):
+    fill(made)
+    page = written(made)
+    assert words in " ".join(page.words.values())
+    assert len(page.all("section")) == 10
+
+
+def test_runs_that_belong_to_no_sweep(made):
+    one_run(made)
+    for name in ("sweep.json", "points.jsonl"):
+        (made.folder.path / name).unlink()
+    assert "titanlab sweep" not in written(made).words["provenance"]
+
+
+def test_configs_are_compared_with_the_best(page):
+    words = page.words["configuration"]
+    assert "the best" in words
+    assert "parallelism.tensor: 1 → 2" in words
+    assert "optimizer.lr: 0.001 → 1.0" in words
+    assert "repeat:" not in words
+
+
+def test_estimates_that_the_rows_have(made):
+    rows = Table(mixed(made).folder).rows()
+    for row in rows:
+        row["estimate.step_seconds"] = row["step_seconds"]
+        row["estimate.memory_gib"] = 0.5
+    page = written(made, rows=rows)
+    assert "time of a step: 10 of 10 runs within 20 %" in page.words["estimate"]
+    assert "estimate.memory_gib" in page.words["pareto"]
+    for row in rows:
+        row.update({"estimate.step_seconds": None, "estimate.memory_gib": None, "estimate.note": "no figures of <cpu>"})
+    assert "Without an estimate: no figures of <cpu>." in written(made, rows=rows).words["estimate"]
+
+
+def test_measured_parts_of_a_step_go_before_estimates(made):
+    mixed(made)
+    run = next(run for run in made.folder.runs() if run.name == "fsdp")
+    with run.open_metrics(1) as metrics:
+        metrics.write(
+            "breakdown", 8, {"breakdown/step(s)": 0.3, "breakdown/forward(s)": 0.1, "breakdown/exposed_shard(s)": 0.2}
+        )
+    page = written(made)
+    words = page.words["step-time"]
+    assert "Measured with profiler=breakdown" in words
+    assert "exposed: shard 67 %" in words
+    assert "Without a bar, for lack of figures" in words
+    assert "breakdown/exposed_shard(s) breakdown/forward(s)" in {
+        " ".join(sorted(c.split())) for c in page.with_attribute("data-column")
+    }
+
+
+PARITY = {
+    "schema": 1,
+    "time": "2026-11-24 20:00",
+    "reference": "single in fp32",
+    "rows": [
+        {"run": "fsdp-1", "layout": "dp_s2", "precision": "fp32", "loss": 1e-7, "grad_norm": 2e-7,
+         "gradient": [1e-6, "layers.0.wq"], "parameter": [1e-7, "norm"], "tolerance": {"loss": 1e-5}, "passed": True,
+         "reason": ""},
+        {"run": "tp-1", "layout": "tp2", "precision": "bf16", "passed": False, "reason": "norm weights are not summed"},
+    ],
+}  # fmt: skip
+
+
+def test_parity_is_shown(made):
+    one_run(made)
+    (made.folder.path / "parity.json").write_text(json.dumps(PARITY))
+    words = written(made).words["parity"]
+    assert "2 comparisons with single in fp32, 2026-11-24 20:00: 1 not within the tolerance." in words
+    for word in ("PASS", "FAIL", "1e-06 (layers.0.wq)", "norm weights are not summed"):
+        assert word in words
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "null",
+        '{"schema": 2}',
+        '{"schema": 1}',
+        '{"schema": 1, "rows": [1]}',
+        '{"schema": 1, "rows": [{"loss": {}, "gradient": [], "passed": "yes", "tolerance": {"a": []}}]}',
+    ],
+)
+def test_damaged_parity_is_a_note(made, text):
+    one_run(made)
+    (made.folder.path / "parity.json").write_text(text)
+    assert written(made).words["parity"]
+
+
+def test_the_rows_need_not_be_of_the_right_types(made):
+    one_run(made)
+    rows = Table(made.folder).rows()
+    for row in rows:
+        row.update(
+            {"tokens_per_second": "fast", "memory_gib": float("nan"), "loss": {}, "mfu_percent": True, "cause": 3}
+        )
+    assert written(made, rows=rows).words["throughput"]
+
+
+def test_packages_of_the_page_are_in_the_wheel():
+    folder = Path(__file__).parents[3] / "titanlab" / "report" / "page"
+    assert {path.name for path in folder.iterdir() if path.suffix in (".html", ".css")} == {"page.html", "style.css"}
+
+
+def test_files_that_change_while_they_are_read(made):
+    one_run(made)
+    rows = Table(made.folder).rows()
+    shutil.rmtree(next(iter(made.folder.runs())).path)
+    assert written(made, rows=rows).words["provenance"]

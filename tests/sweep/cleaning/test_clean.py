@@ -1,0 +1,376 @@
+"""`titanlab clean` removes what no run needs, and nothing else: whatever is damaged, linked, or in use."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.sweep.made import Made, begin, end
+from titanlab.cli import main
+from titanlab.cli.housekeeping import clean
+from titanlab.launch.local.local_job import LocalJob, write_local_job
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_status import Status
+from titanlab.sweep.cleaning import caches
+from titanlab.sweep.cleaning import item as items
+from titanlab.sweep.cleaning.item import Item, Refused, is_within, remove_item
+
+RECORDS = (
+    "config.yaml",
+    "env.json",
+    "identity.json",
+    "status.json",
+    "metrics.jsonl",
+    "result.json",
+    "logs",
+    "attempts",
+)
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """A run that has saved steps 2, 4, 6 and 8, and keeps all."""
+    made = tiny.recipe(tmp_path_factory.mktemp("saved"), steps=8, every=2, keep=0)
+    run = tiny.begin(made)
+    pool.run(1, train, made, run)
+    return run
+
+
+def train(made, run):
+    return tiny.as_rank(made, run).step
+
+
+@pytest.fixture
+def run(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(caches.compile_cache, "own_folder", lambda: tmp_path / "compiled")
+    made = RunFolder(shutil.copytree(saved.path, tmp_path / "runs" / "single" / saved.path.name))
+    keep(made, 2)
+    (made.path / "logs" / "rank-0.log").write_text("text\n")
+    return made
+
+
+@pytest.fixture
+def call(capsys, tmp_path):
+    def call(*arguments):
+        code = main(["clean", *map(str, arguments), "--runs", str(tmp_path / "runs")])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def keep(run, number, every=0):
+    path = run.path / "config.yaml"
+    text = path.read_text().replace("keep: 0", f"keep: {number}").replace("keep_every: 0", f"keep_every: {every}")
+    path.write_text(text)
+
+
+def unfinished(run):
+    run.write_result(Outcome(kind=OutcomeKind.CRASH, attempt=1, step=8))
+
+
+def steps(run):
+    return sorted(path.name.removeprefix("step-0000000") for path in run.checkpoints.iterdir())
+
+
+def aged(path):
+    old = time.time() - 2 * items.YOUNG_SECONDS
+    for each in [path, *path.rglob("*")]:
+        os.utime(each, (old, old))
+    return path
+
+
+def everything(folder):
+    return {str(path.relative_to(folder)): path.lstat().st_size for path in folder.rglob("*")}
+
+
+def test_a_run_that_is_done_keeps_its_newest_and_all_its_records(run, call):
+    before = {name: everything(run.path / name) if (run.path / name).is_dir() else (run.path / name).read_bytes()
+              for name in RECORDS}  # fmt: skip
+    code, out, err = call("--yes")
+    assert (code, err) == (0, "")
+    assert "checkpoints      3" in out
+    assert out.splitlines()[-1].startswith("removed 3 items, ")
+    assert steps(run) == ["8"]
+    assert before == {
+        name: everything(run.path / name) if (run.path / name).is_dir() else (run.path / name).read_bytes()
+        for name in RECORDS
+    }
+    assert call("--yes")[1].startswith("nothing is to be removed")
+
+
+def test_a_run_that_may_go_on_keeps_what_its_recipe_says(run, call):
+    unfinished(run)
+    call("--yes")
+    assert steps(run) == ["6", "8"]
+
+
+@pytest.mark.parametrize(
+    ("number", "every", "flags", "left"),
+    [
+        (0, 0, [], ["2", "4", "6", "8"]),
+        (2, 4, [], ["4", "8"]),
+        (3, 0, ["--keep", "2"], ["6", "8"]),
+        (0, 0, ["--keep", "1"], ["8"]),
+        (2, 0, ["--what", "temporary,code"], ["2", "4", "6", "8"]),
+    ],
+)
+def test_rules_and_flags(run, saved, call, number, every, flags, left):
+    shutil.copy(saved.path / "config.yaml", run.path)
+    keep(run, number, every)
+    assert call(*flags, "--yes")[0] == 0
+    assert steps(run) == left
+
+
+def test_a_damaged_newest_checkpoint_keeps_the_one_before_it(run, call):
+    index = run.checkpoints / "step-00000008" / "index.json"
+    index.write_text("{")
+    call("--yes")
+    assert steps(run) == ["6"]
+
+
+def test_damaged_tensors_are_found_where_asked(run, call):
+    (tensors,) = (run.checkpoints / "step-00000008").glob("*.safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    call("--yes", "--verify")
+    assert steps(run) == ["6"]
+
+
+def test_without_a_whole_checkpoint_nothing_goes(run, call):
+    for index in run.checkpoints.glob("*/index.json"):
+        index.write_text("{")
+    call("--yes")
+    assert steps(run) == ["2", "4", "6", "8"]
+
+
+def test_what_is_put_aside_and_what_saves_have_left_goes(run, call):
+    run.checkpoints.joinpath("step-00000008").rename(run.checkpoints / "step-00000008.aside")
+    shutil.copytree(run.checkpoints / "step-00000006", run.checkpoints / "step-00000010.part")
+    shutil.copytree(run.checkpoints / "step-00000006", run.checkpoints / "step-00000012.part")
+    aged(run.checkpoints / "step-00000010.part")
+    (run.path / ".status.json.7-0a1b2c3d.tmp").write_text("{")
+    aged(run.path / ".status.json.7-0a1b2c3d.tmp")
+    call("--yes")
+    assert steps(run) == ["6", "step-00000012.part"]
+    assert not list(run.path.glob(".*.tmp"))
+
+
+def test_a_run_at_work_is_left_alone(run, call):
+    with run.claim():
+        code, out, _ = call("--yes")
+    assert (code, steps(run)) == (0, ["2", "4", "6", "8"])
+    assert f"1 run at work or in a queue left alone: single/{run.path.name}" in out
+    run.write_status(Status(state="running", attempt=1, host="another"))
+    (run.path / "result.json").unlink()
+    call("--yes")
+    assert steps(run) == ["2", "4", "6", "8"]
+
+
+def test_a_run_that_begins_meanwhile_is_left_alone(run):
+    checkpoint = run.checkpoints / "step-00000002"
+    found = Item(kind="checkpoints", path=checkpoint, root=run.path.parents[1], bytes=1, run=run)
+    ready, done = threading.Event(), threading.Event()
+
+    def work():
+        with run.claim():
+            ready.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait(10)
+    with pytest.raises(Refused, match="is in the hands of"):
+        remove_item(found)
+    done.set()
+    thread.join()
+    assert checkpoint.is_dir()
+
+
+def test_links_are_never_followed(run, call, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(run.checkpoints, elsewhere)
+    run.checkpoints.symlink_to(elsewhere)
+    before = everything(elsewhere)
+    code, out, _ = call("--yes")
+    assert (code, everything(elsewhere)) == (0, before)
+    assert "checkpoints is a link, and is left alone" in out
+    run.checkpoints.unlink()
+    shutil.move(elsewhere, run.checkpoints)
+    shutil.move(run.checkpoints / "step-00000002", elsewhere)
+    (run.checkpoints / "step-00000002").symlink_to(elsewhere)
+    before = everything(elsewhere)
+    call("--yes")
+    assert everything(elsewhere) == before
+    shutil.move(run.path.parent, tmp_path / "moved")
+    (tmp_path / "runs" / "single").symlink_to(tmp_path / "moved")
+    before = everything(tmp_path / "moved")
+    assert "single is a link, and is left alone" in call("--yes")[1]
+    assert everything(tmp_path / "moved") == before
+
+
+def test_paths_outside_the_root_are_refused(tmp_path):
+    root = tmp_path / "runs"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path)
+    assert is_within(root / "a", root)
+    assert not is_within(root, root)
+    assert not is_within(tmp_path / "b", root)
+    assert not is_within(root / ".." / "b", root)
+    assert not is_within(root / "link" / "b", root)
+    (tmp_path / "b").write_text("x")
+    for path in (tmp_path / "b", root / "link" / "b"):
+        with pytest.raises(Refused):
+            remove_item(Item(kind="temporary", path=path, root=root, bytes=1))
+    remove_item(Item(kind="temporary", path=root / "gone", root=root, bytes=1))
+    assert (tmp_path / "b").exists()
+
+
+def test_checkpoints_from_which_another_run_starts_stay(run, call):
+    child = run.path.parent / "child-0123abcd"
+    shutil.copytree(run.path, child, ignore=shutil.ignore_patterns("checkpoints"))
+    text = (child / "config.yaml").read_text()
+    (child / "config.yaml").write_text(text.replace("load_from: null", f"load_from: {run.checkpoints}/step-00000004"))
+    call("--yes")
+    assert steps(run) == ["4", "8"]
+
+
+def test_a_damaged_run_is_left_alone_and_hides_no_other(run, call):
+    bad = RunFolder(shutil.copytree(run.path, run.path.parent / "bad-0123abcd"))
+    (bad.path / "result.json").write_text("{")
+    code, out, _ = call("--yes")
+    assert (code, steps(bad), steps(run)) == (0, ["2", "4", "6", "8"], ["8"])
+    assert "single/bad-0123abcd is left alone: " in out
+
+
+def test_nobody_is_asked_without_a_terminal(run, call):
+    code, _, err = call()
+    assert (code, err.count("\n"), steps(run)) == (2, 1, ["2", "4", "6", "8"])
+    assert err.startswith("error: --yes=false: nobody can be asked")
+    code, out, _ = call("--dry-run")
+    assert (code, steps(run)) == (0, ["2", "4", "6", "8"])
+    assert out.count("/checkpoints/step-0000000") == 3
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", 1), ("Yes\n", 1), ("\n", 4), ("n\n", 4), ("", 4)])
+def test_the_user_is_asked(run, call, monkeypatch, answer, left):
+    class Keyboard:
+        def isatty(self):
+            return True
+
+        def readline(self):
+            return answer
+
+    monkeypatch.setattr(clean.sys, "stdin", Keyboard())
+    code, out, _ = call()
+    assert (code, len(steps(run))) == (0, left)
+    assert "? [y/N] " in out
+
+
+def test_one_run_or_one_sweep(run, call, tmp_path):
+    other = RunFolder(shutil.copytree(run.path, tmp_path / "runs" / "again" / "other-0123abcd"))
+    call(run.path, "--yes")
+    assert (steps(run), len(steps(other))) == (["8"], 4)
+    call("again", "--yes")
+    assert steps(other) == ["8"]
+    assert call("nothing", "--yes")[0] == 2
+    assert call("--what", "everything")[2].startswith("error: --what=everything: everything is no kind; choose from")
+    assert call("--keep", "0")[2].startswith("error: --keep=0: must be at least 1")
+
+
+def test_superseded_runs_lose_their_bulk_and_keep_their_records(run, call):
+    aside = run.path.parent / "superseded" / f"{run.path.name}.1"
+    shutil.copytree(run.path, aside)
+    (aside / "traces" / "rank-0.json").write_text("trace")
+    records = {name: (aside / name).read_bytes() for name in ("result.json", "metrics.jsonl", "config.yaml")}
+    call("--yes", "--what", "superseded")
+    assert not (aside / "checkpoints").exists()
+    assert not (aside / "traces").exists()
+    assert {name: (aside / name).read_bytes() for name in records} == records
+    assert (aside / "logs" / "rank-0.log").exists()
+    assert len(steps(run)) == 4
+
+
+def test_snapshots_of_code_go_once_no_run_needs_them(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
+    made = Made(tmp_path / "runs")
+    one = made.run("one")
+    begin(one)
+    end(one, "crash", ended=time.time() + 9)
+    env = json.loads((one.path / "env.json").read_text())
+    env["code"] = {"fingerprint": "f1", "git": {"sha": "a" * 40, "patch_complete": True}}
+    (one.path / "env.json").write_text(json.dumps(env))
+    for name, fingerprint in {"abc": "f1", "old": "f0"}.items():
+        folder = made.folder.code / name
+        folder.mkdir(parents=True)
+        (folder / "code.json").write_text(json.dumps({"fingerprint": fingerprint}))
+        aged(folder)
+    young = made.folder.code / "young"
+    shutil.copytree(made.folder.code / "old", young)
+    os.utime(young / "code.json")
+    submitted = made.submit(one, launcher="local")
+    write_local_job(made.folder.path, submitted.token, 0, LocalJob(state="ended"))
+    env["code"]["git"]["patch_complete"] = False
+    (one.path / "env.json").write_text(json.dumps(env))
+    call("--yes")
+    # Nothing else has the code of the run.
+    assert sorted(path.name for path in made.folder.code.iterdir()) == ["abc", "young"]
+    env["code"]["git"]["patch_complete"] = True
+    (one.path / "env.json").write_text(json.dumps(env))
+    (one.path / "result.json").unlink()
+    end(one, "walltime", ended=time.time() + 9)
+    call("--yes")
+    assert (made.folder.code / "abc").exists()
+    end(one, "crash", ended=time.time() + 9)
+    call("--yes")
+    assert sorted(path.name for path in made.folder.code.iterdir()) == ["young"]
+
+
+def test_caches_go_only_where_asked_and_never_in_use(run, call, tmp_path):
+    tokens = tmp_path / "cache" / "tokens"
+    (tokens / "files-abc").mkdir(parents=True)
+    (tokens / "files-abc" / "0.bin").write_bytes(bytes(1000))
+    (tokens / ".files-abc.lock").touch()
+    (tmp_path / "cache" / "mine.txt").write_text("not titanlab's")
+    (tmp_path / "compiled" / "inductor" / "aa").mkdir(parents=True)
+    (tmp_path / "compiled" / "inductor" / "aa" / "x.so").write_bytes(b"library")
+    out = call("--dry-run", "--what", "temporary")[1]
+    assert "not asked for: checkpoints" in out
+    assert "data-cache 1000 B" in out
+    with run.claim():
+        call("--yes", "--what", "all")
+    assert (tokens / "files-abc").is_dir()
+    call("--yes", "--what", "data-cache,compile-cache")
+    assert sorted(os.listdir(tokens)) == [".files-abc.lock"]
+    assert os.listdir(tmp_path / "compiled") == []
+    assert (tmp_path / "cache" / "mine.txt").exists()
+    assert len(steps(run)) == 4
+
+
+def test_what_cannot_be_removed_is_named(run, call, monkeypatch):
+    def refuse(path, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    code, _, err = call("--yes")
+    assert (code, err.count("is left alone: Permission denied")) == (1, 3)
+
+
+def test_remote_checkpoints_are_named_and_left_alone(run, call):
+    text = (run.path / "config.yaml").read_text()
+    (run.path / "config.yaml").write_text(text.replace("  folder: null", "  folder: memory://bucket/x"))
+    code, out, err = call("--yes")
+    assert (code, err) == (0, "")
+    assert "left alone; --remote looks there too" in out or "is left alone: " in out
+    assert len(steps(run)) == 4
+
+
+def test_an_empty_folder_of_runs(call):
+    assert call("--yes")[1].startswith("nothing is to be removed")

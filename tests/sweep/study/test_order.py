@@ -1,0 +1,56 @@
+"""The order in which runs start: repeats in turns, every second round backwards, the control at equal distances."""
+
+import pytest
+
+from titanlab.sweep.study.control import control_points, read_control
+from titanlab.sweep.study.order import starting_order
+from titanlab.sweep.study.point import Point
+
+
+def points(recipes, repeats, *, control=False):
+    planned = [Point(values={"ac": recipe}, repeat=repeat) for recipe in recipes for repeat in range(repeats)]
+    return [*planned, *(control_points({}, repeats) if control else [])]
+
+
+def names(planned):
+    return "".join(
+        "C" if planned[number].is_control else planned[number].values["ac"] for number in starting_order(planned)
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipes", "repeats", "expected"),
+    [("ab", 1, "ab"), ("ab", 2, "abba"), ("ab", 3, "abbaab"), ("abc", 2, "abccba"), ("a", 3, "aaa"), ("", 1, "")],
+)
+def test_repeats_start_in_turns(recipes, repeats, expected):
+    assert names(points(recipes, repeats)) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipes", "repeats", "expected"),
+    [("ab", 3, "CabCbaCabC"), ("ab", 2, "CabCbaC"), ("abcd", 1, "CabCcdC"), ("a", 1, "CCaC"), ("abc", 1, "CaCbcC")],
+)
+def test_the_control_starts_first_last_and_between(recipes, repeats, expected):
+    assert names(points(recipes, repeats, control=True)) == expected
+
+
+def test_a_swept_repeat_is_a_repeat():
+    planned = [Point(values={"ac": recipe, "repeat": repeat}) for recipe in "ab" for repeat in (0, 1)]
+    assert names(planned) == "abba"
+
+
+def test_recipes_that_have_fewer_repeats_are_left_out_of_later_rounds():
+    planned = [Point(values={"ac": "a"}), Point(values={"ac": "a"}, repeat=1), Point(values={"ac": "b"})]
+    assert names(planned) == "aba"
+
+
+def test_every_run_has_one_place():
+    planned = points("abcdefg", 5, control=True)
+    assert sorted(starting_order(planned)) == list(range(len(planned)))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, None), (False, None), (True, {}), ({}, {}), ({"ac": "none"}, {"ac": "none"})]
+)
+def test_a_control_is_a_mapping(given, expected):
+    assert read_control(given) == expected

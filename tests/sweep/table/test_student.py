@@ -1,0 +1,35 @@
+"""Quantiles of Student's t against published tables."""
+
+import pytest
+
+from titanlab.sweep.table.student import probability_within, t_quantile
+
+
+@pytest.mark.parametrize(
+    ("degrees", "error", "expected"),
+    [
+        (1, 0.05, 12.7062),
+        (1, 0.001, 636.619),
+        (2, 0.05, 4.30265),
+        (3, 0.05, 3.18245),
+        (4, 0.05, 2.77645),
+        (5, 0.01, 4.03214),
+        (10, 0.05, 2.22814),
+        (30, 0.001, 3.64596),
+        (120, 0.05, 1.97993),
+        (1_000_000, 0.05, 1.95997),
+    ],
+)
+def test_the_quantiles_are_those_of_the_tables(degrees, error, expected):
+    assert t_quantile(degrees, error) == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 50, 999])
+def test_a_quantile_has_its_probability(degrees):
+    for error in (0.5, 0.05, 1e-4):
+        assert probability_within(t_quantile(degrees, error), degrees) == pytest.approx(1 - error, abs=1e-10)
+
+
+def test_the_approximation_for_many_degrees_continues_the_sums():
+    for error in (0.05, 1e-5):
+        assert t_quantile(10_001, error) == pytest.approx(t_quantile(10_000, error), rel=1e-6)

@@ -1,0 +1,1 @@
+"""Verbs that look after runs and machines: logs, clean, repro, doctor."""

@@ -1,0 +1,145 @@
+"""`titanlab clean [RUN | SWEEP]`: show what can be removed and how large it is, ask, and remove it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlab.cli.arguments import Arguments
+from titanlab.errors import ConfigError
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import find_run
+from titanlab.sweep.cleaning.caches import cached
+from titanlab.sweep.cleaning.item import CACHES, KINDS, Item, Refused, remove_item
+from titanlab.sweep.cleaning.survey import Survey
+from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+from titanlab.sweep.table.listing import aligned
+from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted, data_size
+from titanlab.terminal.paths import shown_path
+
+_HEADINGS = ("what", "count", "size", "")
+_LARGEST = 10
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Remove what the user agrees to. Returns 1 if something could not be removed."""
+    parser = Arguments("clean", "Remove what no run needs any more; results, logs and records always stay.")
+    parser.add_argument("name", nargs="?", metavar="RUN | SWEEP", help="one run or one sweep (default: all of them)")
+    parser.add_argument(
+        "--what",
+        default=",".join(kind for kind in KINDS if kind not in CACHES),
+        help=f"some of {', '.join(KINDS)}; or all (default: all but the caches)",
+    )
+    parser.add_argument("--keep", type=int, metavar="N", help="keep N checkpoints of each run (default: as its recipe)")
+    parser.add_argument("--verify", action="store_true", help="read every byte of checkpoints that stay, to be sure")
+    parser.add_argument("--remote", action="store_true", help="also checkpoints in remote stores")
+    parser.add_argument("--dry-run", action="store_true", help="only show it, with every path")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    kinds = _kinds(given.what)
+    if given.keep is not None and given.keep < 1:
+        raise ConfigError("--keep", given.keep, "must be at least 1", "resume needs the newest checkpoint")
+    sweeps, only, root = _chosen(given.name, Path(given.runs).expanduser().absolute())
+    with Console() as console:
+        survey = Survey(root=root, keep=given.keep, verifies=given.verify, is_remote=given.remote)
+        survey.look(sweeps, only, console.warn)
+        if given.name is None:
+            # A run at work may be reading prepared tokens, or compiling.
+            survey.items += [each for each in cached() if not survey.busy or each.kind not in CACHES]
+        items = [each for each in survey.items if each.kind in kinds]
+        _show(console, survey, items, kinds, lists_all=given.dry_run)
+        if not items or given.dry_run:
+            return 0
+        if not given.yes and not _agrees(items):
+            console.note("nothing was removed")
+            return 0
+        return _remove(console, items)
+
+
+def _kinds(text: str) -> list[str]:
+    if text.strip() == "all":
+        return list(KINDS)
+    kinds = [word.strip() for word in text.split(",") if word.strip()]
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        rule = f"{unknown[0]} is no kind" if unknown else "names no kind"
+        raise ConfigError("--what", text, rule, f"choose from {', '.join(KINDS)}, all")
+    return kinds
+
+
+def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder | None, Path]:
+    """The sweeps, the only run that is wanted, and the folder of runs that they are in."""
+    if name is None:
+        folders = [SweepFolder(path) for path in sorted(root.glob("*")) if path.is_dir()]
+        return [folder for folder in folders if folder.manifest() or folder.runs()], None, root
+    try:
+        run = RunFolder(find_run(name, root).path.absolute())
+    except ConfigError as no_run:
+        try:
+            sweep = open_sweep(name, root)
+        except ConfigError:
+            if not no_run.rule.startswith("fits no run"):
+                raise no_run from None
+            raise ConfigError("name", name, f"is no run and no sweep under {root}", no_run.cure) from None
+        return [sweep], None, sweep.path.parent
+    return [SweepFolder(run.path.parent)], run, run.path.parent.parent
+
+
+def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequence[str], *, lists_all: bool) -> None:
+    counts, sizes = Counter(each.kind for each in survey.items), Counter[str]()
+    for each in survey.items:
+        sizes[each.kind] += each.bytes
+    rows = [[kind, str(counts[kind]), data_size(sizes[kind]), KINDS[kind]] for kind in kinds if counts[kind]]
+    if rows:
+        total = data_size(sum(each.bytes for each in items))
+        console.note("\n".join(aligned(_HEADINGS, [*rows, ["", str(len(items)), total, ""]], right=_HEADINGS[1:3])))
+    else:
+        console.note("nothing is to be removed")
+    largest = sorted(items, key=lambda each: -each.bytes)
+    for each in largest if lists_all else largest[:_LARGEST]:
+        shown = shown_path(each.path) if isinstance(each.path, Path) else str(each.path)
+        console.note(f"  {data_size(each.bytes):>9}  {shown}")
+    if not lists_all and len(items) > _LARGEST:
+        console.note(f"  … and {len(items) - _LARGEST} more, which --dry-run lists")
+    others = [kind for kind in KINDS if kind not in kinds and counts[kind]]
+    if others:
+        sizes_of_others = ", ".join(f"{kind} {data_size(sizes[kind])}" for kind in others)
+        console.note(f"not asked for: {sizes_of_others}; --what {','.join(others)}")
+    for line in survey.notes:
+        console.note(line)
+    if survey.busy:
+        names = ", ".join(survey.busy[:5]) + (" …" if len(survey.busy) > 5 else "")
+        console.note(f"{counted(len(survey.busy), 'run')} at work or in a queue left alone: {names}")
+
+
+def _agrees(items: Sequence[Item]) -> bool:
+    """Ask the user.
+
+    Raises:
+        ConfigError: nobody can be asked.
+    """
+    if not sys.stdin.isatty():
+        rule = "nobody can be asked, for standard input is no terminal; nothing was removed"
+        raise ConfigError("--yes", False, rule, "give --yes, or --dry-run to look only")
+    size = data_size(sum(each.bytes for each in items))
+    sys.stdout.write(f"remove {counted(len(items), 'item')}, {size}? [y/N] ")
+    sys.stdout.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _remove(console: Console, items: Sequence[Item]) -> int:
+    freed, removed, code = 0, 0, 0
+    for each in items:
+        try:
+            remove_item(each)
+        except Refused as refused:
+            console.warn(f"{each.path} is left alone: {refused}")
+            code = 1
+        else:
+            freed, removed = freed + each.bytes, removed + 1
+    console.note(f"removed {counted(removed, 'item')}, {data_size(freed)}")
+    return code

@@ -1,0 +1,88 @@
+"""`titanlab doctor`: check this machine, and say of each thing whether it works, and what to do if it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from titanlab.cli.arguments import Arguments
+from titanlab.cli.compose import compose_one
+from titanlab.doctor.checkup import checks
+from titanlab.doctor.finding import FAIL, OK, WARN, Finding, run_checks
+from titanlab.errors import ConfigError
+from titanlab.launch.slurm_schema import Slurm
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.terminal.console import Console
+from titanlab.terminal.foreign_text import harmless
+
+_COLOURS = {OK: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
+_OFF = "\x1b[0m"
+_NAME_WIDTH = 18
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a line for each finding. Returns 1 if one of them is `fail`."""
+    parser = Arguments("doctor", "Check this machine; nothing is trained, and no job is submitted.")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], help="key=value of launch, such as launch=slurm launch.partition=gpu"
+    )
+    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="with your site's launch/NAME.yaml")
+    given = parser.parse_args(arguments)
+    config, needs_shared = _launch(given.overrides, given.config_dir)
+    begin, found = time.monotonic(), list[dict[str, Any]]()
+    with Console() as console:
+        section = ""
+        for check, findings in run_checks(checks(Path(given.runs), config, needs_shared=needs_shared)):
+            for finding in findings:
+                found.append({"section": check.section, **asdict(finding)})
+                if given.json:
+                    continue
+                if check.section != section:
+                    section = check.section
+                    console.note(section)
+                console.note("\n".join(_lines(finding, is_coloured=_is_coloured(console, os.environ))))
+        counts = Counter(each["state"] for each in found)
+        if given.json:
+            values = {"findings": found, "counts": {state: counts[state] for state in (OK, WARN, FAIL)}}
+            console.note(json.dumps(values, indent=2, ensure_ascii=False))
+        else:
+            shown = ", ".join(f"{counts[state]} {state}" for state in (OK, WARN, FAIL))
+            console.note(f"{shown}, in {time.monotonic() - begin:.0f} s")
+    return 1 if counts[FAIL] else 0
+
+
+def _launch(overrides: Sequence[str], config_dir: str | None) -> tuple[Slurm, bool]:
+    """The settings of Slurm that would be used, and whether the user has asked for Slurm."""
+    if not overrides:
+        return Slurm(), False
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+")
+        if "=" not in override or key.partition(".")[0] != "launch":
+            raise ConfigError("overrides", override, "is no key of launch", "try launch=slurm launch.partition=gpu")
+    folder = [] if config_dir is None else ["--config-dir", config_dir]
+    composed = compose_one(read_flags([*folder, *overrides]))
+    if composed is None:
+        raise ConfigError("overrides", " ".join(overrides), "has several values", "give one value for each key")
+    launch = composed[1].launch
+    return (launch, True) if isinstance(launch, Slurm) else (Slurm(), False)
+
+
+def _lines(finding: Finding, *, is_coloured: bool) -> list[str]:
+    state = f"{_COLOURS[finding.state]}{finding.state:<4}{_OFF}" if is_coloured else f"{finding.state:<4}"
+    lines = [f"  {state}  {finding.name:<{_NAME_WIDTH}}  {harmless(finding.text)}"]
+    if finding.hint:
+        lines.append(f"        {'':<{_NAME_WIDTH}}  → {harmless(finding.hint)}")
+    return lines
+
+
+def _is_coloured(console: Console, environ: Mapping[str, str]) -> bool:
+    return console.is_live and not environ.get("NO_COLOR") and sys.stdout.isatty()

@@ -1,0 +1,228 @@
+"""`titanlab logs RUN`: print what the ranks of a run have printed, and go on while they print more."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanlab.cli.arguments import Arguments
+from titanlab.cli.housekeeping.log_output import LogOutput
+from titanlab.errors import ConfigError
+from titanlab.launch.submission import jobs_folder, submissions
+from titanlab.records.logs.files import Part, part_of, parts, rank_log, rank_logs
+from titanlab.records.logs.lines import Growing, Span, backward, complete_end, forward, size_of
+from titanlab.records.logs.order import Line, merged, timed, timed_from_end
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import find_run
+from titanlab.sweep.run_watch import RunWatch
+from titanlab.terminal.console import Console
+from titanlab.terminal.foreign_text import harmless
+from titanlab.terminal.paths import shown_path
+
+_POLL_SECONDS = 0.5
+_MOST_NAMED = 6
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the logs. Returns 0, also when Ctrl-C ends the following."""
+    parser = Arguments("logs", "Print what the ranks of a run have printed: of all ranks, ordered by time.")
+    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
+    parser.add_argument("--rank", type=int, help="only this rank, as its file has it")
+    parser.add_argument("--attempt", type=int, help="only what this attempt has printed (default: all of them)")
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends; Ctrl-C ends the looking")
+    parser.add_argument("--tail", type=int, metavar="K", help="only the last K lines")
+    parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    if given.tail is not None and given.tail < 0:
+        raise ConfigError("--tail", given.tail, "must not be negative", "try 100")
+    if given.follow and given.attempt is not None:
+        rule = "an attempt that has ended prints no more"
+        raise ConfigError("--attempt", given.attempt, rule, "leave out --attempt or --follow")
+    pattern = _pattern(given.grep)
+    run = RunFolder(find_run(given.run, given.runs).path.absolute())
+    _check_attempt(run, given.attempt)
+    logs = _chosen(run, given.rank, is_followed=given.follow)
+    with LogOutput(width=len(str(max(logs, default=0))) if given.rank is None else None) as output:
+        ends = {rank: _end(path, is_followed=given.follow) for rank, path in logs.items()}
+        if not given.follow and not any(ends.values()):
+            Console().note(harmless(_without_logs(run)))
+            return 0
+        with contextlib.suppress(KeyboardInterrupt):
+            for line in _lines(run, logs, ends, given.attempt, given.tail, pattern):
+                if not output.line(line):
+                    return 0
+            if given.follow:
+                _follow(run, given.rank, ends, pattern, output)
+    return 0
+
+
+def _pattern(text: str | None) -> re.Pattern[bytes] | None:
+    if text is None:
+        return None
+    try:
+        return re.compile(text.encode())
+    except re.error as error:
+        raise ConfigError("--grep", text, f"is no regular expression ({error})", "put \\ before ( [ { * + ?") from None
+
+
+def _check_attempt(run: RunFolder, number: int | None) -> None:
+    known = run.attempts()
+    if number is not None and number not in known:
+        shown = ", ".join(map(str, known)) or "none"
+        cure = f"try --attempt {known[-1]}" if known else "leave it out"
+        raise ConfigError("--attempt", number, f"the run has no such attempt; known: {shown}", cure)
+
+
+def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int, Path]:
+    """The logs by rank."""
+    logs = rank_logs(run)
+    if rank is None:
+        return logs
+    if rank in logs or (is_followed and 0 <= rank < _world(run)):
+        return {rank: rank_log(run, rank)}
+    if not logs:
+        return {}
+    rule = f"the run has no log of this rank; it has those of {_numbers(list(logs))}"
+    raise ConfigError("--rank", rank, rule, f"try --rank {min(logs, key=lambda known: abs(known - rank))}")
+
+
+def _world(run: RunFolder) -> int:
+    world: Any = run.config().get("world")
+    return world if isinstance(world, int) else 0
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+
+
+def _end(path: Path, *, is_followed: bool) -> int:
+    """How much of a log is read now; the rest of an incomplete line comes while it is followed."""
+    size = size_of(path)
+    with contextlib.suppress(OSError):
+        return complete_end(path, size) if is_followed and size else size
+    return 0
+
+
+def _lines(
+    run: RunFolder,
+    logs: Mapping[int, Path],
+    ends: Mapping[int, int],
+    attempt: int | None,
+    tail: int | None,
+    pattern: re.Pattern[bytes] | None,
+) -> Iterable[Line]:
+    """The lines that are there now."""
+    found = {
+        rank: parts(run, rank, path) if attempt is None else [part_of(run, rank, path, attempt)]
+        for rank, path in logs.items()
+    }
+    cut = {rank: [_cut(part, ends[rank]) for part in of_rank] for rank, of_rank in found.items()}
+    if tail is None:
+        return merged(_timed(of_rank, pattern) for of_rank in cut.values())
+    lasts = [_last(of_rank, tail, pattern) for of_rank in cut.values()]
+    lines = list(merged(lasts))
+    return lines[len(lines) - min(tail, len(lines)) :]
+
+
+def _cut(part: Part, end: int) -> Part:
+    return replace(part, span=replace(part.span, end=min(part.span.end, end)))
+
+
+def _timed(of_rank: Sequence[Part], pattern: re.Pattern[bytes] | None) -> Iterator[Line]:
+    for part in of_rank:
+        for line in timed(forward(part.span), part.rank, begin=part.begin, end=part.end):
+            if pattern is None or pattern.search(line.text):
+                yield line
+
+
+def _last(of_rank: Sequence[Part], tail: int, pattern: re.Pattern[bytes] | None) -> list[Line]:
+    if not of_rank:
+        return []
+    first, last = of_rank[0], of_rank[-1]
+    whole = Span(path=last.span.path, start=first.span.start, end=last.span.end)
+    found = (text for text in backward(whole) if pattern is None or pattern.search(text))
+    return timed_from_end(list(itertools.islice(found, tail))[::-1], last.rank, end=last.end)
+
+
+def _follow(
+    run: RunFolder, rank: int | None, ends: Mapping[int, int], pattern: re.Pattern[bytes] | None, output: LogOutput
+) -> None:
+    """Print what is added, until the run ends."""
+    growing = {number: Growing(rank_log(run, number), position) for number, position in ends.items()}
+    watch, attempt, said = RunWatch(run), max(run.attempts(), default=0), ""
+    while True:
+        # Asked first: what the run prints until its end is read after it.
+        goes_on, why = watch.goes_on()
+        if rank is None:
+            for number, path in rank_logs(run).items():
+                growing.setdefault(number, Growing(path))
+        output.widen(len(str(max(growing, default=0))))
+        newest = max(run.attempts(), default=0)
+        if newest != attempt:
+            attempt = newest
+            if newest > 1:
+                output.note(f"attempt {newest} begins")
+        if not _show_new(growing, pattern, output, last=not goes_on):
+            return
+        if not goes_on:
+            output.note(f"{run.path.name} {why}")
+            return
+        if why and why != said:
+            output.note(f"{run.path.name} {why}")
+        said = why
+        time.sleep(_POLL_SECONDS)
+
+
+def _show_new(
+    growing: Mapping[int, Growing], pattern: re.Pattern[bytes] | None, output: LogOutput, *, last: bool
+) -> bool:
+    """Print what was added. Returns False if nobody reads it any more."""
+    found: list[list[Line]] = []
+    for number, log in growing.items():
+        texts = log.read(last=last)
+        if log.changed:
+            output.note(f"{log.path.name} was replaced or cut short; it is read from its beginning")
+        kept = [text for text in texts if pattern is None or pattern.search(text)]
+        if kept:
+            found.append(timed_from_end(kept, number, end=time.time()))
+    return all(output.line(line) for line in merged(found)) and output.flush()
+
+
+def _without_logs(run: RunFolder) -> str:
+    """One line that says what there is instead of logs."""
+    name = run.path.name
+    printed = [path for path in _job_files(run) if size_of(path)]
+    if printed:
+        shown = [shown_path(path) for path in printed[:_MOST_NAMED]]
+        more = f" and {len(printed) - _MOST_NAMED} more" if len(printed) > _MOST_NAMED else ""
+        return f"{name}: no rank has printed anything; its job has: {' '.join(shown)}{more}"
+    status, result = run.known_status(), run.result()
+    if result is not None:
+        end = f"{result.kind.value}: {result.cause or result.kind.meaning}"
+        return f"{name}: no rank has printed anything; it ended as {end}"
+    goes_on, why = RunWatch(run).goes_on()
+    state = "unknown" if status is None else status.state
+    return f"{name}: no rank has printed anything yet ({why or (state if goes_on else 'nobody has started it')})"
+
+
+def _job_files(run: RunFolder) -> list[Path]:
+    """What the tasks of the run's jobs have printed, those of the latest job first."""
+    sweep = run.path.parent
+    folder, found = jobs_folder(sweep), list[Path]()
+    for submission in reversed(submissions(sweep)):
+        for index, name in enumerate(submission.runs):
+            if name != run.path.name:
+                continue
+            # launch=local: one folder a job. Slurm: names with the number of the array and the index.
+            for pattern in (f"{submission.token}_{index}/*_log.*", f"{submission.job_id}_{index}_*_log.*"):
+                found += sorted(folder.glob(pattern), key=lambda path: (path.suffix != ".err", path.name))
+    return found

@@ -1,0 +1,116 @@
+"""`titanlab repro RUN`: restore a run's code and config in a folder, and say what differs from now."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import titanlab
+from titanlab.cli.arguments import Arguments
+from titanlab.distributed.host import this_host
+from titanlab.errors import ConfigError
+from titanlab.records.provenance import collect
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import find_run
+from titanlab.reproduction.config import NAME, composable, composed_now, config_differences, write_config
+from titanlab.reproduction.environment import differences, pip_line
+from titanlab.reproduction.provenance import RecordedCode, recorded_code
+from titanlab.reproduction.restore import Restored, repository_of, restore
+from titanlab.sweep.table.listing import aligned
+from titanlab.terminal.console import Console
+from titanlab.terminal.foreign_text import harmless
+from titanlab.terminal.paths import shown_path
+
+_FOLDER = "repro"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make the folder, and print the command that runs it again. Returns 1 if the code is not the run's own."""
+    parser = Arguments("repro", "Restore what a run was made with: code, config, and what differs from now.")
+    parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
+    parser.add_argument("--into", type=Path, help="the folder to make (default repro-RUN)")
+    parser.add_argument("--attempt", type=int, help="of the run (default the newest)")
+    parser.add_argument("--repo", type=Path, help="a git repository that has the commit (default: titanlab's own)")
+    parser.add_argument("--dry-run", action="store_true", help="only say what differs, and make no folder")
+    parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+    given = parser.parse_args(arguments)
+    run = RunFolder(find_run(given.run, given.runs).path.absolute())
+    attempt = _attempt(run, given.attempt)
+    code = recorded_code(run, attempt)
+    into = Path(os.path.abspath((given.into or Path(f"repro-{run.path.name}")).expanduser()))
+    _check_folder(into)
+    text = composable(run.config(attempt) if attempt else run.config())
+    with Console() as console:
+        if not given.dry_run:
+            repository = repository_of(given.repo or Path(titanlab.__file__).parent)
+            restored = restore(code, repository, into)
+            write_config(into / _FOLDER, text)
+            _show_code(console, code, restored, into)
+        _show_environment(console, code)
+        _show_config(console, run, code)
+        if given.dry_run:
+            return 0
+        console.note(f"next: cd {shlex.quote(shown_path(into))}")
+        console.note(f"      python -m titanlab train --config-dir {_FOLDER} --config-name {NAME}")
+        return 1 if restored.is_same is False else 0
+
+
+def _attempt(run: RunFolder, number: int | None) -> int:
+    known = run.attempts()
+    if number is None:
+        return max(known, default=0)
+    if number not in known:
+        shown = ", ".join(map(str, known)) or "none"
+        cure = f"try --attempt {known[-1]}" if known else "leave it out"
+        raise ConfigError("--attempt", number, f"the run has no such attempt; known: {shown}", cure)
+    return number
+
+
+def _check_folder(into: Path) -> None:
+    if os.path.lexists(into) and not (into.is_dir() and not into.is_symlink() and not any(into.iterdir())):
+        raise ConfigError("--into", into, "is there already", "give a new folder")
+    parent = next(path for path in into.parents if path.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError("--into", into, f"cannot be made (no permission in {parent})", "give another folder")
+
+
+def _show_code(console: Console, code: RecordedCode, restored: Restored, into: Path) -> None:
+    same = {
+        True: "its Python files are those of the run",
+        False: "its Python files are NOT those of the run",
+        None: "whether it is the run's code is not known: the run has recorded no fingerprint",
+    }[restored.is_same]
+    branch = f", branch {harmless(code.branch)}" if code.branch else ""
+    console.note(f"code: {shown_path(into)} from {restored.source}{branch}; {same}")
+    for line in restored.notes:
+        console.warn(harmless(line))
+
+
+def _show_environment(console: Console, code: RecordedCode) -> None:
+    host = this_host()
+    now = collect(
+        devices={"accelerator": host.accelerator, "name": host.device, "count": host.count}, launcher="", arguments=[]
+    ).record
+    rows = [[harmless(cell) for cell in row] for row in differences(code.env, now)]
+    if not rows:
+        console.note("environment: as it was")
+        return
+    console.note("environment, where it differs:")
+    console.note("\n".join(f"  {line}" for line in aligned(("", "then", "now"), rows)))
+    if (line := pip_line(code.env, now)) is not None:
+        console.note(f"packages as they were: {line}")
+
+
+def _show_config(console: Console, run: RunFolder, code: RecordedCode) -> None:
+    composed, said = composed_now(run, code.env)
+    if composed is None:
+        console.note(f"config: cannot be compared with its recipe of now: {harmless(said)}")
+        return
+    rows = [[harmless(cell) for cell in row] for row in config_differences(run.config(), composed)]
+    if not rows:
+        console.note("config: the same recipe composes to it now")
+        return
+    console.note("config, where its recipe composes to something else now:")
+    console.note("\n".join(f"  {line}" for line in aligned(("", "then", "now"), rows)))

@@ -1,0 +1,1 @@
+"""The verbs that train reduced recipes on this host."""

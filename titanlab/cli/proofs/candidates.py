@@ -1,0 +1,158 @@
+"""The recipes that `titanlab parity` and `titanlab rehearse` take: of a command line, or of a sweep's folder."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titanlab.errors import ConfigError
+from titanlab.parity.proof import Candidate
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.recipe.recipe import from_mapping, resolve
+from titanlab.sweep.study.plan import COMMAND_LINE, SINGLE, plan_study
+from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+
+# Stages of a plan at which a recipe breaks a rule; at the others the sweep leaves it out on purpose.
+BROKEN = ("layout", "composition", "rule")
+
+
+@dataclass(kw_only=True)
+class Chosen:
+    """Recipes, and where their results are kept.
+
+    Attributes:
+        title: the sweep or the recipe.
+        broken: runs that break a rule in their real size, each with the rule.
+        left_out: points that the sweep leaves out on purpose, each with the reason.
+        folder: of the sweep; None: the recipes are of no sweep.
+    """
+
+    title: str
+    candidates: list[Candidate]
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    folder: Path | None = None
+
+    def only(self, word: str) -> None:
+        """Keep runs with this word in their names.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        names = [*(each.run for each in self.candidates), *(name for name, _ in self.broken)]
+        self.candidates = [each for each in self.candidates if word in each.run]
+        self.broken = [each for each in self.broken if word in each[0]]
+        if not self.candidates and not self.broken:
+            raise ConfigError(
+                "--only", word, f"is in no run's name of {self.title}", f"try {names[0]}" if names else ""
+            )
+
+
+def choose(arguments: Sequence[str], runs: str) -> Chosen:
+    """The recipes of overrides, of a recipe's or a sweep's name, or of a sweep that was submitted.
+
+    Raises:
+        ConfigError: the arguments describe none.
+    """
+    if len(arguments) == 1 and is_name(arguments[0]):
+        (name,) = arguments
+        try:
+            return _of_folder(open_sweep(name, runs))
+        except ConfigError as error:
+            return _of_command_line([override_of(name, error)])
+    if arguments and is_name(arguments[0]):
+        unknown = ConfigError("recipe", arguments[0], "is no recipe and no sweep of conf", "try +recipe=quickstart")
+        arguments = [override_of(arguments[0], unknown), *arguments[1:]]
+    return _of_command_line(arguments)
+
+
+def is_name(argument: str) -> bool:
+    """Whether an argument is a name, and no override or flag."""
+    return "=" not in argument and not argument.startswith(("-", "+", "~")) and " " not in argument.strip()
+
+
+def is_recipe(name: str) -> bool:
+    """Whether `conf` has a recipe of this name."""
+    return (conf_folder() / "recipe" / f"{name}.yaml").is_file()
+
+
+def override_of(name: str, error: ConfigError) -> str:
+    """The override for the name of a recipe or a sweep of `conf`; raises the error if there is none."""
+    if is_recipe(name):
+        return f"+recipe={name}"
+    if (conf_folder() / "sweeps" / f"{name}.yaml").is_file():
+        return f"+sweeps={name}"
+    raise error
+
+
+def one_recipe(expression: str) -> Candidate:
+    """The recipe of an expression: a name, or overrides in one argument.
+
+    Raises:
+        ConfigError: it describes none, or several.
+    """
+    try:
+        words = shlex.split(expression)
+    except ValueError as error:
+        raise ConfigError(
+            "recipe", expression, f"cannot be read ({error})", "try '+recipe=quickstart world=2'"
+        ) from error
+    if len(words) == 1 and is_name(words[0]):
+        known = ConfigError(
+            "recipe", words[0], "is neither a run nor a recipe", "try +recipe=NAME, or name two runs (--runs FOLDER)"
+        )
+        words = [override_of(words[0], known)]
+    chosen = _of_command_line(words)
+    if len(chosen.candidates) != 1:
+        rule = f"describes {len(chosen.candidates)} recipes, and two are compared"
+        raise ConfigError("recipe", expression, rule, "leave the others out, or prove all: titanlab parity +sweeps=…")
+    return Candidate(run=" ".join(words), recipe=chosen.candidates[0].recipe)
+
+
+def _of_command_line(arguments: Sequence[str]) -> Chosen:
+    flags = read_flags(arguments)
+    if not flags.starts or not flags.overrides:
+        raise ConfigError("arguments", " ".join(arguments), "name no recipe", "try +recipe=quickstart, or +sweeps=NAME")
+    study = plan_study(arguments, elsewhere=True)
+    candidates, names = [], set()
+    root = Path()
+    for planned in study.planned:
+        name = f"{planned.recipe.name}-{planned.identity.hash8}"
+        names.add(name)
+        candidates.append(Candidate(run=name, recipe=planned.recipe))
+        root = Path(planned.recipe.runs).expanduser()
+    folder = root / study.name
+    is_kept = study.origin != COMMAND_LINE or SweepFolder(folder).manifest()
+    broken = [(drop.point.label, drop.reason) for drop in study.dropped if drop.stage in BROKEN]
+    left_out = [(drop.point.label, drop.reason) for drop in study.dropped if drop.stage not in BROKEN]
+    named = f"{study.name} ({study.origin})"
+    return Chosen(
+        title=study.planned[0].recipe.name if study.name == SINGLE else named,
+        candidates=candidates,
+        broken=broken,
+        left_out=left_out,
+        folder=folder if is_kept else None,
+    )
+
+
+def _of_folder(sweep: SweepFolder) -> Chosen:
+    """The recipes of the runs in a sweep's folder, as they were submitted."""
+    chosen = Chosen(title=f"{sweep.name} ({sweep.path})", candidates=[], folder=sweep.path)
+    for run in sweep.runs():
+        try:
+            recipe = from_mapping(run.config())
+            recipe = resolve(recipe, world=None, accelerator=recipe.cluster.accelerator, device="cpu")
+        except ConfigError as error:
+            chosen.broken.append((run.path.name, str(error)))
+        else:
+            chosen.candidates.append(Candidate(run=run.path.name, recipe=recipe))
+    for row in sweep.points():
+        dropped = row.get("dropped")
+        if isinstance(dropped, dict):
+            label = ", ".join(f"{key}={value}" for key, value in row["point"].items())
+            target = chosen.broken if dropped.get("stage") in BROKEN else chosen.left_out
+            target.append((label, str(dropped.get("reason"))))
+    return chosen

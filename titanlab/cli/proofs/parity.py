@@ -1,0 +1,271 @@
+"""`titanlab parity …`: prove that recipes train the same, or compare the logs of two finished runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlab.cli.proofs.candidates import Chosen, choose, is_name, is_recipe, one_recipe
+from titanlab.cli.proofs.flags import Flags, check_number
+from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes, table
+from titanlab.errors import ConfigError
+from titanlab.parity.finished_runs import NOT_COMPARED, compare_runs
+from titanlab.parity.folding import MOST_PROCESSES
+from titanlab.parity.forked import RunFailed, prepare, train_in_ranks
+from titanlab.parity.parity_file import write_parity
+from titanlab.parity.proof import Proof, Prover, Row, plan_proofs
+from titanlab.parity.reduction import comparable
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_search import find_run
+from titanlab.system.atomic_file import finite
+from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted
+from titanlab.terminal.paths import shown_path
+
+if TYPE_CHECKING:
+    from titanlab.parity.parity import Trace
+
+_STEPS = 3
+_MOST_STEPS = 100
+REFERENCE = "one process with the same model, data, batch and precision, which recomputes and compiles nothing"
+
+_HELP = f"""\
+titanlab parity: prove that recipes train the same
+
+usage: titanlab parity [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]
+       titanlab parity A B [FLAG …]
+
+  titanlab parity +sweeps=quickstart_layouts                every recipe of a sweep, each held to one process
+  titanlab parity +recipe=quickstart parallelism=fsdp world=2
+  titanlab parity quickstart "+recipe=quickstart parallelism=tp world=2"    two recipes of one model and data
+  titanlab parity RUN RUN                                   the logged losses and norms of two finished runs
+
+Each recipe is reduced: few layers, small widths, random tokens; its layout, schedule, checkpointing, compiled parts and
+optimizer stay. It trains on this CPU, in fp32 and in its own precision, and is held to one process. A layout of more
+processes is folded: every axis keeps a degree of 2. The result is kept in the sweep's folder, as parity.json.
+
+  --steps N       of each training (default {_STEPS}, at most {_MOST_STEPS})
+  --processes N   most processes of a layout (default {MOST_PROCESSES})
+  --only WORD     recipes with this word in their names
+  --inductor      let inductor compile what it compiles in the recipe: minutes instead of seconds
+  --json          the result as JSON
+  --runs FOLDER   the folder of runs (default runs)
+  -h, --help      this page
+
+Exit codes: 0 all pass, 1 a recipe fails, 2 bad input. Tolerances and what the proof shows: docs/proofs.md."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 if all pass, 1 if one fails, 2 after bad input."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(_HELP)
+        return 0
+    given, rest = _given(arguments)
+    if not rest:
+        cure = "try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs"
+        raise ConfigError("arguments", "", "say nothing of what to prove", cure)
+    with Console() as console:
+        pair = _pair(rest)
+        if pair is not None and (runs := _runs(pair, given.runs)) is not None:
+            return _compare(*runs, given, console)
+        chosen = choose(rest, given.runs) if pair is None else _of_pair(pair)
+        if given.only:
+            chosen.only(given.only)
+        return _prove(chosen, given, console)
+
+
+def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    parser = Flags(prog="titanlab parity", add_help=False, allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=_STEPS)
+    parser.add_argument("--processes", type=int, default=MOST_PROCESSES)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--inductor", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    given, rest = parser.parse_known_args(list(arguments))
+    check_number("--steps", given.steps, _MOST_STEPS, _STEPS)
+    check_number("--processes", given.processes, 256, MOST_PROCESSES)
+    return given, rest
+
+
+def _pair(arguments: Sequence[str]) -> tuple[str, str] | None:
+    """Two runs or two recipes; None if the arguments are one command line."""
+    if len(arguments) != 2:
+        return None
+    whole = [is_name(each) or each.lstrip().startswith("+recipe=") for each in arguments]
+    return (arguments[0], arguments[1]) if all(whole) else None
+
+
+def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
+    """The two runs that a pair names; None if neither is a run.
+
+    Raises:
+        ConfigError: one is a run and the other is not.
+    """
+    found = []
+    for text in pair:
+        try:
+            found.append(find_run(text, runs) if is_name(text) else None)
+        except ConfigError as error:
+            if "fits no run" not in error.rule:
+                raise
+            found.append(None)
+    if found[0] is not None and found[1] is not None:
+        return found[0], found[1]
+    if found != [None, None]:
+        known, other = pair if found[0] is not None else pair[::-1]
+        if is_recipe(known):
+            # A run is called as the recipe that it was started from.
+            return None
+        rule = f"is no finished run, and {known} is one"
+        raise ConfigError("run", other, rule, "compare two runs, or two recipes")
+    return None
+
+
+def _of_pair(pair: tuple[str, str]) -> Chosen:
+    """Two recipes that train the same model on the same data.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    first, second = map(one_recipe, pair)
+    ours, theirs = comparable(first.recipe), comparable(second.recipe)
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        if ours.get(key) != theirs.get(key):
+            rule = f"cannot be compared with {first.run}, which has {key}={ours.get(key)}"
+            raise ConfigError(key, theirs.get(key), rule, "compare recipes that differ in layout or technique only")
+    candidates = [first] if first == second else [first, second]
+    if first.run == second.run and first != second:
+        raise AssertionError("one expression has two recipes")
+    return Chosen(title="two recipes" if len(candidates) > 1 else "one recipe, given twice", candidates=candidates)
+
+
+def _compare(first: Any, second: Any, given: Any, console: Console) -> int:
+    comparison = compare_runs(first, second)
+    row = comparison.row
+    if given.json:
+        values = {
+            "reference": first.path.name,
+            "compared_steps": comparison.compared,
+            "first_step": {"loss": comparison.first[0], "grad_norm": comparison.first[1]},
+            "logged_steps": comparison.logged,
+            "rows": [row.to_mapping()],
+            "note": NOT_COMPARED,
+        }
+        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        return 0 if row.passed else 1
+    console.note(f"{row.run} against {first.path.name}, at equal tokens")
+    console.note("\n".join(table([row])))
+    loss, norm = comparison.first
+    console.note(
+        f"compared {comparison.compared} of {comparison.logged} logged steps: the largest difference of a loss (at "
+        f"{comparison.tokens:,} tokens), the median of the norms; in the first step {loss:.1e} and {norm:.1e}\n"
+        f"{NOT_COMPARED}"
+    )
+    return _verdict([row], console)
+
+
+def _prove(chosen: Chosen, given: Any, console: Console) -> int:
+    if not chosen.candidates:
+        name, reason = chosen.broken[0]
+        raise ConfigError("run", name, reason, "mend it, or prove another")
+    folder = Path(tempfile.mkdtemp(prefix="titanlab-parity-"))
+    rows: list[Row] = []
+    trainer, code = _Trainer(), 0
+    try:
+        proofs = plan_proofs(
+            chosen.candidates, steps=given.steps, runs=str(folder), most=given.processes, inductor=given.inductor
+        )
+        if not given.json:
+            console.note("\n".join(_heading(chosen, proofs, given.steps)))
+        prepare()
+        prover = Prover(trainer)
+        for number, proof in enumerate(proofs, 1):
+            for row in prover.rows(proof):
+                rows.append(row)
+                if not given.json:
+                    console.note(f"[{number}/{len(proofs)}] {_line(row)}")
+        rows += [Row(run=name, layout="", precision="", passed=False, reason=why) for name, why in chosen.broken]
+    except KeyboardInterrupt:
+        console.error(f"interrupted; {counted(len(rows), 'row')} of {counted(len(chosen.candidates), 'recipe')} done")
+        code = OutcomeKind.CANCELLED.exit_code
+    finally:
+        if not trainer.failed:
+            shutil.rmtree(folder, ignore_errors=True)
+    kept = _kept(chosen, rows, console)
+    if given.json:
+        values = {"reference": REFERENCE, "rows": [row.to_mapping() for row in rows], "file": kept}
+        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        return code or (0 if all(row.passed for row in rows) else 1)
+    if rows:
+        console.note("\n".join(["", *table(rows), ""]))
+    if kept:
+        console.note(f"kept in {kept}")
+    return code or _verdict(rows, console)  # after an interruption, not all have been proved
+
+
+class _Trainer:
+    """Trains reduced recipes in forked ranks, and reads their traces.
+
+    Attributes:
+        failed: whether a run has failed; its folder stays.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def __call__(self, recipe: Recipe) -> Sequence[Trace]:
+        # Imported here: it imports torch.
+        from titanlab.parity.parity import Trace, Tracer
+
+        ended = train_in_ranks(
+            recipe, lambda made, run, ranks: Tracer(made.layout, run.path / f"trace-{ranks.rank}.pt")
+        )
+        if ended.outcome.kind is not OutcomeKind.DONE:
+            self.failed = True
+            raise RunFailed(ended)
+        traces = [Trace.load(ended.run.path / f"trace-{rank}.pt") for rank in range(recipe.layout.world)]
+        shutil.rmtree(ended.run.path, ignore_errors=True)
+        return traces
+
+
+def _kept(chosen: Chosen, rows: Sequence[Row], console: Console) -> str | None:
+    """Keep the rows with the sweep. Returns the file as text."""
+    if chosen.folder is None or not rows:
+        return None
+    try:
+        return shown_path(write_parity(chosen.folder, [row.to_mapping() for row in rows], reference=REFERENCE))
+    except (OSError, ConfigError) as error:
+        console.warn(f"the result is not kept with the sweep: {error}")
+        return None
+
+
+def _heading(chosen: Chosen, proofs: Sequence[Proof], steps: int) -> list[str]:
+    lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}, each held to {REFERENCE}"]
+    lines += sizes_and_notes([proof for proof in proofs if proof.reduced], steps)
+    lines += left_out_lines(chosen)
+    return lines
+
+
+def _line(row: Row) -> str:
+    """One row as a line of progress."""
+    word = "PASS" if row.passed else "FAIL"
+    named = "  ".join(part for part in (word, row.run, row.layout, row.precision) if part)
+    return named if row.passed else f"{named}: {row.reason}"
+
+
+def _verdict(rows: Sequence[Row], console: Console) -> int:
+    failed = [row for row in rows if not row.passed]
+    for row in failed:
+        console.note("  ".join(part for part in ("FAIL", row.run, row.precision) if part) + f": {row.reason}")
+    runs = counted(len({row.run for row in rows}), "recipe")
+    if failed:
+        console.note(f"{len({row.run for row in failed})} of {runs} failed")
+        return 1
+    console.note(f"PASS: {runs}")
+    return 0

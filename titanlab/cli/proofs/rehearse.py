@@ -1,0 +1,182 @@
+"""`titanlab rehearse …`: train every recipe of a sweep for a few steps on this CPU, in a small size."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlab.cli.proofs.candidates import Chosen, choose
+from titanlab.cli.proofs.flags import Flags, check_number
+from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes
+from titanlab.errors import ConfigError
+from titanlab.parity.folding import MOST_PROCESSES
+from titanlab.parity.forked import log_of, prepare, train_in_ranks
+from titanlab.parity.rehearsal import FAILED, STEPS, Rehearsal, Result, plan_rehearsals, rehearse
+from titanlab.records.outcome import OutcomeKind
+from titanlab.sweep.table.listing import aligned
+from titanlab.system.atomic_file import finite
+from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted
+from titanlab.terminal.paths import shown_path
+
+_MOST_STEPS = 100
+_HEADINGS = ("", "run", "layout", "outcome", "cause")
+
+_HELP = f"""\
+titanlab rehearse: find what would break on the cluster, on this CPU
+
+usage: titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]
+
+  titanlab rehearse +sweeps=llama3_405b_512gpus             every recipe of a sweep, {STEPS} steps each
+  titanlab rehearse +sweeps=llama3_405b_512gpus --only 1f1b
+  titanlab rehearse +recipe=llama3_1_8b_256gpus_4d
+
+Each recipe is composed and checked in its real size, then reduced and trained for {STEPS} steps: its layout is folded
+to at most {MOST_PROCESSES} processes; schedule, precision, checkpointing, compiled parts, optimizer, validation and
+kind of checkpoints stay. Axes that do not fit together get a second rehearsal. A failure does not stop the others.
+
+  --only WORD     recipes with this word in their names
+  --steps N       of each rehearsal (default {STEPS}, at most {_MOST_STEPS})
+  --processes N   most processes of a layout (default {MOST_PROCESSES})
+  --keep FOLDER   keep the folders of the reduced runs there; otherwise only those of failed ones stay
+  --inductor      let inductor compile what it compiles in the recipe: minutes instead of seconds
+  --json          the result as JSON
+  --runs FOLDER   the folder of runs (default runs)
+  -h, --help      this page
+
+Exit codes: 0 all are ok, 1 one failed, 2 bad input. What a rehearsal cannot find: docs/proofs.md."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 if all recipes are ok, 1 if one failed, 2 after bad input."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(_HELP)
+        return 0
+    given, rest = _given(arguments)
+    if not rest:
+        cure = "try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep"
+        raise ConfigError("arguments", "", "say nothing of what to rehearse", cure)
+    with Console() as console:
+        chosen = choose(rest, given.runs)
+        if given.only:
+            chosen.only(given.only)
+        return _rehearse(chosen, given, console)
+
+
+def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    parser = Flags(prog="titanlab rehearse", add_help=False, allow_abbrev=False)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--processes", type=int, default=MOST_PROCESSES)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--runs", default="runs")
+    parser.add_argument("--inductor", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    given, rest = parser.parse_known_args(list(arguments))
+    check_number("--steps", given.steps, _MOST_STEPS, STEPS)
+    check_number("--processes", given.processes, 256, MOST_PROCESSES)
+    if given.keep is not None:
+        _check_folder(given.keep)
+    return given, rest
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder of `--keep`.
+
+    Raises:
+        ConfigError: it has files, or cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        rule = f"cannot be made ({error.strerror or type(error).__name__})"
+        raise ConfigError("--keep", folder, rule, "give a folder of yours") from error
+    if not is_empty:
+        # Runs of an earlier rehearsal would resume.
+        raise ConfigError("--keep", folder, "has files already", "give an empty folder, or a new one")
+
+
+def _rehearse(chosen: Chosen, given: Any, console: Console) -> int:
+    folder = given.keep.absolute() if given.keep else Path(tempfile.mkdtemp(prefix="titanlab-rehearse-"))
+    results = [_broken(name, reason) for name, reason in chosen.broken]
+    rehearsals = plan_rehearsals(
+        chosen.candidates, steps=given.steps, runs=str(folder), most=given.processes, inductor=given.inductor
+    )
+    total = len(results) + len(rehearsals)
+    code = 0
+    if not given.json:
+        console.note("\n".join(_heading(chosen, rehearsals, given.steps)))
+        for number, result in enumerate(results, 1):
+            console.note(f"[{number}/{total}] {_line(result)}")
+    try:
+        if any(rehearsal.reduced for rehearsal in rehearsals):
+            prepare()
+
+        for result in rehearse(rehearsals, _trainer(keep=given.keep is not None), lambda ended: str(log_of(ended))):
+            results.append(result)
+            if not given.json:
+                console.note(f"[{len(results)}/{total}] {_line(result)}")
+    except KeyboardInterrupt:
+        console.error(f"interrupted; {len(results)} of {counted(total, 'rehearsal')} done")
+        code = OutcomeKind.CANCELLED.exit_code
+    finally:
+        if given.keep is None and not any(result.log for result in results):
+            shutil.rmtree(folder, ignore_errors=True)
+    failed = [result for result in results if result.state == FAILED]
+    code = code or (1 if failed else 0)
+    if given.json:
+        values = {"rehearsals": [result.to_mapping() for result in results], "planned": total}
+        console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
+        return code
+    if failed or not code:
+        console.note("\n".join(_summary(results, failed)))
+    if given.keep is not None:
+        console.note(f"kept in {shown_path(folder)}")
+    return code
+
+
+def _trainer(*, keep: bool) -> Any:
+    def train(recipe: Any) -> Any:
+        ended = train_in_ranks(recipe)
+        if not keep and ended.outcome.kind is OutcomeKind.DONE:
+            shutil.rmtree(ended.run.path, ignore_errors=True)
+        return ended
+
+    return train
+
+
+def _broken(name: str, reason: str) -> Result:
+    return Result(run=name, layout="", state=FAILED, outcome=OutcomeKind.INFEASIBLE.value, cause=reason)
+
+
+def _heading(chosen: Chosen, rehearsals: Sequence[Rehearsal], steps: int) -> list[str]:
+    lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}"]
+    lines += sizes_and_notes([each for each in rehearsals if each.reduced], steps)
+    return lines + left_out_lines(chosen)
+
+
+def _line(result: Result) -> str:
+    """One result as a line of progress."""
+    named = "  ".join(part for part in (result.state, result.run, result.layout) if part)
+    if result.same_as is not None:
+        named += f"  the same as {result.same_as}"
+    elif result.processes:
+        named += f"  {counted(result.processes, 'process', 'processes')}  {result.seconds:.1f} s"
+    return named if result.state != FAILED else f"{named}  {result.outcome}: {result.cause}"
+
+
+def _summary(results: Sequence[Result], failed: Sequence[Result]) -> list[str]:
+    runs = len({result.run for result in results})
+    if not failed:
+        return [f"ok: {counted(runs, 'recipe')} in {counted(len(results), 'rehearsal')}"]
+    lines = [""]
+    lines += aligned(_HEADINGS, [(each.state, each.run, each.layout, each.outcome, each.cause) for each in failed])
+    logs = dict.fromkeys(each.log for each in failed if each.log)
+    lines += ["", *(f"log of the rank that failed: {shown_path(Path(log))}" for log in logs)]
+    lines.append(f"{len({each.run for each in failed})} of {counted(runs, 'recipe')} failed")
+    return lines

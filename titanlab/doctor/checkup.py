@@ -1,0 +1,60 @@
+"""All checks of a machine, in the order of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from titanlab.compile import cache as compile_cache
+from titanlab.data import cache as data_cache
+from titanlab.doctor import gpus, limits, slurm, software, storage, torch_checks
+from titanlab.doctor.finding import Check, Finding
+from titanlab.launch.slurm_schema import Slurm
+
+SECTIONS = ("software", "devices", "host", "storage", "Slurm")
+
+
+def checks(runs: Path, config: Slurm, *, needs_shared: bool) -> list[Check]:
+    """The checks.
+
+    Args:
+        runs: the folder of runs.
+        config: settings with which jobs would be submitted.
+        needs_shared: whether the recipe that the user has given is submitted to Slurm.
+    """
+    torch_seconds = torch_checks.FACTS_SECONDS + 2 * torch_checks.REDUCE_SECONDS + 10
+    return [
+        _check("software", "Python", software.check_python),
+        _check("software", "code", software.check_code, is_needed=False),
+        _check("software", "wandb", software.check_wandb, is_needed=False),
+        _check("devices", "torch", _check_torch, seconds=torch_seconds),
+        _check("devices", "GPUs", gpus.check_gpus, seconds=50.0),
+        _check("host", "cores", limits.check_cores),
+        _check("host", "shared memory", limits.check_shared_memory),
+        _check("host", "limits", limits.check_ulimits),
+        _check("host", "network", limits.check_network, is_needed=False),
+        _check("host", "clock", limits.check_clock, is_needed=False),
+        _check("storage", "folder of runs", lambda: storage.check_runs(runs, needs_shared=needs_shared), seconds=60.0),
+        _check("storage", "data cache", lambda: storage.check_cache("data cache", data_cache.location())),
+        _check("storage", "compile cache", _check_compile_cache),
+        _check("Slurm", "Slurm", lambda: slurm.check_slurm(config), seconds=90.0, is_needed=needs_shared),
+    ]
+
+
+def _check(
+    section: str, name: str, find: Callable[[], Iterable[Finding]], *, seconds: float = 20.0, is_needed: bool = True
+) -> Check:
+    return Check(section=section, name=name, find=find, seconds=seconds, is_needed=is_needed)
+
+
+def _check_torch() -> Iterator[Finding]:
+    found, problem = torch_checks.torch_facts()
+    yield from torch_checks.check_torch(found, problem)
+    if found.get("gloo"):
+        yield torch_checks.check_all_reduce("gloo", 2)
+    if found.get("nccl") and found.get("devices"):
+        yield torch_checks.check_all_reduce("nccl", len(found["devices"]))
+
+
+def _check_compile_cache() -> Iterator[Finding]:
+    return storage.check_cache("compile cache", compile_cache.own_folder(), is_executed=True)

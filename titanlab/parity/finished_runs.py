@@ -1,0 +1,161 @@
+"""Two finished runs: did they log the same losses and gradient norms at equal tokens? Torch-free."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.costs import meter
+from titanlab.costs.layout import Layout
+from titanlab.errors import ConfigError
+from titanlab.parity.proof import Row
+from titanlab.parity.reduction import comparable
+from titanlab.parity.tolerances import of_runs
+from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.metrics_file import TRAIN
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.run_folder import RunFolder
+
+NOT_COMPARED = "gradients and parameters were not compared: runs do not log them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """A run that has ended.
+
+    Attributes:
+        rows: (loss, gradient norm) of each logged step, by tokens seen; None: not finite.
+        ended_as_nan: why it ended, if its loss was not finite.
+    """
+
+    run: RunFolder
+    recipe: Recipe
+    rows: dict[int, tuple[float | None, float | None]]
+    ended_as_nan: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The result for the second of two runs.
+
+    Attributes:
+        compared, logged: steps at equal tokens, and steps that either run has logged.
+        tokens: number of tokens at which the losses differ most.
+        first: relative differences of loss and gradient norm in the first compared step.
+    """
+
+    row: Row
+    compared: int
+    logged: int
+    tokens: int
+    first: tuple[float, float]
+
+
+def compare_runs(first: RunFolder, second: RunFolder) -> Comparison:
+    """Compare the logs of two runs.
+
+    Raises:
+        ConfigError: one has not finished, or they do not train the same by their recipes.
+    """
+    if first.path.resolve() == second.path.resolve():
+        raise ConfigError("run", second.path.name, "is both runs", "name two runs, or a recipe for a proof")
+    a, b = _read(first), _read(second)
+    _check_comparable(a, b)
+    tokens = sorted(a.rows.keys() & b.rows.keys())
+    if not tokens:
+        rule = f"has no logged step at a number of tokens at which {first.path.name} has one"
+        raise ConfigError("run", second.path.name, rule, "log the same steps: training.log_every")
+    return _compared(a, b, tokens)
+
+
+def _read(run: RunFolder) -> Logged:
+    name = run.path.name
+    outcome = run.result()
+    if outcome is None:
+        state = run.known_status()
+        rule = "has not finished" + (f": {state.state}, step {state.step} of {state.steps}" if state else "")
+        raise ConfigError("run", name, rule, "wait for it: titanlab status")
+    if outcome.kind not in (OutcomeKind.DONE, OutcomeKind.NAN):
+        rule = f"ended as {outcome.kind.value} at step {outcome.step} of {outcome.steps}: {outcome.cause}"
+        raise ConfigError("run", name, rule, "compare runs that have done all of their steps")
+    rows = {}
+    for row in run.metrics(TRAIN):
+        tokens = row.get(meter.TOKENS_SEEN)
+        if isinstance(tokens, int) and not isinstance(tokens, bool):
+            rows[tokens] = (_number(row.get(meter.LOSS)), _number(row.get(meter.GRAD_NORM)))
+    if not rows:
+        raise ConfigError("run", name, "has no logged step in metrics.jsonl", "compare another run, or train it again")
+    ended_as_nan = outcome.cause or "its loss was not finite" if outcome.kind is OutcomeKind.NAN else ""
+    return Logged(run=run, recipe=from_mapping(run.config()), rows=rows, ended_as_nan=ended_as_nan)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _check_comparable(a: Logged, b: Logged) -> None:
+    """Check that the runs train the same model on the same tokens in the same order, by their recipes."""
+    ours, theirs = _facts(a), _facts(b)
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
+        if ours.get(key) != theirs.get(key):
+            rule = f"cannot be compared with {a.run.path.name}, which has {key}={ours.get(key)}"
+            raise ConfigError(key, theirs.get(key), rule, "compare runs that differ in layout or technique only")
+
+
+def _facts(logged: Logged) -> dict[str, Any]:
+    identity = logged.run.identity()
+    content: Any = {} if identity is None else identity.content
+    return {
+        **comparable(logged.recipe),
+        "training.steps": logged.recipe.training.steps,
+        "fingerprint of the data": content.get("data"),
+        "starting weights": content.get("weights"),
+    }
+
+
+def _compared(a: Logged, b: Logged, tokens: list[int]) -> Comparison:
+    losses = [_relative(a.rows[at][0], b.rows[at][0]) for at in tokens]
+    norms = [_relative(a.rows[at][1], b.rows[at][1]) for at in tokens]
+    limits = max((of_runs(each.recipe.precision.kind) for each in (a, b)), key=lambda limit: limit.loss)
+    parts = [f"{each.run.path.name} ended as nan: {each.ended_as_nan}" for each in (a, b) if each.ended_as_nan]
+    bounds = [
+        ("the first logged loss", losses[0], limits.first),
+        ("the first logged grad norm", norms[0], limits.first),
+        ("a loss", max(losses), limits.loss),
+        ("the median grad norm", statistics.median(norms), limits.grad_norm),
+    ]
+    for name, number, limit in bounds:
+        if not math.isfinite(number):
+            parts.append(f"{name} is not finite")
+        elif number > limit:
+            parts.append(f"{name} differs by {number:.1e}, more than {limit:.0e}")
+    row = Row(
+        run=b.run.path.name,
+        layout=f"{_layout(b).label} against {_layout(a).label}",
+        precision=b.recipe.precision.kind,
+        passed=not parts,
+        reason="; ".join(parts),
+        loss=max(losses),
+        grad_norm=statistics.median(norms),
+        tolerance=limits.to_mapping(),
+    )
+    return Comparison(
+        row=row,
+        compared=len(tokens),
+        logged=len(a.rows.keys() | b.rows.keys()),
+        tokens=tokens[losses.index(max(losses))],
+        first=(losses[0], norms[0]),
+    )
+
+
+def _layout(logged: Logged) -> Layout:
+    return logged.recipe.layout
+
+
+def _relative(first: float | None, second: float | None) -> float:
+    """The relative difference; infinite if one of them is not finite."""
+    if first is None or second is None:
+        return math.inf
+    return abs(first - second) / max(abs(first), 1e-30)

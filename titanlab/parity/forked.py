@@ -1,0 +1,144 @@
+"""Trains reduced recipes on this host: this process imports torch once, and forks the ranks of each recipe.
+
+To import torch and the trainer takes seconds, to fork takes milliseconds. A rank is a new process, so nothing that an
+earlier recipe left (compiled code, process groups, a patch of a failure) reaches the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlab.distributed.ranks import MEETING, Ranks
+from titanlab.errors import TitanlabError
+from titanlab.launch.attempt import conclude
+from titanlab.launch.local.rank_processes import RankProcesses
+from titanlab.launch.local.ranks import free_port, wait_for
+from titanlab.launch.memory_kills import memory_kills
+from titanlab.recipe.recipe import Recipe, to_mapping
+from titanlab.records.identity import identify
+from titanlab.records.outcome import Outcome
+from titanlab.records.run_folder import RunFolder, create_run
+from titanlab.worker.fork import fork_children
+
+if TYPE_CHECKING:
+    from titanlab.training.train import Observer
+
+Observe = Callable[[Recipe, RunFolder, Ranks], "Observer"]
+
+# Set before torch is imported. One thread: with more, sums are rounded in another order.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+# What the ranks must not inherit from a process that was itself started as one.
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *MEETING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A run that has ended.
+
+    Attributes:
+        run: its folder.
+        attempt: the attempt that has ended.
+        seconds: from the fork of its ranks to the end of the last.
+    """
+
+    run: RunFolder
+    attempt: int
+    outcome: Outcome
+    seconds: float
+
+
+class RunFailed(TitanlabError):
+    """A reduced run has not done all of its steps."""
+
+    def __init__(self, ended: Ended) -> None:
+        self.ended = ended
+        cause = ended.outcome.cause or ended.outcome.kind.meaning
+        super().__init__(f"{ended.outcome.kind.value}: {cause}; log: {log_of(ended)}")
+
+
+def prepare() -> None:
+    """Import torch and the trainer, which takes seconds."""
+    for name in _FOREIGN:
+        os.environ.pop(name, None)
+    os.environ.update(_ENVIRONMENT)
+    # DDP, FSDP2 and DTensor import torch._dynamo when they are first used.
+    for name in ("titanlab.training.train", "torch._dynamo", "titanlab.parallelism.pipeline"):
+        importlib.import_module(name)
+    gc.collect()
+    # Objects that the ranks share are never collected: a collection would write to their pages, and copy them.
+    gc.freeze()
+
+
+def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
+    """Train a resolved recipe on this host, in its folder of runs; `prepare` must have been called.
+
+    Args:
+        observe: makes the observer of a rank, in its process.
+    """
+    data = recipe.data.implementation().fingerprint()
+    identity = identify(recipe, data=data, hardware="cpu")
+    config = to_mapping(recipe)
+    run = create_run(recipe.runs, sweep=recipe.sweep, name=recipe.name, identity=identity, config=config)
+    attempt = run.begin_attempt(config, {})
+    _import_layers(recipe)
+    world = recipe.layout.world
+    first = Ranks(
+        rank=0, world=world, local_rank=0, local_world=world, address="127.0.0.1", port=free_port(), started_by="local"
+    )
+
+    def act() -> int:
+        os.environ["TITANLAB_ATTEMPT"] = str(attempt)
+        worker = importlib.import_module("titanlab.worker.rank")
+        worker.show_stacks()
+        code: int = worker.main([str(run.path)], observe=observe)
+        return code
+
+    begin = time.time()
+    kills = memory_kills()
+    started = RankProcesses(fork_children(first, run.logs, act))
+    with _ended(started):
+        failures = wait_for(started, run, since=begin)
+    outcome = run.result(attempt)
+    if outcome is None or failures:
+        killed = [each.pid for each in failures if each.exit_code == -signal.SIGKILL and each.pid is not None]
+        exits = {failure.rank: failure.exit_code for failure in failures}
+        outcome = outcome or conclude(run, attempt, exits, memory=kills.evidence(pids=killed))
+    return Ended(run=run, attempt=attempt, outcome=outcome, seconds=time.time() - begin)
+
+
+def log_of(ended: Ended) -> Path:
+    """The log of the rank that failed, with its traceback."""
+    return ended.run.logs / f"rank-{ended.outcome.rank or 0}.log"
+
+
+@contextlib.contextmanager
+def _ended(started: RankProcesses) -> Iterator[None]:
+    """Leave no rank behind, also after Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        started.end(signal.SIGKILL, seconds=1.0)
+        raise
+
+
+def _import_layers(recipe: Recipe) -> None:
+    """Import what the precision needs, here and not in every rank: torchao alone takes seconds."""
+    if recipe.precision.layer_class:
+        from titanlab.system.quiet_import import import_quietly
+
+        with contextlib.suppress(ImportError):
+            import_quietly(recipe.precision.layer_class.rpartition(".")[0])

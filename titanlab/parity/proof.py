@@ -1,0 +1,282 @@
+"""Proofs: reduced recipes that train as one process does, in fp32 and in their own precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.parity import tolerances
+from titanlab.parity.folding import fold_label, missing_axes
+from titanlab.parity.reduction import Reduced, comparable, in_fp32, on_one_process, reduce_recipe
+from titanlab.parity.sizes import Folded, common_sizes, fold_recipe
+from titanlab.precision.fp32_schema import Fp32
+from titanlab.recipe.recipe import Recipe, to_mapping
+
+if TYPE_CHECKING:
+    from titanlab.parity.parity import Difference, Trace
+
+Train = Callable[[Recipe], "Sequence[Trace]"]
+"""Trains a reduced recipe and returns the trace of every rank; raises TitanlabError if it fails."""
+
+_LINEAR = "torch.nn.modules.linear.Linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A resolved recipe in its real size, and the name of its run."""
+
+    run: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """A reduced recipe that is to be held to one process.
+
+    Attributes:
+        run: name of the run.
+        layout: the folded layout and the real one, as text.
+        reduced: None: it cannot be reduced, for the given reason.
+        missing: axes that this layout lacks, which another proof of the run has.
+    """
+
+    run: str
+    layout: str
+    reduced: Reduced | None
+    reason: str = ""
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The result of one proof in one precision.
+
+    Attributes:
+        tolerance: of each number; the same for all, or by the number's name.
+        reason: why it failed, or what the numbers mean; one line.
+    """
+
+    run: str
+    layout: str
+    precision: str
+    passed: bool
+    reason: str = ""
+    loss: float | None = None
+    grad_norm: float | None = None
+    gradient: tuple[float, str] | None = None
+    parameter: tuple[float, str] | None = None
+    tolerance: float | Mapping[str, float] | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+
+def plan_proofs(
+    candidates: Sequence[Candidate], *, steps: int, runs: str, most: int, inductor: bool = False
+) -> list[Proof]:
+    """Fold and reduce recipes. Those that train the same model on the same data get the same sizes.
+
+    Args:
+        steps: of each reduced run.
+        runs: folder of the reduced runs.
+        most: processes of one reduced run.
+        inductor: keep inductor, which writes and compiles kernels.
+
+    Raises:
+        ConfigError: none can be reduced.
+    """
+    proofs: list[Proof] = []
+    groups: dict[str, list[Folded]] = {}
+    errors: list[ConfigError] = []
+    for candidate in candidates:
+        try:
+            for folded in fold_recipe(candidate.run, candidate.recipe, most=most, inductor=inductor):
+                key = canonical(comparable(candidate.recipe))
+                groups.setdefault(key, []).append(folded)
+        except ConfigError as error:
+            errors.append(error)
+            proofs.append(_unreduced(candidate.run, candidate.recipe.layout.label, error))
+    for group in groups.values():
+        for part in _sized(group):
+            for folded in part:
+                label = fold_label(folded.layout, folded.recipe.layout)
+                try:
+                    reduced = reduce_recipe(folded, common_sizes(part), steps=steps, runs=runs)
+                except ConfigError as error:
+                    errors.append(error)
+                    proofs.append(_unreduced(folded.run, label, error))
+                    continue
+                missing = tuple(missing_axes(folded.layout, folded.recipe.layout))
+                proofs.append(Proof(run=folded.run, layout=label, reduced=reduced, missing=missing))
+    if errors and not any(proof.reduced for proof in proofs):
+        raise errors[0]
+    order = {candidate.run: number for number, candidate in enumerate(candidates)}
+    return sorted(proofs, key=lambda proof: order[proof.run])
+
+
+def _sized(group: list[Folded]) -> list[list[Folded]]:
+    """The group as a whole if common sizes exist; otherwise each alone."""
+    try:
+        common_sizes(group)
+    except ConfigError:
+        return [[folded] for folded in group]
+    return [group]
+
+
+def _unreduced(run: str, layout: str, error: ConfigError) -> Proof:
+    return Proof(run=run, layout=layout, reduced=None, reason=str(error))
+
+
+class Prover:
+    """Proves reduced recipes; equal ones, and references that several share, are trained once.
+
+    Args:
+        train: trains a recipe.
+    """
+
+    def __init__(self, train: Train) -> None:
+        self._train = train
+        self._traces: dict[str, Sequence[Trace] | TitanlabError] = {}
+
+    def rows(self, proof: Proof) -> Iterator[Row]:
+        """The row in fp32, and where the recipe has another precision the row in that one."""
+        if proof.reduced is None:
+            yield Row(run=proof.run, layout=proof.layout, precision="", passed=False, reason=proof.reason)
+            return
+        recipe = proof.reduced.recipe
+        yield self._row(proof, in_fp32(recipe))
+        if recipe.precision.kind != Fp32().kind:
+            yield self._row(proof, recipe)
+
+    def trained(self, recipe: Recipe) -> Sequence[Trace]:
+        """The traces of all ranks.
+
+        Raises:
+            TitanlabError: the run has failed, now or before.
+        """
+        key = content_key(recipe)
+        if key not in self._traces:
+            try:
+                self._traces[key] = self._train(recipe)
+            except TitanlabError as error:
+                self._traces[key] = error
+        found = self._traces[key]
+        if isinstance(found, TitanlabError):
+            raise found
+        return found
+
+    def _row(self, proof: Proof, recipe: Recipe) -> Row:
+        named = Row(run=proof.run, layout=proof.layout, precision=recipe.precision.kind, passed=False)
+        reference = on_one_process(recipe)
+        try:
+            one = self.trained(reference)[0]
+            exact = self.trained(in_fp32(reference))[0]
+            every = self.trained(recipe)
+            return _judged(recipe, one, exact, every, named)
+        # ValueError: the traces have other tensors, such as no gradient of one.
+        except (TitanlabError, ValueError) as error:
+            return replace(named, reason=str(error))
+
+
+def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], named: Row) -> Row:
+    # Imported here: it imports torch.
+    from titanlab.parity.parity import compare, farthest
+
+    difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
+    limits = limits_of(recipe, rounding)
+    same = set(limits.values())
+    reason = wrong_layers(recipe, every) or exceeded(difference, limits) or too_exact(recipe, from_fp32, rounding)
+    return replace(
+        named,
+        passed=not reason,
+        reason=reason,
+        loss=difference.loss,
+        grad_norm=difference.grad_norm,
+        gradient=difference.gradient,
+        parameter=difference.parameter,
+        tolerance=same.pop() if len(same) == 1 else limits,
+    )
+
+
+def limits_of(recipe: Recipe, rounding: Difference) -> dict[str, float]:
+    """The tolerances of a run by the name of the number, from the distance of its reference from fp32."""
+    in_fp32 = tolerances.in_fp32(recipe.optimizer.kind)
+    if recipe.precision.kind == Fp32().kind:
+        return in_fp32
+    fewer = tolerances.in_fewer_bits(
+        loss=rounding.loss,
+        grad_norm=rounding.grad_norm,
+        gradient=rounding.gradient[0],
+        parameter=rounding.parameter[0],
+    )
+    return {name: max(in_fp32[name], fewer[name]) for name in fewer}
+
+
+def exceeded(difference: Difference, limits: Mapping[str, float]) -> str:
+    """The differences that exceed their tolerances, in one line; empty: none does."""
+    numbers = {
+        "loss": (difference.loss, ""),
+        "grad_norm": (difference.grad_norm, ""),
+        "gradient": difference.gradient,
+        "parameter": difference.parameter,
+    }
+    parts = [
+        f"{name.replace('_', ' ')} differs by {number:.1e}"
+        + (f" ({tensor})" if tensor else "")
+        + f", more than {limits[name]:.1e}"
+        for name, (number, tensor) in numbers.items()
+        if not number <= limits[name]
+    ]
+    return "; ".join(parts)
+
+
+def wrong_layers(recipe: Recipe, every: Sequence[Trace]) -> str:
+    """The linear layers whose class is not the one that the precision names; empty: there are none."""
+    expected = recipe.precision.layer_class
+    products = recipe.precision.products(recipe.model.account())
+    if products and not expected:
+        # A precision of another package that names no class.
+        return ""
+    layers = {name: classes for trace in every for name, classes in trace.layers.items()}
+    wrong = {}
+    for name, classes in layers.items():
+        # FSDP2 puts a class of its own, of the same name with a prefix, before that of a layer.
+        own = [each for each in classes if not each.rpartition(".")[2].startswith("FSDP")]
+        wanted = expected if name in products else _LINEAR
+        if own[0] != wanted:
+            wrong[name] = own[0].rpartition(".")[2]
+    if not wrong:
+        return ""
+    name, found = next(iter(wrong.items()))
+    wanted = (expected if name in products else _LINEAR).rpartition(".")[2]
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"{name} is {found}, and precision={recipe.precision.kind} makes it {wanted}{more}"
+
+
+def too_exact(recipe: Recipe, from_fp32: Difference, rounding: Difference) -> str:
+    """A line if a run is nearer to fp32 than its precision allows; empty: it is not."""
+    least = tolerances.LEAST_ROUNDING * rounding.gradient[0]
+    if recipe.precision.kind == Fp32().kind or from_fp32.gradient[0] >= least:
+        return ""
+    return (
+        f"gradients differ from fp32 by {from_fp32.gradient[0]:.1e} only, and in {recipe.precision.kind} by "
+        f"{rounding.gradient[0]:.1e}: it computes in another precision"
+    )
+
+
+def content_key(recipe: Recipe) -> str:
+    """Equal for recipes that train alike: all but names and folders."""
+    values = to_mapping(recipe)
+    for name in ("name", "sweep", "runs", "launch", "tracker", "world"):
+        values.pop(name)
+    return canonical(values)
+
+
+def canonical(values: Mapping[str, Any]) -> str:
+    """A text that is equal for equal values only."""
+    return json.dumps(values, sort_keys=True, default=str)

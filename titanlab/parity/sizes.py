@@ -1,0 +1,180 @@
+"""The sizes of reduced recipes: the least that their layouts, schedules and precisions need. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titanlab.costs.layout import Layout
+from titanlab.errors import ConfigError
+from titanlab.model.contract import ReducedSizes
+from titanlab.parity.folding import folded
+from titanlab.recipe.recipe import Recipe
+from titanlab.schedule.contract import PipelineSchedule
+
+_VOCABULARY = 256
+_LEAST_WIDTH = 64
+_LEAST_SEQUENCE = 32
+_LEAST_HEAD = 8
+_MOST_HEAD = 512
+_MOST_LAYERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes that reduced recipes share, so that they train on the same model and data."""
+
+    model: ReducedSizes
+    seq_len: int
+    global_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """A resolved recipe, and a layout of few processes in which it is reduced.
+
+    Attributes:
+        run: name of its run.
+        recipe: in its real size.
+        layout: folded.
+        inductor: keep the compiler of compiled blocks; otherwise they are traced and compiled without new kernels.
+    """
+
+    run: str
+    recipe: Recipe
+    layout: Layout
+    inductor: bool = False
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step: as many as the schedule needs, at most as many as in the real size."""
+        real: int = self.recipe.microbatches
+        ranks = self.layout.pipeline
+        if ranks == 1:
+            return min(real, 2)
+        if self.recipe.schedule.kind == "csv":
+            return real
+        most = min(real, 2 * ranks)
+        for count in (*range(most, 4 * ranks + 1), *range(most, 0, -1)):
+            if _runs(self.recipe.schedule, ranks, count):
+                return int(count)
+        return int(most)
+
+
+def fold_recipe(run: str, recipe: Recipe, *, most: int, inductor: bool = False) -> list[Folded]:
+    """A resolved recipe in layouts of at most `most` processes, in which every axis is exercised.
+
+    Raises:
+        ConfigError: an axis cannot be folded.
+    """
+    fixed = {"pipeline": "schedule=csv is a file for so many ranks"} if recipe.schedule.kind == "csv" else {}
+    layouts = folded(recipe.layout, most=most, fixed=fixed)
+    return [Folded(run=run, recipe=recipe, layout=layout, inductor=inductor) for layout in layouts]
+
+
+def common_sizes(group: Sequence[Folded]) -> Sizes:
+    """Sizes with which all of these can be reduced; their models must be equal.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    model = group[0].recipe.model
+    account = model.account()
+    tensor = math.lcm(*(each.layout.tensor for each in group))
+    kv_heads = tensor * (2 if any(_kv_heads(each) >= 2 for each in group) else 1)
+    shared = account.heads // account.kv_heads
+    heads = kv_heads * (shared if shared <= 2 else 4 if kv_heads <= 2 else 2)
+    units = [_unit(each) for each in group]
+    parts = [kv_heads // each.layout.tensor for each in group]
+
+    def fits(head_dim: int) -> bool:
+        width = heads * head_dim
+        rows = all(part * head_dim % unit == 0 for part, unit in zip(parts, units, strict=True))
+        return (
+            rows
+            and width >= _LEAST_WIDTH
+            and all(
+                width % (each.layout.fsdp * unit) == 0
+                for each, unit in zip(group, units, strict=True)
+                if each.layout.tensor > 1
+            )
+        )
+
+    head_dim = next((dim for dim in range(_LEAST_HEAD, _MOST_HEAD + 1, 2) if fits(dim)), None)
+    unit = math.lcm(*(unit * each.layout.tensor * each.layout.fsdp for each, unit in zip(group, units, strict=True)))
+    if head_dim is None:
+        rule = "has no small head that all these layouts can cut"
+        raise ConfigError("model", model.kind, rule, "prove fewer of them at once")
+    sizes = ReducedSizes(
+        layers=max(_layers(each) for each in group),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_dim=-(-2 * heads * head_dim // unit) * unit,
+        vocab_size=_vocabulary(group, unit),
+        unit=math.lcm(*units, *(each.layout.fsdp for each in group)),
+    )
+    return Sizes(model=sizes, seq_len=_sequence(group), global_batch=_batch(group))
+
+
+def _runs(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
+    try:
+        schedule.check_pipeline(ranks=ranks, microbatches=microbatches)
+        schedule.actions(ranks=ranks, microbatches=microbatches)
+    except ConfigError:
+        return False
+    return True
+
+
+def _kv_heads(each: Folded) -> int:
+    """Key/value heads of a process in the real size."""
+    return each.recipe.model.account().kv_heads // each.recipe.layout.tensor
+
+
+def _unit(each: Folded) -> int:
+    """Every process's part of a matrix has a multiple of so many rows."""
+    multiple: int = getattr(each.recipe.precision, "multiple", 2)
+    if getattr(each.recipe.precision, "gathers_float8", False):
+        return math.lcm(multiple, each.layout.fsdp)
+    return multiple
+
+
+def _layers(each: Folded) -> int:
+    """A block for each stage; two where stages are few, so that blocks of one stage follow each other."""
+    if each.layout.pipeline == 1:
+        return 2
+    stages = len(each.recipe.schedule.placement(ranks=each.layout.pipeline))
+    if stages > _MOST_LAYERS:
+        rule = f"makes {stages} stages of {each.layout.pipeline} ranks, each of which needs a block"
+        raise ConfigError("schedule", each.recipe.schedule.kind, rule, "prove it with fewer stages a rank")
+    return 2 * stages if stages <= 2 else stages
+
+
+def _vocabulary(group: Sequence[Folded], unit: int) -> int:
+    """Rows of the embedding; not divisible by the degree of tensor parallelism where the original's are not."""
+    rows = -(-_VOCABULARY // unit) * unit
+    uneven = any(each.recipe.model.vocab_size % each.recipe.layout.tensor for each in group)
+    return rows + 1 if uneven and not any(_converts_head(each.recipe) for each in group) else rows
+
+
+def _converts_head(recipe: Recipe) -> bool:
+    products = getattr(recipe.precision, "products", None)
+    account = recipe.model.account()
+    return products is not None and bool(account.pieces) and account.pieces[-1] in products(account)
+
+
+def _sequence(group: Sequence[Folded]) -> int:
+    """Tokens of a sequence: two chunks for each context-parallel process, and equal parts for tensor parallelism."""
+    unit = math.lcm(
+        *(2 * each.layout.context for each in group),
+        *(each.layout.context * each.layout.tensor for each in group),
+        *(each.layout.context * getattr(each.recipe.precision, "multiple", 1) for each in group),
+    )
+    return -(-_LEAST_SEQUENCE // unit) * unit
+
+
+def _batch(group: Sequence[Folded]) -> int:
+    batch = math.lcm(*(each.layout.data * each.microbatches for each in group))
+    # Of four sequences in a row, each has another number of labels that count.
+    return batch * max(1, 4 // batch)

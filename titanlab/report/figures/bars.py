@@ -1,0 +1,145 @@
+"""Throughput and memory of each recipe as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from titanlab.report.figures.records import records_of
+from titanlab.report.figures.style import (
+    BAR,
+    BLUE,
+    FRAME,
+    INK,
+    MOST_BARS,
+    MUTED,
+    ORANGE,
+    OVERSUBSCRIBED,
+    OVERSUBSCRIBED_TEXT,
+    WIDTH,
+    label_bars,
+    new_figure,
+    set_title,
+)
+from titanlab.sweep.table.comparison import Group, groups
+from titanlab.sweep.table.listing import word
+from titanlab.terminal.numerals import grouped, significant
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame
+
+    from titanlab.report.figures.traced import TracedFigure
+
+_ROOM = 1.32  # the axis beside the longest bar, for the texts
+
+
+def throughput_by_layout(
+    runs: DataFrame | Sequence[Mapping[str, Any]],
+    *,
+    together: bool = False,
+    ranked: bool = False,
+    bands: Mapping[str, tuple[float, float]] | None = None,
+) -> TracedFigure:
+    """Tokens per second of each recipe: bars are medians over repeats, points the runs.
+
+    Args:
+        runs: the frame of `sweep_frame`, or the rows of a table.
+        together: show the speed of all devices together instead of one device.
+        ranked: put the fastest recipe on top, and not the sweep's first one.
+        bands: an interval for each recipe, by its label, drawn as a line with ends.
+    """
+    column, of = ("tokens_per_second_all", "all devices") if together else ("tokens_per_second", "one device")
+    compared = groups(records_of(runs))
+    if ranked:
+        compared = sorted(compared, key=lambda group: -(group.median(column) or -1.0))
+
+    def text(group: Group, value: float) -> str:
+        mfu = group.median("mfu_percent")
+        return grouped(value) + ("" if mfu is None or together else f"  (MFU {mfu:.1f}%)")
+
+    label = f"tokens per second of {of}, median step after warm-up"
+    return _bars(compared, column, "throughput", label, text, bands=bands or {})
+
+
+def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
+    """Peak memory of each recipe: bars are medians over repeats, points the runs.
+
+    Args:
+        runs: the frame of `sweep_frame`, or the rows of a table.
+    """
+    compared = groups(records_of(runs))
+    on_gpu = {row["accelerator"] for group in compared for row in group.rows} == {"cuda"}
+    kind = "reserved by the allocator" if on_gpu else "resident memory of the process on a CPU"
+    label = f"GiB at the peak, of the rank that logs: {kind}"
+    # Oversubscribed cores change the speed, not the memory of a process.
+    return _bars(compared, "memory_gib", "memory", label, lambda _, value: f"{value:.2f}", hatched=False)
+
+
+def _bars(
+    compared: Sequence[Group],
+    column: str,
+    title: str,
+    label: str,
+    text: Callable[[Group, float], str],
+    *,
+    hatched: bool = True,
+    bands: Mapping[str, tuple[float, float]] | None = None,
+) -> TracedFigure:
+    """A horizontal bar for each recipe; a recipe without a value shows its outcomes as text."""
+    shown = compared[:MOST_BARS]
+    oversubscribed = [hatched and group.is_oversubscribed for group in shown]
+    figure, axis = new_figure(WIDTH, FRAME + BAR * max(1, len(shown)))
+    longest = max((value for group in shown for value in group.values(column)), default=1.0) or 1.0
+    for place, group in enumerate(shown):
+        value = group.median(column)
+        names = [row["run"] for row in group.rows]
+        if value is None:
+            ends = ", ".join(sorted({word(row) for row in group.rows}))
+            note = axis.text(0.01 * longest, place, ends, va="center", fontsize=8.5, style="italic", color=MUTED)
+            figure.trace(note, runs=names, columns=["outcome", "state"], text=f"{group.label}: {ends}")
+            continue
+        look: dict[str, Any] = OVERSUBSCRIBED if oversubscribed[place] else {"facecolor": BLUE}
+        (bar,) = axis.barh(place, value, height=0.72, linewidth=0.8, **look)
+        measured = [row for row in group.rows if row["outcome"] == "done" and row[column] is not None]
+        said = f"{group.label}: {text(group, value)}, median of {len(measured)}"
+        figure.trace(bar, runs=[row["run"] for row in measured], columns=[column], text=said)
+        band = bands.get(group.label) if bands else None
+        end = max(value, *(band or ()), *(row[column] for row in measured))
+        if band is not None:
+            _draw_band(axis, place, band)
+        if len(measured) > 1:
+            _draw_runs(figure, axis, place, measured, column)
+        axis.text(end + 0.015 * longest, place, text(group, value), va="center", fontsize=8.5, color=INK)
+    axis.set_xlim(0, longest * _ROOM)
+    label_bars(axis, [group.label for group in shown], len(compared))
+    axis.set_xlabel(label)
+    axis.xaxis.set_major_formatter(lambda value, _: grouped(value) if longest >= 10 else significant(value, 2))
+    if any(oversubscribed):
+        from matplotlib.patches import Patch
+
+        handles = [Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)]
+        figure.legend(handles=handles, loc="outside lower left", fontsize=8.5, frameon=False, labelcolor=INK)
+    set_title(axis, f"{title} by layout")
+    figure.has_heading = True
+    return figure
+
+
+def _draw_band(axis: Axes, place: int, band: tuple[float, float]) -> None:
+    """A line with ends over a bar, for the interval of its median."""
+    middle = sum(band) / 2
+    axis.errorbar(
+        middle, place, xerr=middle - band[0], fmt="none", ecolor=INK, elinewidth=1.2, capsize=4.5, capthick=1.2
+    )
+
+
+def _draw_runs(
+    figure: TracedFigure, axis: Axes, place: int, measured: Sequence[Mapping[str, Any]], column: str
+) -> None:
+    """A point for each run of a recipe."""
+    for row in measured:
+        (point,) = axis.plot(
+            row[column], place, "o", markersize=4, color=ORANGE, markeredgecolor=INK, markeredgewidth=0.6
+        )
+        said = f"{row['run']}: {significant(row[column], 4)}"
+        figure.trace(point, runs=[row["run"]], columns=[column], text=said)

@@ -1,0 +1,220 @@
+"""Memory against speed of each recipe, the recipes that no other one beats in both, and failures as crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titanlab.report.figures.records import records_of
+from titanlab.report.figures.style import (
+    BLUE,
+    GRID,
+    INK,
+    MUTED,
+    ORANGE,
+    OVERSUBSCRIBED_TEXT,
+    PALE,
+    RED,
+    WIDTH,
+    empty_figure,
+    label_text,
+    set_axis,
+    set_title,
+    show_text,
+)
+from titanlab.sweep.table.comparison import Group, groups
+from titanlab.sweep.table.listing import runs as without_dropped
+from titanlab.sweep.table.listing import tone, word
+from titanlab.terminal.numerals import counted, grouped, significant
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame
+
+    from titanlab.report.figures.traced import TracedFigure
+
+SPEEDS = {
+    "tokens_per_second": "tokens per second of one device",
+    "mfu_percent": "MFU, % of the device's peak",
+}
+MEMORY, ESTIMATED_MEMORY = "memory_gib", "estimate.memory_gib"
+_MOST_NUMBERS, _MANY = 12, 60
+_FAR = 0.6  # share of the largest speed below which the smallest one must be for an axis that begins at 0
+_NEAR = 0.03  # share of an axis within which numbers would cover each other
+
+
+@dataclass(frozen=True)
+class Point:
+    """One recipe: medians over its runs that are done."""
+
+    group: Group
+    memory: float
+    speed: float
+
+    @property
+    def runs(self) -> list[str]:
+        """Folders of the runs that have been measured."""
+        return [row["run"] for row in self.group.rows if row["outcome"] == "done"]
+
+
+def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "tokens_per_second") -> TracedFigure:
+    """Peak memory against speed; a line joins the recipes that no other one beats in both.
+
+    Runs that failed are crosses: in the figure where both were measured, else in the strip below, at the memory that
+    was measured or estimated.
+
+    Args:
+        runs: the frame of `sweep_frame`, or the rows of a table.
+        speed: `tokens_per_second` or `mfu_percent`.
+    """
+    rows = records_of(runs)
+    points = points_of(rows, speed)
+    failed = [row for row in without_dropped(rows) if row["state"] == "ended" and tone(row) in ("bad", "halted")]
+    figure = empty_figure(WIDTH, 4.8 if failed else 4.4)
+    axis, strip = _axes(figure, has_failures=bool(failed))
+    drawn = _draw_failures(figure, axis, strip, failed, speed)
+    front = front_of(points)
+    if len(front) > 1:
+        stairs = [(point.memory, point.speed) for point in front]
+        axis.step(*zip(*stairs, strict=True), where="post", color=ORANGE, linewidth=1.4, zorder=1)
+    best = {id(point) for point in front}
+    size = 6.5 if len(points) <= _MANY else 4.0
+    for point in sorted(points, key=lambda point: id(point) in best):
+        _draw_point(figure, axis, point, speed, size=size, is_best=id(point) in best)
+    _set_range(axis, [point.speed for point in points])
+    _number(figure, axis, points if len(points) <= _MOST_NUMBERS else front)
+    if not points and not drawn:
+        show_text(axis, "no run has been measured")
+        axis.set_xticks([])
+        axis.set_yticks([])
+    axis.set_ylabel(SPEEDS[speed])
+    axis.grid(color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.yaxis.set_major_formatter(lambda value, _: grouped(value) if abs(value) >= 10 else significant(value, 2))
+    (strip or axis).set_xlabel("GiB of memory at the peak, of one device or process")
+    set_title(axis, f"memory against {'MFU' if speed == 'mfu_percent' else 'tokens per second'}")
+    figure.has_heading = True
+    if strip is not None:
+        strip.xaxis.label.set_fontsize(9)
+    return figure
+
+
+def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[Point]:
+    """The recipes of which memory and speed were measured."""
+    found = [(group, group.median(MEMORY), group.median(speed)) for group in groups(rows)]
+    return [Point(group, memory, rate) for group, memory, rate in found if memory is not None and rate is not None]
+
+
+def front_of(points: Sequence[Point]) -> list[Point]:
+    """The points with less memory than every faster one, by memory; oversubscribed ones do not count."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.memory, -point.speed)):
+        if not point.group.is_oversubscribed and (not front or point.speed > front[-1].speed):
+            front.append(point)
+    return front
+
+
+def _axes(figure: TracedFigure, *, has_failures: bool) -> tuple[Axes, Axes | None]:
+    """The axes of the points, and those of the strip of failures."""
+    if not has_failures:
+        axis = figure.subplots()
+        set_axis(axis)
+        return axis, None
+    axis, strip = figure.subplots(2, 1, sharex=True, height_ratios=[9, 1])
+    set_axis(axis)
+    set_axis(strip)
+    strip.set_yticks([0], ["failed"])
+    strip.set_ylim(-1, 1)
+    strip.tick_params(axis="y", length=0)
+    return axis, strip
+
+
+def _set_range(axis: Axes, speeds: Sequence[float]) -> None:
+    """Let the axis of speed begin at 0, unless all points would then lie at the top."""
+    low, high = axis.get_ylim()
+    is_far = bool(speeds) and min(speeds) > _FAR * max(speeds) and low > 0
+    axis.set_ylim(low if is_far else 0, high + 0.04 * (high - low))
+
+
+def _draw_point(figure: TracedFigure, axis: Axes, point: Point, speed: str, *, size: float, is_best: bool) -> None:
+    hollow = point.group.is_oversubscribed
+    (mark,) = axis.plot(
+        point.memory,
+        point.speed,
+        "D" if is_best else "o",
+        markersize=size + 1 if is_best else size,
+        color=PALE if hollow else ORANGE if is_best else BLUE,
+        markeredgecolor=BLUE if hollow else INK,
+        markeredgewidth=0.8,
+    )
+    said = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"
+    figure.trace(mark, runs=point.runs, columns=[MEMORY, speed], text=said)
+
+
+def _draw_failures(
+    figure: TracedFigure, axis: Axes, strip: Axes | None, failed: Sequence[Mapping[str, Any]], speed: str
+) -> int:
+    """Draw a cross for each failed run whose memory is known, and say how many others there are."""
+    unknown = []
+    for row in failed:
+        memory, rate = row[MEMORY], row[speed]
+        columns = [MEMORY, speed, "outcome"]
+        if memory is None:
+            memory, rate, columns = row.get(ESTIMATED_MEMORY), None, [ESTIMATED_MEMORY, "outcome"]
+        if memory is None:
+            unknown.append(row["run"])
+            continue
+        place = axis if rate is not None else strip
+        assert place is not None
+        (cross,) = place.plot(
+            memory, 0 if rate is None else rate, "x", markersize=7, markeredgewidth=1.8, color=RED, clip_on=False
+        )
+        said = f"{row['run']}: {word(row)}, {memory:.2f} GiB{'' if columns[0] == MEMORY else ' by the estimate'}"
+        figure.trace(cross, runs=[row["run"]], columns=columns, text=said)
+    if unknown and strip is not None:
+        text = f"{counted(len(unknown), 'failed run')} of unknown memory"
+        note = strip.text(0.995, 0.5, text, transform=strip.transAxes, ha="right", va="center", fontsize=8, color=MUTED)
+        figure.trace(note, runs=unknown, columns=["outcome"], text=text)
+    return len(failed) - len(unknown)
+
+
+def _number(figure: TracedFigure, axis: Axes, points: Sequence[Point]) -> None:
+    """Number points, and list them on the right; numbers of points that nearly coincide stand together."""
+    from matplotlib.lines import Line2D
+
+    chosen = sorted(points, key=lambda point: -point.speed)[:_MOST_NUMBERS]
+    across, up = (high - low for low, high in (axis.get_xlim(), axis.get_ylim()))
+    placed: list[tuple[float, float, list[int]]] = []
+    for number, point in enumerate(chosen, 1):
+        near = [
+            numbers
+            for memory, speed, numbers in placed
+            if abs(memory - point.memory) < _NEAR * across and abs(speed - point.speed) < _NEAR * up
+        ]
+        if near:
+            near[0].append(number)
+        else:
+            placed.append((point.memory, point.speed, [number]))
+    for memory, speed, numbers in placed:
+        axis.annotate(
+            ", ".join(map(str, numbers)),
+            (memory, speed),
+            xytext=(-6, 4),
+            ha="right",
+            textcoords="offset points",
+            fontsize=8.5,
+            color=INK,
+        )
+    handles, labels = [], []
+    for number, point in enumerate(chosen, 1):
+        handles.append(Line2D([], [], linestyle="none"))
+        labels.append(f"{number}  {label_text(point.group.label, most=30)}")
+    if any(point.group.is_oversubscribed for point in points):
+        look: dict[str, Any] = {"color": PALE, "markeredgecolor": BLUE, "markeredgewidth": 0.8}
+        handles.append(Line2D([], [], linestyle="none", marker="o", markersize=6, **look))
+        labels.append(OVERSUBSCRIBED_TEXT.replace(": ", ":\n").replace(", so", ",\nso"))
+    if handles:
+        figure.legend(
+            handles, labels, loc="outside right upper", fontsize=8.5, frameon=False, handlelength=0.8, labelcolor=INK
+        )

@@ -1,0 +1,114 @@
+"""Colours, sizes and labels of all figures.
+
+The colours of Okabe and Ito (Color Universal Design, 2008) suit all kinds of colour vision; a hatch, a line style, a
+width or a shape also shows each difference.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from titanlab.report.figures.traced import TracedFigure
+
+BLUE, ORANGE, GREEN, YELLOW = "#0072b2", "#e69f00", "#009e73", "#f0e442"
+SKY, RED, PURPLE, GREY = "#56b4e9", "#d55e00", "#cc79a7", "#999999"
+BLACK, WHITE = "#000000", "#ffffff"
+INK, MUTED, GRID = "#333333", "#666666", "#e5e5e5"
+PALE = "#d9e6ef"
+SERIES = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)
+LINE_STYLES = ("solid", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+OVERSUBSCRIBED: dict[str, Any] = {"facecolor": PALE, "hatch": "////", "edgecolor": BLUE}
+OVERSUBSCRIBED_TEXT = "oversubscribed: more processes than cores, so that the speed says nothing"
+WIDTH, BAR, FRAME = 8.0, 0.36, 1.3  # inches: width of a figure, height of one bar, height around all bars
+MOST_BARS = 60
+MOST_LINES = 14
+_MOST_LETTERS = 44
+# Control characters, halves of surrogate pairs, and characters that among others change the direction of writing; those
+# that join letters or parts of an emoji stay.
+_UNPRINTABLE = ("Cc", "Cs", "Cf")
+_JOINERS = "\u200c\u200d"
+
+
+def new_figure(width: float, height: float) -> tuple[TracedFigure, Axes]:
+    """A figure with one pair of axes; sizes in inches."""
+    figure = empty_figure(width, height)
+    axis = figure.subplots()
+    set_axis(axis)
+    return figure, axis
+
+
+def empty_figure(width: float, height: float) -> TracedFigure:
+    """A figure without axes; sizes in inches."""
+    # Imported here: matplotlib is an optional package.
+    from titanlab.report.figures.traced import TracedFigure
+
+    return TracedFigure(figsize=(width, height), layout="constrained", dpi=110)
+
+
+def set_axis(axis: Axes) -> None:
+    """Set what all axes share: no frame above and on the right, small labels."""
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color(INK)
+    axis.tick_params(labelsize=8.5, colors=INK)
+
+
+def set_title(axis: Axes, title: str) -> None:
+    """Set a title, and the looks of the labels of both axes."""
+    axis.set_title(title, loc="left", fontsize=11, color=INK)
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set_fontsize(9)
+        label.set_color(INK)
+
+
+def show_text(axis: Axes, text: str) -> None:
+    """Show a text in the middle of empty axes."""
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED)
+
+
+def label_bars(axis: Axes, labels: list[str], count: int) -> None:
+    """Write the labels of the bars, with the first bar on top.
+
+    Args:
+        count: number of all bars, also of those that are not shown.
+    """
+    axis.set_yticks(range(len(labels)), [label_text(label) for label in labels])
+    axis.set_ylim(max(1, len(labels)) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0)
+    if count > len(labels):
+        axis.set_ylabel(f"the first {len(labels)} of {count}", fontsize=8.5)
+    if not labels:
+        axis.set_yticks([])
+        show_text(axis, "no run")
+
+
+def printable(text: str, *, kept: str = "") -> str:
+    """The text with a replacement for each character that has no shape, or that changes the direction of writing.
+
+    Args:
+        kept: characters that stay, such as line feeds.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(letter if letter in kept else _shown(letter) for letter in text)
+
+
+def label_text(text: str, *, most: int = _MOST_LETTERS) -> str:
+    """A label for matplotlib: printable, of bounded length, and never read as a formula."""
+    line = printable(" ".join(text.split()))
+    if len(line) > most:
+        # The end of a name often says what differs.
+        end = most // 3
+        line = f"{line[: most - end - 1]}…{line[-end:]}"
+    return re.sub(r"\$", r"\\$", line)
+
+
+def _shown(letter: str) -> str:
+    hidden = unicodedata.category(letter) in _UNPRINTABLE and letter not in _JOINERS
+    return "\N{REPLACEMENT CHARACTER}" if hidden else letter

@@ -1,0 +1,185 @@
+"""Writes figures: as files for papers, and as elements of an HTML page, whose colours follow the page's.
+
+In both, a mark has the attributes `data-run` and `data-column`: the run folders and the columns that it is drawn from.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+
+from titanlab.errors import ConfigError
+from titanlab.report.figures import style
+from titanlab.report.figures.traced import TracedFigure
+
+FORMATS = ("png", "svg", "pdf")
+# Colours of figures, and the page's names for them; all other colours are the same on a light and on a dark page.
+COLOURS: Mapping[str, str] = {
+    style.BLUE: "--blue",
+    style.ORANGE: "--orange",
+    style.GREEN: "--green",
+    style.YELLOW: "--yellow",
+    style.SKY: "--sky",
+    style.RED: "--red",
+    style.PURPLE: "--purple",
+    style.GREY: "--grey",
+    style.BLACK: "--ink",
+    style.WHITE: "--paper",
+    style.INK: "--ink",
+    style.MUTED: "--muted",
+    style.GRID: "--grid",
+    style.PALE: "--pale",
+    "#444444": "--ink",
+    "#f1f1ef": "--idle",
+}
+_SVG, _LINK = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}href"
+_COLOUR = re.compile(r"#[0-9a-f]{6}\b")
+_REFERENCE = re.compile(r"url\(#([^)]+)\)")
+_FONT_FAMILY = re.compile(r" ?font-family: [^;]*;?")
+_DECIMALS = re.compile(r"(\d+\.\d{2})\d+")
+_MOST_RUNS = 50  # named in one attribute; the table below the figure has all
+
+
+def save(figure: TracedFigure, path: Path) -> None:
+    """Write a figure as PNG, SVG or PDF, by the ending of its name; the same figure gives the same file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    kind = path.suffix.removeprefix(".")
+    try:
+        if kind == "svg":
+            root = _drawn(figure, letters="path")
+            _mark(root, figure, prefix="")
+            # ElementTree would invent prefixes for these.
+            ElementTree.register_namespace("", _SVG)
+            ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+            path.write_bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
+        else:
+            dates: dict[str, Any] = {"CreationDate": None} if kind == "pdf" else {}
+            with _no_missing_letters():
+                figure.savefig(path, dpi=160, metadata=dates)
+    except OSError as error:
+        raise ConfigError(
+            "--figures", path, f"cannot be written ({error.strerror or error})", "name a folder of yours"
+        ) from error
+
+
+def element(figure: TracedFigure, *, name: str, title: str, description: str) -> str:
+    """A figure as an `<svg>` element of an HTML page.
+
+    Args:
+        name: prefix of ids, which is different for each figure of a page.
+        title, description: what a screen reader says.
+    """
+    figure.patch.set_visible(False)
+    for axis in figure.axes:
+        axis.patch.set_visible(False)
+    if figure.has_heading:
+        figure.axes[0].set_title("", loc="left")
+    root = _drawn(figure, letters="none")
+    for parent in list(root.iter()):
+        for child in list(parent):
+            # matplotlib's style sheet would hold for the whole page, whose own has the same line.
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
+    _mark(root, figure, prefix=f"{name}-")
+    _rename(root, prefix=f"{name}-")
+    width = root.get("viewBox", "0 0 576 300").split()[2]
+    for attribute in ("width", "height", "version"):
+        root.attrib.pop(attribute, None)
+    root.set("role", "img")
+    root.set("preserveAspectRatio", "xMinYMid")
+    root.set("aria-labelledby", f"{name}-title {name}-description")
+    root.set("style", f"--width: {width}px")
+    said = [("title", title), ("desc", description)]
+    for place, (tag, text) in enumerate(said):
+        spoken = ElementTree.Element(f"{{{_SVG}}}{tag}", {"id": f"{name}-{tag.replace('desc', 'description')}"})
+        spoken.text = text
+        root.insert(place, spoken)
+    for one in root.iter():
+        one.tag = one.tag.removeprefix(f"{{{_SVG}}}")
+        one.tail = None
+        one.text = one.text if one.text and one.text.strip() else None
+    return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
+
+
+def _drawn(figure: TracedFigure, *, letters: str) -> ElementTree.Element:
+    """The root of the SVG that matplotlib writes.
+
+    Args:
+        letters: `none` for text, `path` for shapes that need no font.
+    """
+    written = io.BytesIO()
+    with mpl.rc_context({"svg.fonttype": letters, "svg.hashsalt": "titanlab"}), _no_missing_letters():
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    return ElementTree.fromstring(written.getvalue())
+
+
+class _no_missing_letters(warnings.catch_warnings):  # noqa: N801
+    """No warning for letters of a name that matplotlib's font lacks: they become boxes; a page has fonts of its own."""
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        return entered
+
+
+def _mark(root: ElementTree.Element, figure: TracedFigure, *, prefix: str) -> None:
+    """Give the elements of marks their sources; `prefix` belongs to ids, which are set later."""
+    for one in root.iter():
+        mark = figure.marks.get(one.get("id", ""))
+        if mark is None:
+            continue
+        more = len(mark.runs) - _MOST_RUNS
+        runs = [style.printable(run) for run in mark.runs[:_MOST_RUNS]]
+        one.set("data-run", " ".join([*runs, *([f"(and {more} more)"] if more > 0 else [])]))
+        one.set("data-column", " ".join(mark.columns))
+        if prefix:
+            del one.attrib["id"]
+        if mark.text:
+            title = ElementTree.Element(f"{{{_SVG}}}title")
+            title.text = style.printable(mark.text)
+            one.insert(0, title)
+
+
+def _rename(root: ElementTree.Element, *, prefix: str) -> None:
+    """Use the page's colours and fonts; prefix the ids that are used, and remove the others."""
+    used = set(_references(root))
+    for one in root.iter():
+        name = one.attrib.pop("id", None)
+        if name in used:
+            one.set("id", prefix + name)
+        if (link := one.attrib.pop(_LINK, None)) is not None:
+            one.set("href", f"#{prefix}{link.removeprefix('#')}")
+        for key, value in list(one.attrib.items()):
+            if key == "style":
+                value = _FONT_FAMILY.sub("", _COLOUR.sub(_colour, value))
+            if "url(#" in value:
+                value = _REFERENCE.sub(rf"url(#{prefix}\1)", value)
+            if key in ("d", "x", "y", "transform"):
+                value = _DECIMALS.sub(r"\1", value)
+            one.set(key, " ".join(value.split()))
+        for attribute in ("fill", "stroke"):
+            if one.get(attribute) in COLOURS:
+                one.set("style", f"{one.get('style', '')}; {attribute}: var({COLOURS[one.attrib.pop(attribute)]})")
+
+
+def _references(root: ElementTree.Element) -> Iterator[str]:
+    for one in root.iter():
+        for key, value in one.attrib.items():
+            if key == _LINK:
+                yield value.removeprefix("#")
+            else:
+                yield from _REFERENCE.findall(value)
+
+
+def _colour(found: re.Match[str]) -> str:
+    return f"var({COLOURS[found[0]]})" if found[0] in COLOURS else found[0]

@@ -1,0 +1,292 @@
+"""The figures of a report: each with a caption, a description in words, and a table of the values behind it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from titanlab.costs import meter
+from titanlab.report.figures.bars import throughput_by_layout
+from titanlab.report.figures.estimates import PAIRS, compared, estimate_against_measurement
+from titanlab.report.figures.loss import loss_by_tokens
+from titanlab.report.figures.pareto import ESTIMATED_MEMORY, MEMORY, SPEEDS, front_of, pareto, points_of
+from titanlab.report.figures.split import Split, part_name, step_time_split
+from titanlab.report.figures.style import MOST_LINES
+from titanlab.report.figures.timelines import COLUMNS, Pipeline, pipeline_timelines
+from titanlab.report.page.answer import Answer
+from titanlab.report.page.facts import Facts
+from titanlab.report.page.planned import estimated_splits, measured_splits, pipelines
+from titanlab.report.page.tables import Table, number, run_cell, text, values_table
+from titanlab.sweep.table.listing import tone
+from titanlab.terminal.numerals import counted, grouped, significant
+
+if TYPE_CHECKING:
+    from titanlab.report.figures.traced import TracedFigure
+
+_OVERSUBSCRIBED = (
+    " Hollow or hatched marks are runs with more processes than cores, which took turns: their speed says nothing."
+)
+_MOST_NAMED = 4
+_MOST_RECIPES = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One figure.
+
+    Attributes:
+        name: of its file, and of its place in the page.
+        title: its heading.
+        figure: drawn.
+        caption: how to read it.
+        description: what it shows, for people who do not see it.
+        columns: names of the table's columns, or of metrics, that it is drawn from.
+        values: behind the figure, by run folder.
+        notes: what is not in it, and why.
+    """
+
+    name: str
+    title: str
+    figure: TracedFigure
+    caption: str
+    description: str
+    columns: Sequence[str]
+    values: Table
+    notes: Sequence[str] = field(default=())
+
+
+def pareto_panel(facts: Facts, *, speed: str) -> Panel:
+    """Memory against speed."""
+    points = points_of(facts.rows, speed)
+    front = front_of(points)
+    failed = [row for row in facts.runs if row["state"] == "ended" and tone(row) in ("bad", "halted")]
+    caption = (
+        "Each point is a recipe, the median over its runs that are done. Less memory is left, more speed is up. "
+        "An orange diamond is a recipe that no other one beats in both."
+    )
+    if failed:
+        caption += (
+            " A red cross is a run that failed; in the strip below where its speed was never measured, at the memory "
+            "that was measured or estimated."
+        )
+    spoken = f"Scatter of {counted(len(points), 'recipe')}."
+    if points:
+        memory, rate = [point.memory for point in points], [point.speed for point in points]
+        spoken += f" Memory from {min(memory):.2f} to {max(memory):.2f} GiB, {SPEEDS[speed]} from "
+        spoken += f"{_speed(min(rate))} to {_speed(max(rate))}."
+    if front:
+        named = [f"{p.group.label} ({_speed(p.speed)} at {p.memory:.2f} GiB)" for p in front]
+        spoken += f" Not beaten in both: {_listed(named)}."
+    if failed:
+        spoken += f" {counted(len(failed), 'run')} failed."
+    columns = [MEMORY, speed, "outcome", *([ESTIMATED_MEMORY] if failed and ESTIMATED_MEMORY in failed[0] else [])]
+    return Panel(
+        name="pareto",
+        title=f"Memory against {'MFU' if speed == 'mfu_percent' else 'speed'}",
+        figure=pareto(facts.rows, speed=speed),
+        caption=caption + _oversubscribed(facts),
+        description=spoken,
+        columns=columns,
+        values=values_table(facts.runs, columns, caption="Memory and speed of every run"),
+    )
+
+
+def throughput_panel(facts: Facts, answer: Answer) -> Panel:
+    """Speed of each recipe."""
+    kept = {id(row) for group in facts.groups[:_MOST_RECIPES] for row in group.rows}
+    rows = facts.rows if len(facts.groups) <= _MOST_RECIPES else [row for row in facts.rows if id(row) in kept]
+    measured = [(group, group.median("tokens_per_second")) for group in facts.groups]
+    shown = [f"{group.label} {grouped(value)}" for group, value in measured if value is not None]
+    caption = "A bar is the median over the runs of a recipe, an orange point is one run: the run is the unit."
+    if answer.bands:
+        caption += f" {answer.band_text}"
+    else:
+        caption += " No recipe was run more than once, so that nothing is known of the noise between runs."
+    notes = []
+    if len(facts.groups) > _MOST_RECIPES:
+        notes.append(f"The figure has the {_MOST_RECIPES} fastest of {counted(len(facts.groups), 'recipe')}.")
+    columns = ["tokens_per_second", "mfu_percent", "measured_steps", "oversubscribed", "outcome"]
+    return Panel(
+        name="throughput",
+        title="Throughput by layout",
+        figure=throughput_by_layout(rows, ranked=True, bands=answer.bands),
+        caption=caption + _oversubscribed(facts),
+        description=f"Bars of tokens per second of one device. {_listed(shown) or 'No run was measured'}.",
+        columns=columns,
+        values=values_table(facts.runs, columns, caption="Speed of every run"),
+        notes=notes,
+    )
+
+
+def split_panel(facts: Facts) -> Panel | None:
+    """Parts of a step; None: neither measured nor estimated."""
+    splits = measured_splits(facts)
+    is_measured = bool(splits)
+    splits = splits or estimated_splits(facts)
+    if not splits:
+        return None
+    if is_measured:
+        caption = (
+            "Measured with profiler=breakdown: the mean over ranks of the latest window of steps. "
+            "“Exposed” is communication of an axis while nothing computes."
+        )
+    else:
+        caption = (
+            "An estimate of the planner, and no measurement: no run has profiler=breakdown. "
+            "“Exposed” is communication of an axis that no computation hides."
+        )
+    parts = list(dict.fromkeys(name for split in splits for name, seconds in split.seconds.items() if seconds))
+    spoken = [f"{split.label}: {_largest_parts(split)}" for split in splits]
+    return Panel(
+        name="step-time",
+        title="Where the time of a step goes" + ("" if is_measured else " (estimate)"),
+        figure=step_time_split(splits),
+        caption=caption,
+        description=f"Stacked bars of the seconds of a step. {_listed(spoken)}.",
+        columns=sorted({column for split in splits for column in split.columns}),
+        values=Table(
+            caption="Seconds of a step by part" + ("" if is_measured else ", estimated"),
+            headings=["run", *map(part_name, parts)],
+            rows=[[run_cell(one.run), *(number(one.seconds.get(part), digits=3) for part in parts)] for one in splits],
+        ),
+        notes=_without(facts, {split.run for split in splits}),
+    )
+
+
+def loss_panel(facts: Facts) -> Panel:
+    """Loss against tokens."""
+    chosen = _curves(facts)
+    steps = [
+        {"run": row["run"], "name": row["name"], "layout.label": row["layout.label"], **metrics}
+        for row in chosen
+        for metrics in facts.metrics(row, "train")
+    ]
+    drawn = len({step["run"] for step in steps})
+    columns = [meter.LOSS, meter.TOKENS_SEEN]
+    last = [f"{row['run']} {significant(row['loss'], 5)}" for row in chosen if row["loss"] is not None]
+    left = len(facts.runs) - drawn
+    table_columns = ["first_loss", "loss", "validation_loss", "tokens_seen", "step"]
+    return Panel(
+        name="loss",
+        title="Loss against tokens",
+        figure=loss_by_tokens(steps, labels=_labels(facts, chosen)),
+        caption="Recipes that train the same have one curve; a wider line then shows on both sides of a narrower one.",
+        description=f"Lines of the training loss of {counted(drawn, 'run')}. Last loss: {_listed(last) or 'none'}.",
+        columns=columns,
+        values=values_table(facts.runs, table_columns, caption="First and last loss of every run"),
+        notes=[f"One run of each recipe is drawn, {MOST_LINES} at most; {counted(left, 'run')} more are in the table."]
+        if left > 0 and drawn
+        else [],
+    )
+
+
+def timeline_panel(facts: Facts) -> Panel | None:
+    """Timelines of pipelines; None: no recipe has a pipeline that can be drawn."""
+    drawn, left_out = pipelines(facts)
+    if not drawn:
+        return None
+    estimated = any(pipeline.unit for pipeline in drawn)
+    caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. " + (
+        "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
+    )
+    spoken = [f"{one.label}: bubble {100 * one.timeline.bubble_share:.1f} %" for one in drawn]
+    return Panel(
+        name="timeline",
+        title="Pipeline timelines",
+        figure=pipeline_timelines(drawn),
+        caption=caption,
+        description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(spoken)}.",
+        columns=COLUMNS,
+        values=_pipeline_table(facts, drawn),
+        notes=[f"Not drawn: {line}." for line in left_out[:_MOST_RECIPES]],
+    )
+
+
+def estimate_panel(facts: Facts) -> Panel | None:
+    """Estimates against measurements; None: no run has both."""
+    found = {measured: compared(facts.rows, measured, estimated) for measured, estimated, _, _ in PAIRS}
+    if not any(found.values()):
+        return None
+    spoken = []
+    for measured, _, title, _ in PAIRS:
+        errors = [abs(estimate / value - 1) for _, value, estimate in found[measured]]
+        if errors:
+            within = sum(error <= 0.2 for error in errors)
+            spoken.append(
+                f"{title}: {within} of {counted(len(errors), 'run')} within 20 %, worst {100 * max(errors):.0f} %"
+            )
+    columns = [column for measured, estimated, _, _ in PAIRS for column in (measured, estimated)]
+    rows = [row for row in facts.done if any(row.get(estimated) is not None for _, estimated, _, _ in PAIRS)]
+    return Panel(
+        name="estimate",
+        title="Estimate against measurement",
+        figure=estimate_against_measurement(facts.rows),
+        caption="A point is a run. On the line the planner's estimate is right; the dashed lines are 20 % away."
+        + _oversubscribed(facts),
+        description=f"Scatter of estimates and measurements. {'; '.join(spoken)}.",
+        columns=columns,
+        values=values_table(rows, columns, caption="Estimates and measurements of every run"),
+    )
+
+
+def _pipeline_table(facts: Facts, drawn: Sequence[Pipeline]) -> Table:
+    by_name = {row["run"]: row for row in facts.runs}
+    rows = []
+    for one in drawn:
+        row = by_name[one.run]
+        peaks = ", ".join(f"{peak:.3g}" for peak in one.timeline.peak_in_flight)
+        values = [text(row[name]) for name in COLUMNS]
+        rows.append([run_cell(one.run), *values, text(f"{100 * one.timeline.bubble_share:.1f} %"), text(peaks)])
+    return Table(
+        caption="Pipelines",
+        headings=["run", *COLUMNS, "bubble", "most microbatches in flight, by rank"],
+        rows=rows,
+    )
+
+
+def _curves(facts: Facts) -> list[Mapping[str, Any]]:
+    """One run of each recipe, those that diverged before the others."""
+    begun = [row for _, row in facts.shown if row["step"]]
+    diverged = [row for row in facts.runs if row["outcome"] == "nan" and row not in begun]
+    return [*diverged[: MOST_LINES // 2], *begun][:MOST_LINES]
+
+
+def _labels(facts: Facts, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The recipe of each run; where several runs of a recipe are drawn, with the repeat."""
+    label_of = {row["run"]: group.label for group in facts.groups for row in group.rows}
+    labels = {row["run"]: label_of.get(row["run"], row["run"]) for row in rows}
+    often = Counter(labels.values())
+    return {
+        row["run"]: labels[row["run"]] + (f" · repeat {row['repeat']}" if often[labels[row["run"]]] > 1 else "")
+        for row in rows
+    }
+
+
+def _without(facts: Facts, runs: set[str]) -> list[str]:
+    missing = [group.label for group, _ in facts.shown if not runs & {str(row["run"]) for row in group.rows}]
+    notes = [f"Without a bar, for lack of figures: {_listed(missing)}."] if missing else []
+    if len(facts.groups) > len(facts.shown):
+        notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
+    return notes
+
+
+def _largest_parts(split: Split) -> str:
+    whole = sum(split.seconds.values()) or 1.0
+    largest = sorted(split.seconds.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{part_name(name)} {100 * seconds / whole:.0f} %" for name, seconds in largest)
+
+
+def _oversubscribed(facts: Facts) -> str:
+    return _OVERSUBSCRIBED if any(row["oversubscribed"] for row in facts.done) else ""
+
+
+def _speed(value: float) -> str:
+    return grouped(value) if value >= 100 else significant(value)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The first texts, and how many more there are."""
+    more = len(texts) - _MOST_NAMED
+    return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")

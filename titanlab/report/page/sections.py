@@ -1,0 +1,315 @@
+"""The sections of a report, in the page's order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titanlab.errors import TitanlabError
+from titanlab.records.outcome import OutcomeKind
+from titanlab.records.provenance import redact
+from titanlab.report.figures.style import OVERSUBSCRIBED_TEXT
+from titanlab.report.page import panels
+from titanlab.report.page.answer import Answer
+from titanlab.report.page.differences import Differences, differences
+from titanlab.report.page.facts import Facts, representative
+from titanlab.report.page.panels import Panel
+from titanlab.report.page.parity_file import Parity, read_parity
+from titanlab.report.page.provenance import command_line, sources
+from titanlab.report.page.tables import Cell, Table, number, run_cell, text
+from titanlab.sweep.table.listing import tone, word
+from titanlab.sweep.table.one_run import failure_text
+from titanlab.sweep.table.ranking_entry import Entry
+from titanlab.terminal.numerals import counted, grouped, significant
+
+_MOST_CAUSE = 300
+_MOST_TRACEBACKS, _MOST_TRACEBACK = 12, 4_000
+_MOST_KEYS = 20
+_MOST_SOURCES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One section.
+
+    Attributes:
+        id: its place in the page.
+        title: its heading.
+        texts: paragraphs.
+        command: a command line.
+        panel: its figure.
+        tables: below the figure.
+        details: texts that are shown on demand, by their summary.
+    """
+
+    id: str
+    title: str
+    texts: Sequence[str] = field(default=())
+    command: str = ""
+    panel: Panel | None = None
+    tables: Sequence[Table] = field(default=())
+    details: Sequence[tuple[str, str]] = field(default=())
+
+
+def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> list[Section]:
+    """All sections; the ones without a content say why.
+
+    Args:
+        figures: as `panels_of` returns them.
+    """
+    found = [
+        Section(id="pareto", title=figures["pareto"].title, panel=figures["pareto"]),
+        Section(
+            id="throughput",
+            title=figures["throughput"].title,
+            panel=figures["throughput"],
+            tables=[_recipes(facts, answer)],
+        ),
+        _figure(
+            figures, "step-time", "Where the time of a step goes", "Neither measured nor estimated for any recipe."
+        ),
+        Section(id="loss", title=figures["loss"].title, panel=figures["loss"]),
+        _figure(figures, "timeline", "Pipeline timelines", "No recipe has a pipeline that can be drawn."),
+        _figure(figures, "estimate", "Estimate against measurement", _no_estimate(facts)),
+        _differences(facts, answer),
+        _dropped(facts),
+        _failures(facts),
+    ]
+    parity = read_parity(facts.sweep.path)
+    if parity is not None:
+        found.append(_parity(parity))
+    found.append(_provenance(facts))
+    return found
+
+
+def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
+    """The figures of a report by their names; those for which there is nothing to draw are left out."""
+    has_mfu = any(row["mfu_percent"] is not None for row in facts.done)
+    speed = "mfu_percent" if by == "mfu" and has_mfu else "tokens_per_second"
+    found = [
+        panels.pareto_panel(facts, speed=speed),
+        panels.throughput_panel(facts, answer),
+        panels.split_panel(facts),
+        panels.loss_panel(facts),
+        panels.timeline_panel(facts),
+        panels.estimate_panel(facts),
+    ]
+    return {panel.name: panel for panel in found if panel is not None}
+
+
+def _no_estimate(facts: Facts) -> str:
+    notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
+    why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
+    return f"No run that is done has both an estimate and a measurement.{why}"
+
+
+def _figure(figures: Mapping[str, Panel], name: str, title: str, otherwise: str) -> Section:
+    panel = figures.get(name)
+    if panel is None:
+        return Section(id=name, title=title, texts=[otherwise])
+    return Section(id=name, title=panel.title, panel=panel)
+
+
+def _recipes(facts: Facts, answer: Answer) -> Table:
+    """A row for each recipe, in the order of the ranking: medians over its runs that are done."""
+    headings = [
+        *("recipe", "place", "processes", "runs", "tokens/s", "95% interval", "MFU %", "GiB", "loss", "validation"),
+        *("outcomes", "not ranked"),
+    ]
+    places = {id(entry): place for place, entry in enumerate(answer.ranking.ranked, 1)}
+    rows = [_recipe(entry, places.get(id(entry)), answer) for entry in answer.ranking.entries]
+    # A column without a value says nothing.
+    kept = [place for place in range(len(headings)) if not rows or any(row[place].text for row in rows)]
+    caption = "Recipes by place: medians over the runs that are done"
+    return Table(
+        caption=f"{caption}; * {OVERSUBSCRIBED_TEXT}" if any(row["oversubscribed"] for row in facts.done) else caption,
+        headings=[headings[place] for place in kept],
+        rows=[[row[place] for place in kept] for row in rows],
+    )
+
+
+def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
+    group = entry.group
+    band = answer.bands.get(group.label)
+    ends = Counter(map(word, group.rows))
+    near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
+    return [
+        Cell(text=group.label + (" *" if group.is_oversubscribed else ""), run=str(representative(group)["run"])),
+        text(None if place is None else f"{place}{' (within noise)' if near else ''}"),
+        number(group.world),
+        number(len(group.rows)),
+        number(_whole(group.median("tokens_per_second"))),
+        Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
+        number(group.median("mfu_percent"), digits=3),
+        number(group.median("memory_gib"), digits=3),
+        number(group.median("loss"), digits=5),
+        number(group.median("validation_loss"), digits=5),
+        text(", ".join(f"{count} {name}" if count > 1 else name for name, count in ends.items())),
+        text((entry.left_out or "").partition(":")[0]),
+    ]
+
+
+def _speed(value: float) -> str:
+    return grouped(value) if value >= 100 else significant(value)
+
+
+def _whole(value: float | None) -> float | None:
+    return round(value) if value is not None and value >= 100 else value
+
+
+def _differences(facts: Facts, answer: Answer) -> Section:
+    title = "Configuration against the best"
+    id = "configuration"  # noqa: A001
+    reference = representative(answer.best) if answer.best is not None else next(iter(facts.runs), None)
+    if reference is None:
+        return Section(id=id, title=title, texts=["The sweep has no run."])
+    found = differences(facts, reference)
+    name = str(reference["run"])
+    if found is None:
+        return Section(id=id, title=title, texts=[f"The config.yaml of {name} cannot be read."])
+    which = "the best" if answer.best is not None else "the first one, because no run is done"
+    intro = f"Compared with {name}, {which}. Names, paths and the number of the repeat are left out."
+    rows = [_difference_row(one, name) for one in found]
+    table = Table(caption="Keys that differ", headings=["recipe", "runs", "key: best → here"], rows=rows)
+    return Section(id=id, title=title, texts=[intro], tables=[table])
+
+
+def _difference_row(one: Differences, reference: str) -> list[Cell]:
+    if one.items is None:
+        shown = text("config.yaml cannot be read")
+    elif not one.items:
+        shown = text("the same" if reference not in one.runs else "the recipe that the others are compared with")
+    else:
+        items = [f"{item.key}: {item.reference} → {item.value}" for item in one.items]
+        left = items[_MOST_KEYS:]
+        more = [f"and {counted(len(left), 'key')} more"] if left else []
+        shown = Cell(text="", items=[*items[:_MOST_KEYS], *more], more="\n".join(items) if left else "")
+    return [Cell(text=one.label, run=one.runs[0]), number(len(one.runs)), shown]
+
+
+def _dropped(facts: Facts) -> Section:
+    reasons = Counter(
+        (row["dropped_stage"] or "", row["cause"] or "") for row in facts.rows if row["state"] == "dropped"
+    )
+    if not reasons:
+        return Section(id="dropped", title="Dropped points", texts=["No point was dropped."])
+    rows = [[text(stage), number(count), _cut(reason)] for (stage, reason), count in reasons.most_common()]
+    intro = f"{counted(sum(reasons.values()), 'point')} came to no run."
+    table = Table(caption="Dropped points by reason", headings=["stage", "points", "reason"], rows=rows)
+    return Section(id="dropped", title="Dropped points", texts=[intro], tables=[table])
+
+
+def _failures(facts: Facts) -> Section:
+    bad = [row for row in facts.runs if tone(row) in ("bad", "halted")]
+    if not bad:
+        return Section(id="failures", title="Failures", texts=["No run has failed."])
+    kinds = Counter(map(word, bad))
+    meanings = [f"{count} {kind}{_meaning(kind)}" for kind, count in kinds.most_common()]
+    rows = [
+        [
+            run_cell(row["run"]),
+            text(row["layout.label"]),
+            text(word(row)),
+            text(None if row["step"] is None else f"{row['step']} of {row['steps']}"),
+            text(row["rank"]),
+            _cut(redact(row["cause"] or "")),
+        ]
+        for row in bad
+    ]
+    table = Table(
+        caption="Runs that did not end as done",
+        headings=["run", "layout", "outcome", "step", "rank", "cause"],
+        rows=rows,
+    )
+    return Section(
+        id="failures",
+        title="Failures",
+        texts=[f"{counted(len(bad), 'run')}: {'; '.join(meanings)}."],
+        tables=[table],
+        details=_tracebacks(facts, bad),
+    )
+
+
+def _meaning(kind: str) -> str:
+    return f" ({OutcomeKind(kind).meaning})" if kind in list(OutcomeKind) else ""
+
+
+def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The traceback of one run of each cause."""
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    for row in bad:
+        key = (word(row), row["cause"] or "")
+        if key in found or len(found) == _MOST_TRACEBACKS:
+            continue
+        try:
+            said = failure_text(facts.run(row), row)
+        except (TitanlabError, OSError):
+            continue
+        if said is not None:
+            source, words = said
+            shown = words if len(words) <= _MOST_TRACEBACK else f"…{words[-_MOST_TRACEBACK:]}"
+            found[key] = (f"{row['run']}: {source}", redact(shown))
+    return list(found.values())
+
+
+def _parity(parity: Parity) -> Section:
+    title = "Do the recipes train the same?"
+    if parity.note:
+        return Section(id="parity", title=title, texts=[parity.note])
+    failed = sum(row.verdict != "PASS" for row in parity.rows)
+    intro = f"{counted(len(parity.rows), 'comparison')} with {parity.reference or 'the reference'}"
+    intro += f", {parity.time}: " if parity.time else ": "
+    intro += "all within their tolerances." if not failed else f"{failed} not within the tolerance."
+    headings = ["run", "layout", "precision", "verdict", "loss", "gradient norm", "gradient", "parameter", "tolerance"]
+    rows = [
+        [
+            run_cell(row.run),
+            *map(text, (row.layout, row.precision, row.verdict, row.loss, row.grad_norm, row.gradient)),
+            *map(text, (row.parameter, row.tolerance)),
+            _cut(row.reason),
+        ]
+        for row in parity.rows
+    ]
+    table = Table(caption="Largest differences", headings=[*headings, "reason"], rows=rows)
+    return Section(id="parity", title=title, texts=[intro], tables=[table])
+
+
+def _provenance(facts: Facts) -> Section:
+    found = sources(facts)
+    names = ["code", "commit", "titanlab", "torch", "Python", "device", "host", "launcher", "runs", "began", "ended"]
+    columns = [
+        [*map(text, source.origin), _runs(source.runs), text(source.began), text(source.ended)] for source in found
+    ]
+    caption = "Runs by the code, the versions and the machines that made them"
+    if len(found) <= _MOST_SOURCES:
+        rows = [[text(name), *cells] for name, *cells in zip(names, *columns, strict=True)]
+        table = Table(
+            caption=caption, headings=["fact", *(f"source {place}" for place, _ in enumerate(found, 1))], rows=rows
+        )
+    else:
+        table = Table(caption=caption, headings=names, rows=columns)
+    origin = facts.sweep.manifest().get("origin")
+    texts = [f"The sweep is {origin}."] if isinstance(origin, str) and origin != "command line" else []
+    if not found:
+        texts.append("No run has begun, so that nothing is recorded of code and machines.")
+    return Section(
+        id="provenance",
+        title="Provenance",
+        texts=texts,
+        command=command_line(facts),
+        tables=[table] if found else [],
+    )
+
+
+def _runs(names: Sequence[str]) -> Cell:
+    """The number of runs, and their folders on demand."""
+    if len(names) == 1:
+        return run_cell(names[0])
+    return Cell(text=counted(len(names), "run"), more="\n".join(names))
+
+
+def _cut(words: str, most: int = _MOST_CAUSE) -> Cell:
+    """A long text, of which the beginning is visible."""
+    return Cell(text=words) if len(words) <= most else Cell(text=f"{words[:most]}…", more=words[:10_000])

@@ -1,0 +1,178 @@
+"""A wandb workspace and a wandb report of a sweep, as code (package wandb-workspaces)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titanlab.costs import meter
+from titanlab.costs.layout import AXES
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.system.quiet_import import import_quietly
+
+_PACKAGE = "wandb_workspaces"
+# Keys of the config and of the rows that runs send: tests/report/test_wandb_workspace.py compares them.
+LABEL = "layout.label"
+RESIDENT = "memory/max_resident(GiB)"
+_WIDTH, _HEIGHT = 24, 8  # of a panel in a report's grid, which is 24 wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What the panels show.
+
+    Attributes:
+        sweep: name of the sweep, which is the runs' group.
+        project: of wandb.
+        entity: user or team; empty: the account's default.
+        axes: axes of the layout that differ between the runs.
+        memory: name of the metric of peak memory.
+    """
+
+    sweep: str
+    project: str
+    entity: str
+    axes: tuple[str, ...]
+    memory: str
+
+
+def check_installed() -> None:
+    """Check that the package is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec(_PACKAGE) is None:
+        rule = "needs the package wandb-workspaces, which is not installed"
+        raise ConfigError("verb", "workspace", rule, "pip install 'titanlab[wandb-workspaces]'")
+
+
+def view_of(
+    sweep: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    tracker: Mapping[str, Any],
+    project: str | None,
+    entity: str | None,
+) -> View:
+    """What the panels of a sweep show.
+
+    Args:
+        rows: the sweep's table.
+        tracker: the config of wandb in a run of the sweep; empty if there is none.
+        project, entity: as the user gave them; None: those of the runs, or of the environment.
+    """
+    degrees = {axis: {row.get(f"layout.{axis}") for row in rows} - {None} for axis in AXES}
+    differ = tuple(axis for axis in AXES if len(degrees[axis]) > 1)
+    is_on_gpu = any(row.get("accelerator") == "cuda" for row in rows)
+    return View(
+        sweep=tracker.get("group") or sweep,
+        project=project or tracker.get("project") or os.environ.get("WANDB_PROJECT") or "titanlab",
+        entity=entity or tracker.get("entity") or os.environ.get("WANDB_ENTITY") or "",
+        axes=differ or AXES,
+        memory=meter.MEMORY_RESERVED if is_on_gpu else RESIDENT,
+    )
+
+
+def workspace(view: View) -> Any:
+    """The workspace, which is not saved yet."""
+    module = import_quietly(f"{_PACKAGE}.workspaces")
+    throughput, memory, loss, coordinates = _panels(view)
+    return module.Workspace(
+        entity=view.entity,
+        project=view.project,
+        name=f"titanlab {view.sweep}",
+        sections=[
+            module.Section(name="speed and memory by layout", panels=[throughput, memory], is_open=True),
+            module.Section(name="loss by tokens", panels=[loss], is_open=True),
+            module.Section(name="layout axes", panels=[coordinates], is_open=True),
+        ],
+        runset_settings=module.RunsetSettings(filters=_filter(view)),
+    )
+
+
+def report(view: View) -> Any:
+    """The report, which is not saved yet."""
+    module = import_quietly(f"{_PACKAGE}.reports.v2")
+    # Without a project of its own, it is the report's; one would be looked up in a network.
+    runs = module.Runset(name=view.sweep, filters=_filter(view))
+    blocks: list[Any] = []
+    heads = ("Tokens per second by layout", "Memory against MFU", "Loss by tokens", "Layout axes")
+    for head, panel in zip(heads, _panels(view), strict=True):
+        panel.layout = module.Layout(x=0, y=0, w=_WIDTH, h=_HEIGHT)
+        blocks += [module.H2(head), module.PanelGrid(runsets=[runs], panels=[panel])]
+    return module.Report(
+        entity=view.entity,
+        project=view.project,
+        title=f"titanlab {view.sweep}",
+        description="Runs of a sweep: medians after warm-up, by the names of metrics.jsonl.",
+        blocks=blocks,
+        width="fluid",
+    )
+
+
+def json_text(view: View) -> str:
+    """The workspace and the report as wandb's server takes them, as JSON."""
+    both = {
+        name: json.loads(made._to_model().model_dump_json(by_alias=True, exclude_none=True))
+        for name, made in (("workspace", workspace(view)), ("report", report(view)))
+    }
+    return json.dumps(both, indent=2)
+
+
+def save(view: View) -> list[str]:
+    """Save the workspace and the report in wandb, with the key of the environment. Returns their addresses.
+
+    Raises:
+        TitanlabError: wandb refuses.
+    """
+    try:
+        if not view.entity:
+            entity = import_quietly("wandb").Api().default_entity
+            view = View(**{**vars(view), "entity": entity})
+        return [str(made.save().url) for made in (workspace(view), report(view))]
+    # wandb raises errors of its own, of requests and of its GraphQL client.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise TitanlabError(f"wandb has not saved the workspace ({type(error).__name__}: {lines[0]})") from error
+
+
+def _filter(view: View) -> str:
+    return f"Metric('Group') == {view.sweep!r}"
+
+
+def _panels(view: View) -> tuple[Any, Any, Any, Any]:
+    """Throughput by layout, memory against MFU, loss by tokens, parallel coordinates over axes."""
+    module = import_quietly(f"{_PACKAGE}.reports.v2")
+    throughput = module.BarPlot(
+        title="tokens per second of one device, by layout",
+        metrics=[meter.TOKENS_PER_SECOND],
+        orientation="h",
+        groupby=module.Config(LABEL),
+        groupby_aggfunc="median",
+        groupby_rangefunc="minmax",
+    )
+    memory = module.ScatterPlot(
+        title="peak memory against MFU",
+        x=module.SummaryMetric(view.memory),
+        y=module.SummaryMetric(meter.MFU),
+        legend_template="${run:displayName}",
+    )
+    loss = module.LinePlot(
+        title="loss by tokens", x=meter.TOKENS_SEEN, y=[meter.LOSS, meter.VALIDATION_LOSS], title_x="tokens trained on"
+    )
+    column = module.ParallelCoordinatesPlotColumn
+    coordinates = module.ParallelCoordinatesPlot(
+        title="layout axes, speed and memory",
+        columns=[
+            *(column(metric=module.Config(f"layout.{axis}"), display_name=axis) for axis in view.axes),
+            column(metric=module.SummaryMetric(view.memory), display_name="GiB"),
+            column(metric=module.SummaryMetric(meter.MFU), display_name="MFU %"),
+            column(metric=module.SummaryMetric(meter.TOKENS_PER_SECOND), display_name="tokens/s"),
+        ],
+    )
+    return throughput, memory, loss, coordinates

@@ -1,0 +1,64 @@
+"""titanlab's own caches: prepared tokens and compiled code."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from titanlab.compile import cache as compile_cache
+from titanlab.data import cache as data_cache
+from titanlab.sweep.cleaning.item import Item, is_old, item
+
+_DATA_FOLDERS = ("tokens", "fingerprints")
+_MAKING = ".making-"
+
+
+def cached() -> Iterator[Item]:
+    """What the caches hold, and what killed processes have left there."""
+    root = data_cache.location()
+    for folder in (root / name for name in _DATA_FOLDERS):
+        with contextlib.suppress(OSError):
+            for path in sorted(folder.iterdir()):
+                if path.name.endswith(".lock"):
+                    continue
+                is_left = _MAKING in path.name
+                if (is_left and not is_old(path)) or _is_locked(path.with_name(f".{path.name}.lock")):
+                    continue
+                found = item("temporary" if is_left else "data-cache", path, root)
+                if found is not None:
+                    yield found
+    for parent in (compile_cache.own_folder(), root):
+        if _is_own(parent):
+            found = item("compile-cache", parent / "inductor", parent)
+            if found is not None and found.bytes:
+                yield found
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process makes the entry."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is this user's, and no link: others may make one of this name in a folder for all."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -1,0 +1,63 @@
+"""What a run does before its first step, with the seconds that it lasts; a thread redraws them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+_TICK_SECONDS = 0.5
+# Where nothing is redrawn, a phase that lasts so long gets a line of its own.
+_SLOW_SECONDS = 30.0
+
+
+class Phase:
+    """The phase that lasts now, if there is one.
+
+    Args:
+        tick: called by a thread, about twice a second while a phase lasts.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, tick: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tick = tick
+        self._clock = clock
+        self._text: str | None = None
+        self._begin = 0.0
+        self._told = False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, text: str | None) -> None:
+        """Begin a phase, which ends the one before; None: only end that."""
+        self._text, self._begin, self._told = text, self._clock(), False
+        if text is None:
+            self._ended.set()
+        elif self._thread is None or self._ended.is_set():
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._ended,), name="terminal", daemon=True)
+            self._thread.start()
+
+    @property
+    def line(self) -> str | None:
+        """The phase with its seconds; None if there is none."""
+        text, seconds = self._text, self._clock() - self._begin
+        return None if text is None else f"{text} … {seconds:.0f} s" if seconds >= 1 else f"{text} …"
+
+    def take_slow(self) -> str | None:
+        """A line on a phase that lasts long, once for each; None: there is nothing to say."""
+        if self._text is None or self._told or self._clock() - self._begin < _SLOW_SECONDS:
+            return None
+        self._told = True
+        return self.line
+
+    def close(self) -> None:
+        """End the phase, and wait for the thread."""
+        self.begin(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._thread = None
+
+    def _run(self, ended: threading.Event) -> None:
+        while not ended.wait(_TICK_SECONDS):
+            self._tick()

@@ -1,0 +1,49 @@
+"""What an output stream is and can show: a terminal, its width, its characters."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def is_capable(stream: Any, environ: Mapping[str, str]) -> bool:
+    """Whether a stream is a terminal that can move its cursor."""
+    try:
+        return bool(stream.isatty()) and environ.get("TERM", "") not in ("", "dumb", "unknown")
+    except (AttributeError, ValueError):
+        return False
+
+
+def columns_of(stream: TextIO) -> int:
+    """Width of a terminal, as it is now; 80 if it is not known."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        columns = 0
+    return columns or 80
+
+
+def shown_width(line: str) -> int:
+    """Columns of a line without its escape sequences."""
+    return len(_SEQUENCE.sub("", line))
+
+
+def can_show(stream: TextIO, text: str) -> bool:
+    """Whether the stream's encoding has all characters of a text."""
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def simplified(text: str, stream: TextIO) -> str:
+    """The text with replacements for characters that the stream's encoding does not have."""
+    encoding = stream.encoding or "ascii"
+    # One character for one, so that the columns of tables stay aligned.
+    text = text.translate(str.maketrans("·×µ…−–→", "-xu.-->"))
+    return text.encode(encoding, errors="replace").decode(encoding)
