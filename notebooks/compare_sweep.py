@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -25,7 +27,9 @@ import pandas as pd
 
 from titanlab.report import figures, frames
 from titanlab.report.analyses import drawings
+from titanlab.report.analyses.ranking import ranking_text
 from titanlab.report.analyses.scaling import scaling_frame
+from titanlab.report.figures.pareto import pareto
 
 # %matplotlib inline
 
@@ -72,6 +76,24 @@ figures.throughput_by_layout(runs, together=True)
 # %%
 scaling = scaling_frame(runs)
 drawings.draw_scaling(scaling)
+
+# %% [markdown]
+# ## Is the difference more than noise?
+#
+# The recipes in order of speed, as `titanlab best` prints them: medians over repeats, with an interval of 95 % that follows
+# from the noise of all repeats. Runs without a core for each process do not count.
+
+# %%
+print(ranking_text(runs))
+
+# %% [markdown]
+# ## Memory against speed
+#
+# The line joins the recipes that no other one beats in both. Failed runs are crosses. With `speed="mfu_percent"` the axis is
+# the MFU.
+
+# %%
+pareto(runs)
 
 # %% [markdown]
 # ## Memory

@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from titanlab.parity.tolerances import of_runs
 from titanlab.report import figures, frames
 from titanlab.report.analyses import drawings
 from titanlab.report.analyses.losses import differences_frame, largest_differences
@@ -47,11 +50,13 @@ figures.loss_by_tokens(steps)
 # Relative differences from the reference, on a logarithmic axis. Two layouts of one recipe sum in another order, and the
 # rounding of the sums is all that differs: 1e-7 in fp32 at the first steps. Training amplifies rounding, so that the
 # lines rise. At a step at which the gradient is very sensitive to the parameters they may jump, also between two runs of
-# one process whose microbatches differ.
+# one process whose microbatches differ. The dashed line is the tolerance of `titanlab parity` for two finished runs in the
+# precision of the reference (docs/proofs.md).
 
 # %%
 differences = differences_frame(steps, reference.run)
-drawings.draw_differences(differences)
+tolerance = of_runs(reference.precision)
+drawings.draw_differences(differences, tolerance=tolerance.loss)
 
 # %% [markdown]
 # The gradient norm is a derivative, and shows a difference earlier than the loss:

@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -25,6 +27,8 @@ import pandas as pd
 
 from titanlab.report.analyses import drawings
 from titanlab.report.analyses.memory_items import memory_frame
+from titanlab.report.figures.estimates import estimate_against_measurement
+from titanlab.report.frames import sweep_frame
 
 # %matplotlib inline
 
@@ -46,6 +50,15 @@ with pd.option_context("display.float_format", "{:,.4f}".format):
 
 # %%
 drawings.draw_memory(memory)
+
+# %% [markdown]
+# ## Estimate against measurement
+#
+# A point for each run that is done: on the line the estimate is right, between the dashed lines it is within 20 %. Where the
+# speed of the machine was never measured, the estimate of time is rough (`titanlab plan --measure`).
+
+# %%
+estimate_against_measurement(sweep_frame(sweep))
 
 # %% [markdown]
 # ## Differences between layouts

@@ -60,15 +60,16 @@ def test_schedules_stand_beside_the_pipelines_of_a_sweep(execute, short_sweep):
 @pytest.mark.full
 def test_a_sweep_is_compared(execute, short_sweep):
     executed = execute("compare_sweep", TITANLAB_SWEEP=str(short_sweep))
-    text = shown(executed, pictures=6, tables=1)
+    text = shown(executed, pictures=7, tables=1)
     assert text.startswith("quickstart_layouts: runs 8, points dropped 2, rows of metrics 64\n")
     assert "must be a multiple of the 3 data-parallel processes" in executed.tables[0]
+    assert "95% interval" in text
 
 
 @pytest.mark.full
 def test_memory_is_accounted_for(execute, short_sweep):
     executed = execute("memory", TITANLAB_SWEEP=str(short_sweep))
-    text = shown(executed, pictures=1, tables=2)
+    text = shown(executed, pictures=2, tables=2)
     assert text == "quickstart_layouts: runs with an estimate 8, with a measurement 8\n"
     assert "item.activations" in executed.tables[0]
 
