@@ -45,6 +45,8 @@ COMMANDS: tuple[tuple[str, str], ...] = (
         "weights are imported first; tests/weights/huggingface/test_runs.py trains from them",
     ),
     (r"titanlab train model=llama3_2_1b ", "1.2 billion parameters; the same with a small model is executed"),
+    (r"titanlab train .*tracker=\S+ tracker\.", "the same trackers with other keys; those without are executed"),
+    (r"titanlab (parity|rehearse) ", "they train many recipes; tests/cli/test_proofs.py runs them in a short form"),
     (
         r"titanlab train --from RUN",
         "tests/training/test_saves.py and tests/cli/test_train_from.py start runs from checkpoints",
@@ -76,6 +78,7 @@ PYTHON = {
 OTHERS: tuple[tuple[str, str, str], ...] = (
     ("README.md", "titanlab · quickstart", "printed; tests/docs/test_numbers.py compares its numbers"),
     ("docs/checkpoints.md", "checkpoints/", "a list of files; tests/checkpoint holds it"),
+    ("docs/comparing.md", "equal2: No winner", "printed for a real sweep of equal recipes; tests/cli/test_best.py"),
     ("docs/compile.md", "warning: step 3", "printed where a shape changes; tests/compile/test_watch.py"),
     ("docs/configuration.md", "mypackage/", "an outline of a package"),
     ("docs/configuration.md", "[project", "of that package; docs/extending.md has a whole one"),

@@ -54,12 +54,14 @@ def to_execute(page: str) -> list[str]:
 def shortened(text: str) -> str:
     if not text.startswith("titanlab train"):
         return text
-    # A profiler records later steps, and is no part of a run's identity: the same run would be done already.
-    profiler = re.search(r"profiler=(\w+)", text)
-    steps = f"training.steps=9 name={profiler[1]}" if profiler else ""
+    # Profilers and trackers are no part of a run's identity: without another name, the run would be done already.
+    recorder = re.search(r"(profiler|tracker)=\[?([\w,]+)", text)
+    name = f"name={recorder[2].replace(',', '_')}" if recorder else ""
+    # A profiler records later steps.
+    steps = "training.steps=9" if "profiler=" in text else ""
     # The schedule of the file on the page has four microbatches.
     batch = "training.global_batch=4" if "schedule=csv" in text else ""
-    return " ".join([text, SHORT, steps, batch])
+    return " ".join([text, SHORT, steps, batch, name])
 
 
 executed_before: set[str] = set()
