@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_the_quickstart_learns_python_and_writes_some(newcomer, tmp_path):
 
 
 @pytest.mark.full
-def test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared(newcomer):
+def test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared(newcomer, tmp_path):
     # Half the steps: they show the same.
     shorter = ("training.steps=30", "optimizer.schedule.warmup_steps=3")
     newcomer("sweep", "+sweeps=quickstart_layouts", *shorter, "--wait", seconds=1800)
@@ -58,3 +59,15 @@ def test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared(newc
     # Sharded memory is less memory.
     memory = dict(zip(layouts, (row["memory_gib"] for row in rows), strict=True))
     assert memory["dp_s2·tp2·pp2"] < memory["single"]
+    # The last line is the place of a page that shows all that.
+    *_, last = newcomer("report", "quickstart_layouts", seconds=120).splitlines()
+    assert last == "report: runs/quickstart_layouts/quickstart_layouts.html"
+    page = (tmp_path / last.partition(": ")[2]).read_text()
+    assert all(layout in page for layout in layouts)
+    assert page.count("<figure") >= 5
+
+
+def test_the_quickstart_ends_with_the_place_of_the_report():
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    lines = makefile.partition("\nquickstart:")[2].partition("\n\n")[0].splitlines()
+    assert lines[-1].endswith("titanlab report quickstart_layouts")

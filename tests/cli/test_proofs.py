@@ -173,9 +173,36 @@ def test_a_large_layout_is_folded_and_what_does_not_fit_gets_a_second(says, rank
     recipe = ["+recipe=llama3_1_8b_256gpus_4d", *layout.split(), "parallelism.pipeline=2", "world=64"]
     code, out, _ = says("rehearse", *recipe)
     assert code == 0
-    assert "dp_r did not fit into dp_s2·cp2·tp2·pp2 of dp_r2·dp_s4·cp2·tp2·pp2, and gets a layout of its own" in out
+    assert (
+        "dp_r did not fit into dp_s2·cp2·tp2·pp2 of dp_r2·dp_s4·cp2·tp2·pp2; another layout has what is missing" in out
+    )
     assert "[2/2] ok" in out
     assert out.splitlines()[-1] == "ok: 1 recipe in 2 rehearsals"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "data=files data.files=/nowhere/*.jsonl",
+        "data=tokens data.folder=/nowhere",
+        "data=files data.files=/nowhere data.tokenizer=/nowhere/tokenizer.json",
+        "init_from=/nowhere/weights",
+        "checkpoint.load_from=/nowhere",
+    ],
+)
+def test_files_of_the_cluster_need_not_be_here(says, ranks, keys):
+    code, out, err = says("rehearse", "+recipe=llama3_1_8b_8gpus", "cluster=h100", *keys.split())
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "ok: 1 recipe in 1 rehearsal"
+
+
+def test_rules_of_the_real_size_are_held_to(says, ranks):
+    swept = ["parallelism=fsdp_tp", "parallelism.shard=1", "parallelism.tensor=2,16", "world=null"]
+    code, out, _ = says("rehearse", "+recipe=llama3_1_8b_8gpus", *swept)
+    assert code == 1
+    assert "[1/2] failed  fsdp_tp" not in out
+    assert "infeasible: parallelism.tensor=16: must divide 8 key/value heads" in out
+    assert out.splitlines()[-1] == "1 of 2 recipes failed"
 
 
 @pytest.mark.parametrize("verb", ["parity", "rehearse"])

@@ -37,6 +37,8 @@ CALLS = [
     ("cancel nope", 2),
     ("retry nope --outcome oom", 2),
     ("collect nope", 2),
+    ("report nope", 2),
+    ("report --help", 0),
     ("completion query", 0),
 ]
 # Prints, for every call, its exit code and the heavy modules that there are after it.

@@ -34,9 +34,15 @@ VERBS = {
     "diagnose": ("titanlab.cli.diagnose", "say again why a run hung: which rank, in which collective, on which line"),
     "cancel": ("titanlab.cli.cancel", "end a sweep's jobs, or some of them; what is done stays done"),
     "retry": ("titanlab.cli.retry", "submit runs again that ended badly (--outcome oom) or by other code (--stale)"),
-    "collect": ("titanlab.cli.collect", "write a sweep's results as one parquet and one CSV file"),
-    "best": ("titanlab.cli.best", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise"),
-    "report": ("titanlab.cli.report", "write a sweep's report: one HTML file with the answer, figures and causes"),
+    "collect": ("titanlab.cli.results.collect", "write a sweep's results as one parquet and one CSV file"),
+    "best": (
+        "titanlab.cli.results.best",
+        "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise",
+    ),
+    "report": (
+        "titanlab.cli.results.report",
+        "write a sweep's report: one HTML file with the answer, figures and causes",
+    ),
     "resume": ("titanlab.cli.resume", "continue a run that was stopped, under the same or another layout"),
     "checkpoints": ("titanlab.cli.checkpoints", "list a run's checkpoints; --verify reads and checks every byte"),
     "hosts": (
@@ -45,7 +51,7 @@ VERBS = {
     ),
     "sync": ("titanlab.cli.sync", "upload what wandb has written offline; --rebuild writes it anew from metrics.jsonl"),
     "workspace": (
-        "titanlab.cli.workspace",
+        "titanlab.cli.results.workspace",
         "make a wandb workspace and report of a sweep; without an API key, print them as JSON",
     ),
     "generate": ("titanlab.cli.generate", "write text with a run's latest checkpoint"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from titanlab.checkpoint.folders import latest
 from titanlab.checkpoint.position import Position
+from titanlab.checkpoint.remote.address_schema import StorePath
+from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.costs import flops, meter
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.meter import Work
@@ -103,11 +106,17 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
     """Suggested commands after this outcome."""
     folder = shown_path(run.path)
     if outcome.kind is OutcomeKind.DONE:
-        sample = [f'titanlab generate {folder} --prompt "def "'] if run.tokenizer.is_dir() else []
+        sample = [f'titanlab generate {folder} --prompt "def "'] if _can_generate(run) else []
         return [*sample, f"less {folder}/metrics.jsonl"]
     if outcome.kind.may_continue:
         return [f"titanlab resume {folder}"]
     return [f"less {folder}/logs/rank-0.log"]
+
+
+def _can_generate(run: RunFolder) -> bool:
+    """Whether the run has a tokenizer and a checkpoint. A remote store is not asked again."""
+    place = checkpoints_of(run)
+    return run.tokenizer.is_dir() and (isinstance(place, StorePath) or latest(place) is not None)
 
 
 def _peak(constants: Work) -> str:

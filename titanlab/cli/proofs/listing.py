@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ def sizes_and_notes(proofs: Sequence[Any], steps: int) -> list[str]:
     """Lines about the reduced sizes, and about what is not as in the originals."""
     sizes: dict[str, None] = {}
     notes: dict[str, None] = {}
+    unfit: list[str] = []
     for proof in proofs:
         recipe = proof.reduced.recipe
         account, training = recipe.model.account(), recipe.training
@@ -37,18 +40,27 @@ def sizes_and_notes(proofs: Sequence[Any], steps: int) -> list[str]:
         notes.update(dict.fromkeys(proof.reduced.notes))
         if proof.missing:
             axes = ", ".join(proof.missing)
-            notes[f"{proof.run}: {axes} did not fit into {proof.layout}, and gets a layout of its own"] = None
+            unfit.append(f"{proof.run}: {axes} did not fit into {proof.layout}; another layout has what is missing")
     shown = list(sizes)
     lines = shown if len(shown) <= 4 else [*shown[:3], f"and {len(shown) - 3} more sizes"]
-    return [*lines, *(f"on this CPU: {note}" for note in notes)]
+    return [*lines, *(f"on this CPU: {note}" for note in notes), *unfit]
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows with aligned columns."""
-    return aligned(_HEADINGS, [_cells(row) for row in rows], right=("loss", "grad norm"))
+    """The rows with aligned columns; without the names of tensors where a terminal is too narrow for them."""
+    lines = _aligned(rows, with_names=True)
+    if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
+        return _aligned(rows, with_names=False)
+    return lines
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _aligned(rows: Sequence[Row], *, with_names: bool) -> list[str]:
+    cells = [_cells(row, with_names=with_names) for row in rows]
+    figures = _HEADINGS[4:6] if with_names else _HEADINGS[4:]
+    return aligned(_HEADINGS, cells, right=figures)
+
+
+def _cells(row: Row, *, with_names: bool) -> tuple[str, ...]:
     return (
         "PASS" if row.passed else "FAIL",
         row.run,
@@ -56,7 +68,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.precision,
         _figure(row.loss),
         _figure(row.grad_norm),
-        *(_figure(pair[0]) + f" {pair[1]}" if pair else "" for pair in (row.gradient, row.parameter)),
+        *(
+            _figure(pair[0]) + (f" {pair[1]}" if with_names else "") if pair else ""
+            for pair in (row.gradient, row.parameter)
+        ),
         _tolerance(row),
     )
 

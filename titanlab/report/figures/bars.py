@@ -23,7 +23,7 @@ from titanlab.report.figures.style import (
 )
 from titanlab.sweep.table.comparison import Group, groups
 from titanlab.sweep.table.listing import word
-from titanlab.terminal.numerals import grouped, significant
+from titanlab.terminal.numerals import counted, grouped, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +39,7 @@ def throughput_by_layout(
     *,
     together: bool = False,
     ranked: bool = False,
+    centres: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[float, float]] | None = None,
 ) -> TracedFigure:
     """Tokens per second of each recipe: bars are medians over repeats, points the runs.
@@ -46,20 +47,25 @@ def throughput_by_layout(
     Args:
         runs: the frame of `sweep_frame`, or the rows of a table.
         together: show the speed of all devices together instead of one device.
-        ranked: put the fastest recipe on top, and not the sweep's first one.
+        ranked: put the fastest recipe on top, and not the sweep's first one; oversubscribed ones come last.
+        centres: lengths of bars in place of the medians, by the recipe's label.
         bands: an interval for each recipe, by its label, drawn as a line with ends.
     """
     column, of = ("tokens_per_second_all", "all devices") if together else ("tokens_per_second", "one device")
     compared = groups(records_of(runs))
+    centres = centres or {}
     if ranked:
-        compared = sorted(compared, key=lambda group: -(group.median(column) or -1.0))
+        compared = sorted(
+            compared,
+            key=lambda group: (group.is_oversubscribed, -(_centre(group, column, centres) or -1.0)),
+        )
 
     def text(group: Group, value: float) -> str:
         mfu = group.median("mfu_percent")
         return grouped(value) + ("" if mfu is None or together else f"  (MFU {mfu:.1f}%)")
 
     label = f"tokens per second of {of}, median step after warm-up"
-    return _bars(compared, column, "throughput", label, text, bands=bands or {})
+    return _bars(compared, column, "throughput", label, text, centres=centres, bands=bands or {})
 
 
 def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
@@ -84,6 +90,7 @@ def _bars(
     text: Callable[[Group, float], str],
     *,
     hatched: bool = True,
+    centres: Mapping[str, float] | None = None,
     bands: Mapping[str, tuple[float, float]] | None = None,
 ) -> TracedFigure:
     """A horizontal bar for each recipe; a recipe without a value shows its outcomes as text."""
@@ -92,7 +99,7 @@ def _bars(
     figure, axis = new_figure(WIDTH, FRAME + BAR * max(1, len(shown)))
     longest = max((value for group in shown for value in group.values(column)), default=1.0) or 1.0
     for place, group in enumerate(shown):
-        value = group.median(column)
+        value = _centre(group, column, centres or {})
         names = [row["run"] for row in group.rows]
         if value is None:
             ends = ", ".join(sorted({word(row) for row in group.rows}))
@@ -102,9 +109,9 @@ def _bars(
         look: dict[str, Any] = OVERSUBSCRIBED if oversubscribed[place] else {"facecolor": BLUE}
         (bar,) = axis.barh(place, value, height=0.72, linewidth=0.8, **look)
         measured = [row for row in group.rows if row["outcome"] == "done" and row[column] is not None]
-        said = f"{group.label}: {text(group, value)}, median of {len(measured)}"
+        said = f"{group.label}: {text(group, value)}, {counted(len(measured), 'run')}"
         figure.trace(bar, runs=[row["run"] for row in measured], columns=[column], text=said)
-        band = bands.get(group.label) if bands else None
+        band = bands.get(group.label) if bands and not group.is_control else None
         end = max(value, *(band or ()), *(row[column] for row in measured))
         if band is not None:
             _draw_band(axis, place, band)
@@ -112,7 +119,8 @@ def _bars(
             _draw_runs(figure, axis, place, measured, column)
         axis.text(end + 0.015 * longest, place, text(group, value), va="center", fontsize=8.5, color=INK)
     axis.set_xlim(0, longest * _ROOM)
-    label_bars(axis, [group.label for group in shown], len(compared))
+    labels = [f"{group.label} (control)" if group.is_control else group.label for group in shown]
+    label_bars(axis, labels, len(compared))
     axis.set_xlabel(label)
     axis.xaxis.set_major_formatter(lambda value, _: grouped(value) if longest >= 10 else significant(value, 2))
     if any(oversubscribed):
@@ -123,6 +131,12 @@ def _bars(
     set_title(axis, f"{title} by layout")
     figure.has_heading = True
     return figure
+
+
+def _centre(group: Group, column: str, centres: Mapping[str, float]) -> float | None:
+    """The given centre of a recipe, or its median: the control may have the label of another recipe."""
+    given = None if group.is_control else centres.get(group.label)
+    return group.median(column) if given is None else given
 
 
 def _draw_band(axis: Axes, place: int, band: tuple[float, float]) -> None:

@@ -33,7 +33,7 @@ PAIRS = (
     ("memory_gib", "estimate.memory_gib", "memory", "GiB"),
 )
 _BAND = 0.2
-_SPREAD = 20.0  # largest over smallest value from which axes are logarithmic
+_SPREAD = 8.0  # largest over smallest value from which axes are logarithmic
 
 
 def estimate_against_measurement(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:

@@ -209,7 +209,7 @@ def _number(figure: TracedFigure, axis: Axes, points: Sequence[Point]) -> None:
     handles, labels = [], []
     for number, point in enumerate(chosen, 1):
         handles.append(Line2D([], [], linestyle="none"))
-        labels.append(f"{number}  {label_text(point.group.label, most=30)}")
+        labels.append(f"{number}  {label_text(point.group.label, most=34)}")
     if any(point.group.is_oversubscribed for point in points):
         look: dict[str, Any] = {"color": PALE, "markeredgecolor": BLUE, "markeredgewidth": 0.8}
         handles.append(Line2D([], [], linestyle="none", marker="o", markersize=6, **look))

@@ -103,6 +103,9 @@ def label_text(text: str, *, most: int = _MOST_LETTERS) -> str:
     """A label for matplotlib: printable, of bounded length, and never read as a formula."""
     line = printable(" ".join(text.split()))
     if len(line) > most:
+        # `optimizer.lr 0.1` after another part: the last word of a key says enough.
+        line = re.sub(r"(?<=· )(?:\w+\.)+(?=\w+ )", "", line)
+    if len(line) > most:
         # The end of a name often says what differs.
         end = most // 3
         line = f"{line[: most - end - 1]}…{line[-end:]}"

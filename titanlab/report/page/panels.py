@@ -97,9 +97,9 @@ def throughput_panel(facts: Facts, answer: Answer) -> Panel:
     """Speed of each recipe."""
     kept = {id(row) for group in facts.groups[:_MOST_RECIPES] for row in group.rows}
     rows = facts.rows if len(facts.groups) <= _MOST_RECIPES else [row for row in facts.rows if id(row) in kept]
-    measured = [(group, group.median("tokens_per_second")) for group in facts.groups]
+    measured = [(group, answer.centres.get(group.label) or group.median("tokens_per_second")) for group in facts.groups]
     shown = [f"{group.label} {grouped(value)}" for group, value in measured if value is not None]
-    caption = "A bar is the median over the runs of a recipe, an orange point is one run: the run is the unit."
+    caption = "A bar is the geometric mean over the runs of a recipe, an orange point is one run: the run is the unit."
     if answer.bands:
         caption += f" {answer.band_text}"
     else:
@@ -111,7 +111,7 @@ def throughput_panel(facts: Facts, answer: Answer) -> Panel:
     return Panel(
         name="throughput",
         title="Throughput by layout",
-        figure=throughput_by_layout(rows, ranked=True, bands=answer.bands),
+        figure=throughput_by_layout(rows, ranked=True, centres=answer.centres, bands=answer.bands),
         caption=caption + _oversubscribed(facts),
         description=f"Bars of tokens per second of one device. {_listed(shown) or 'No run was measured'}.",
         columns=columns,

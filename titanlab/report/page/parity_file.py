@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlab.errors import TitanlabError
-from titanlab.records.json_file import read_object
-
-FILE = "parity.json"
-_SCHEMA = 1
+from titanlab.parity import parity_file
 
 
 class ParityRow(NamedTuple):
@@ -44,18 +41,12 @@ class Parity(NamedTuple):
 def read_parity(folder: Path) -> Parity | None:
     """The comparisons in a sweep's folder; None: there is no file. A damaged file is a note."""
     try:
-        value = read_object(folder / FILE)
+        value = parity_file.read_parity(folder)
     except TitanlabError as error:
-        return Parity(note=f"{FILE} cannot be read: {error}")
+        return Parity(note=f"{parity_file.NAME} cannot be read: {error}")
     if value is None:
         return None
-    if value.get("schema") != _SCHEMA:
-        return Parity(note=f"{FILE} has schema {value.get('schema')}, and this version of titanlab reads {_SCHEMA}")
-    rows = value.get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        return Parity(note=f"{FILE} has no list of rows")
-    found = tuple(map(_row, rows))
-    return Parity(str(value.get("time") or ""), str(value.get("reference") or ""), found)
+    return Parity(value["time"], value["reference"], tuple(map(_row, value["rows"])))
 
 
 def _row(row: Mapping[str, Any]) -> ParityRow:

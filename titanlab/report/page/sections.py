@@ -119,10 +119,11 @@ def _recipes(facts: Facts, answer: Answer) -> Table:
         *("outcomes", "not ranked"),
     ]
     places = {id(entry): place for place, entry in enumerate(answer.ranking.ranked, 1)}
-    rows = [_recipe(entry, places.get(id(entry)), answer) for entry in answer.ranking.entries]
+    control = [answer.ranking.control] if answer.ranking.control is not None else []
+    rows = [_recipe(entry, places.get(id(entry)), answer) for entry in (*answer.ranking.entries, *control)]
     # A column without a value says nothing.
     kept = [place for place in range(len(headings)) if not rows or any(row[place].text for row in rows)]
-    caption = "Recipes by place: medians over the runs that are done"
+    caption = "Recipes by place: means of tokens/s, medians of the rest, over the runs that are done"
     return Table(
         caption=f"{caption}; * {OVERSUBSCRIBED_TEXT}" if any(row["oversubscribed"] for row in facts.done) else caption,
         headings=[headings[place] for place in kept],
@@ -132,15 +133,19 @@ def _recipes(facts: Facts, answer: Answer) -> Table:
 
 def _recipe(entry: Entry, place: int | None, answer: Answer) -> list[Cell]:
     group = entry.group
-    band = answer.bands.get(group.label)
+    # The control may have the label of another recipe.
+    band = None if entry.is_control else answer.bands.get(group.label)
+    centre = None if entry.is_control else answer.centres.get(group.label)
     ends = Counter(map(word, group.rows))
     near = place is not None and (answer.ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
     return [
         Cell(text=group.label + (" *" if group.is_oversubscribed else ""), run=str(representative(group)["run"])),
-        text(None if place is None else f"{place}{' (within noise)' if near else ''}"),
+        text(
+            "control" if entry.is_control else None if place is None else f"{place}{' (within noise)' if near else ''}"
+        ),
         number(group.world),
         number(len(group.rows)),
-        number(_whole(group.median("tokens_per_second"))),
+        number(_whole(centre or group.median("tokens_per_second"))),
         Cell(text="" if band is None else f"{_speed(band[0])} to {_speed(band[1])}", is_number=True),
         number(group.median("mfu_percent"), digits=3),
         number(group.median("memory_gib"), digits=3),

@@ -15,11 +15,19 @@ from titanlab.sweep.study.prune import Unfit
 from titanlab.sweep.study.space import canonical_text
 from titanlab.weights.starting_weights import start_fingerprint
 
+# Keys of files and folders: what is wrong with them here may be right where the runs are.
+_PLACES = ("data.files", "data.folder", "data.path", "data.tokenizer", "init_from", "checkpoint.load_from")
+
 
 class DataOnce:
-    """Remembers results for the data of a sweep's recipes."""
+    """Remembers results for the data of a sweep's recipes.
 
-    def __init__(self) -> None:
+    Args:
+        elsewhere: data and starting weights need not be on this host.
+    """
+
+    def __init__(self, *, elsewhere: bool = False) -> None:
+        self._elsewhere = elsewhere
         self._results: dict[str, Any] = {}
         # Once any data is prepared, more rules can be checked: earlier results of `check` are not used again.
         self._prepared = False
@@ -33,7 +41,11 @@ class DataOnce:
         training = recipe.training
         inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
         inputs += [training.validation_sequences, training.validate_every]
-        self._once(["check", self._prepared, _plain(recipe), inputs], lambda: check_data(recipe))
+        try:
+            self._once(["check", self._prepared, _plain(recipe), inputs], lambda: check_data(recipe))
+        except ConfigError as error:
+            if not (self._elsewhere and error.key in _PLACES):
+                raise
 
     def prepare(self, recipe: Recipe, report: Callable[[str], None]) -> None:
         """Prepare a recipe's data, and check the rules that need the prepared data.
@@ -50,10 +62,19 @@ class DataOnce:
 
     def identify(self, recipe: Recipe) -> Identity:
         """The identity of a checked recipe."""
-        data = self._once(["fingerprint", _plain(recipe)], lambda: source.fingerprint(recipe.data))
-        weights = self._once(["weights", recipe.init_from], lambda: start_fingerprint(recipe))
+        data = self._here(["fingerprint", _plain(recipe)], lambda: source.fingerprint(recipe.data))
+        weights = self._here(["weights", recipe.init_from], lambda: start_fingerprint(recipe))
         hardware = str(recipe.cluster.device)
         return identify(recipe, data=data, hardware=hardware, repeat=recipe.repeat, weights=weights)
+
+    def _here(self, inputs: list[Any], act: Callable[[], Any]) -> Any:
+        """The result; `elsewhere` instead if the files are not here and need not be."""
+        try:
+            return self._once(inputs, act)
+        except ConfigError as error:
+            if not (self._elsewhere and error.key in _PLACES):
+                raise
+            return "elsewhere"
 
     def _once(self, inputs: list[Any], act: Callable[[], Any]) -> Any:
         key = canonical_text(inputs)

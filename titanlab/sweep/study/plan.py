@@ -88,7 +88,7 @@ def plan_study(
         arguments: overrides and Hydra's flags.
         whole: raise an error if any point cannot run, unless a condition drops it.
         loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
-        elsewhere: the runs are not for this host, so that its devices and memory do not matter.
+        elsewhere: the runs are not for this host, so that its devices, memory and files do not matter.
 
     Raises:
         ConfigError: the sweep is wrong, or none of its points can run.
@@ -132,7 +132,7 @@ class _Checks:
     """Composes and checks points; what many points share is computed once."""
 
     def __init__(self, *, elsewhere: bool) -> None:
-        self.data = DataOnce()
+        self.data = DataOnce(elsewhere=elsewhere)
         self._elsewhere = elsewhere
         # A dict as an ordered set.
         self.notices: dict[str, None] = {}
@@ -175,7 +175,8 @@ class _Checks:
                 processes=recipe.layout.world,
             )
             check_host_memory(recipe, self._host, processes=recipe.layout.world)
-        check_beginning(recipe)
+        if not self._elsewhere:
+            check_beginning(recipe)
         return recipe
 
 

@@ -1,0 +1,1 @@
+"""Verbs that compare the runs of a sweep and show its results."""
