@@ -25,7 +25,6 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"launch/dev-slurm|eval \"\$\(launch/dev-slurm|sacct$", "they start a Slurm; tests/slurm does so"),
     (r"python -m venv ~/torch-2.11|~/torch-2.11/", "they install an older torch"),
     (r"python benchmarks/layout_guide", "minutes; tests/benchmarks runs it in a short form"),
-    (r"python -c \"import torch; print\(torch.cuda", "it needs a GPU"),
     (r"(titanlab|torchrun) .*\+recipe=\w+gpus\b(?!_cpu)(?!.*--cfg)(?!.*(plan|cluster=h100 --))", "it needs GPUs"),
     (r"torchrun --nproc-per-node 8", "eight processes; tests/gpt/test_gpt_package.py starts four"),
     (r"torchrun .*prove.py|keys=", "tests/gpt/test_gpt_package.py runs them with the package of the page"),
@@ -72,13 +71,18 @@ PYTHON = {
     "docs/activation-checkpointing.md": 1,
     "docs/comparing.md": 1,
     "docs/notebooks.md": 2,
+    "docs/reports.md": 1,
     "docs/run-folder.md": 3,
 }
 # Blocks that are no commands: the page, the begin of their text, and what they are.
 OTHERS: tuple[tuple[str, str, str], ...] = (
     ("README.md", "titanlab · quickstart", "printed; tests/docs/test_numbers.py compares its numbers"),
     ("docs/checkpoints.md", "checkpoints/", "a list of files; tests/checkpoint holds it"),
-    ("docs/comparing.md", "equal2: No winner", "printed for a real sweep of equal recipes; tests/cli/test_best.py"),
+    (
+        "docs/comparing.md",
+        "equal2: No winner",
+        "printed for a real sweep of equal recipes; tests/cli/results/test_best.py",
+    ),
     ("docs/compile.md", "warning: step 3", "printed where a shape changes; tests/compile/test_watch.py"),
     ("docs/configuration.md", "mypackage/", "an outline of a package"),
     ("docs/configuration.md", "[project", "of that package; docs/extending.md has a whole one"),
@@ -96,6 +100,7 @@ OTHERS: tuple[tuple[str, str, str], ...] = (
     ("docs/profiling.md", "steps 6 to 8", "printed by a run"),
     ("docs/profiling.md", "memory up to step 8", "printed by a run"),
     ("docs/profiling.md", "cause   RuntimeError", "printed of a run without memory"),
+    ("docs/reports.md", "dp_r2 is the fastest", "printed for a real sweep; tests/cli/results/test_report.py"),
     ("docs/run-folder.md", "runs/", "a list of files"),
     ("docs/schedules.md", "0F0,0F1", "a file; tests/docs/test_examples.py reads it"),
     ("docs/sweeps.md", "# @package _global_", "tests/cli/test_sweep.py plans it"),

@@ -40,6 +40,19 @@ def test_frames_and_figures_are_made_as_shown(reader):
     assert Path("throughput.png").is_file()
 
 
+def test_figures_of_a_report_are_made_as_shown(reader):
+    pytest.importorskip("matplotlib").use("agg")
+    (example,) = code("docs/reports.md")
+    names = {}
+    exec(example, names)
+    assert Path("pareto.pdf").read_bytes().startswith(b"%PDF")
+    marks = names["figures"]["throughput"].marks
+    assert {run for mark in marks for run in mark.runs} <= {
+        path.name for path in Path("runs/quickstart_layouts").iterdir()
+    }
+    assert any("tokens_per_second" in mark.columns for mark in marks)
+
+
 def test_analyses_are_made_as_shown(reader):
     pytest.importorskip("matplotlib").use("agg")
     example, _ = code("docs/notebooks.md")
