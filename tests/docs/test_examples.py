@@ -46,7 +46,7 @@ def test_figures_of_a_report_are_made_as_shown(reader):
     names = {}
     exec(example, names)
     assert Path("pareto.pdf").read_bytes().startswith(b"%PDF")
-    marks = names["figures"]["throughput"].marks
+    marks = names["figures"]["throughput"].marks.values()
     assert {run for mark in marks for run in mark.runs} <= {
         path.name for path in Path("runs/quickstart_layouts").iterdir()
     }
