@@ -69,8 +69,11 @@ def test_a_sweep_is_compared(execute, short_sweep):
 @pytest.mark.full
 def test_memory_is_accounted_for(execute, short_sweep):
     executed = execute("memory", TITANLAB_SWEEP=str(short_sweep))
-    text = shown(executed, pictures=2, tables=2)
-    assert text == "quickstart_layouts: runs with an estimate 8, with a measurement 8\n"
+    text = shown(executed, pictures=1, tables=2)
+    assert text == (
+        "quickstart_layouts: runs with an estimate 8, with a measurement 8\n"
+        "runs with an estimate of time and memory: 0\n"
+    )
     assert "item.activations" in executed.tables[0]
 
 
