@@ -63,7 +63,7 @@ test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; instal
 
 test-browser: $(READY) ## open a report in Chromium, with an accessibility checker; installs it if it is missing (Debian, as root)
 	@tests/report/browser/install
-	@$(BIN)/python -m pytest -m browser $(ARGS)
+	@$(BIN)/python -m pytest -m browser tests/report $(ARGS)
 	@echo "screenshots: .cache/screenshots"
 
 lint: $(READY) ## check style (ruff) and types (mypy)

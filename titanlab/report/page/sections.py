@@ -10,7 +10,6 @@ from typing import Any
 from titanlab.errors import TitanlabError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.provenance import redact
-from titanlab.report.figures.style import OVERSUBSCRIBED_TEXT
 from titanlab.report.page import panels
 from titanlab.report.page.answer import Answer
 from titanlab.report.page.differences import Differences, differences
@@ -123,9 +122,11 @@ def _recipes(facts: Facts, answer: Answer) -> Table:
     rows = [_recipe(entry, places.get(id(entry)), answer) for entry in (*answer.ranking.entries, *control)]
     # A column without a value says nothing.
     kept = [place for place in range(len(headings)) if not rows or any(row[place].text for row in rows)]
-    caption = "Recipes by place: means of tokens/s, medians of the rest, over the runs that are done"
+    caption = "Recipes by place: means of tokens/s, medians of the rest, of the runs that are done"
+    if any(row["oversubscribed"] for row in facts.done):
+        caption += "; * more processes than cores"
     return Table(
-        caption=f"{caption}; * {OVERSUBSCRIBED_TEXT}" if any(row["oversubscribed"] for row in facts.done) else caption,
+        caption=caption,
         headings=[headings[place] for place in kept],
         rows=[[row[place] for place in kept] for row in rows],
     )
