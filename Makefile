@@ -61,9 +61,9 @@ test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; instal
 	@launch/dev-slurm/install
 	@$(BIN)/python -m pytest -m slurm $(ARGS)
 
-test-browser: $(READY) ## open a report in Chromium, with an accessibility checker; installs it if it is missing (Debian, as root)
+test-browser: $(READY) ## open a report and the site in Chromium, with an accessibility checker; installs it if it is missing (Debian, as root)
 	@tests/report/browser/install
-	@$(BIN)/python -m pytest -m browser tests/report $(ARGS)
+	@$(BIN)/python -m pytest -m browser tests/report tests/docs/test_site_in_browser.py $(ARGS)
 	@echo "screenshots: .cache/screenshots"
 
 lint: $(READY) ## check style (ruff) and types (mypy)
