@@ -103,7 +103,7 @@ def test_an_installed_option_is_found(installed):
     installed("titanlab.options", "others.gpt_schema", a_module("others.gpt_schema", "model", "gpt"))
     installed("titanlab.conf", "others.conf")
     assert schema_of("model", "gpt").__module__ == "others.gpt_schema"
-    assert set(discover()["model"]) == {"gpt", "llama", "qwen3"}
+    assert set(discover()["model"]) == {"gpt", "llama", "mixtral", "qwen3", "qwen3_moe"}
     assert conf_packages() == ["others.conf"]
 
 
@@ -111,7 +111,7 @@ def test_a_schema_that_was_only_imported_counts_once(installed):
     module = ModuleType("others.gpt_schema")
     module.Llama = Llama
     installed("titanlab.options", "others.gpt_schema", module)
-    assert set(discover()["model"]) == {"llama", "qwen3"}
+    assert set(discover()["model"]) == {"llama", "mixtral", "qwen3", "qwen3_moe"}
 
 
 def test_two_packages_with_the_same_option(installed):

@@ -22,6 +22,8 @@ SCHEMAS = [
 NEEDED = {
     "Llama": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 2048},
     "Qwen3": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 2048},
+    "Qwen3Moe": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 2048},
+    "Mixtral": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 2048},
     "Files": {"files": "a.txt"},
     "Tokens": {"folder": "tokens"},
     "HF": {"path": "a/b"},

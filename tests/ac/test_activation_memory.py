@@ -20,6 +20,7 @@ from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share
 from titanlab.model.llama_account import account
 from titanlab.model.llama_schema import Llama
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.model.qwen3_schema import Qwen3
 
 BAR = 0.05
@@ -33,13 +34,18 @@ POLICIES = {
     "none": NoCheckpointing(),
 }
 # Norms of heads add to what a whole block keeps, and nothing to what selective_op saves.
-ORDERS = {"head norms": ("full", "selective_op", "selective_layer, one kept", *list(POLICIES)[3:])}
+ORDERS = {
+    "experts": ("full", "selective_op", "selective_layer, one kept", *list(POLICIES)[3:]),
+    "head norms": ("full", "selective_op", "selective_layer, one kept", *list(POLICIES)[3:]),
+}
 SHAPES = {
     # The proportions of Llama 3 8B, and of Llama 2: shared heads, and none shared.
     "shared heads": (Llama(dim=256, layers=4, heads=8, kv_heads=2, ffn_dim=896, vocab_size=64), 2, 256),
     "head norms": (Qwen3(dim=192, layers=4, heads=4, kv_heads=2, head_dim=64, ffn_dim=512, vocab_size=64), 2, 192),
+    "experts": (Qwen3Moe(dim=192, layers=4, heads=4, kv_heads=2, head_dim=64, ffn_dim=128, vocab_size=64, experts=8,
+                         active_experts=2), 2, 192),
     "own heads": (Llama(dim=192, layers=4, heads=6, kv_heads=6, ffn_dim=512, vocab_size=64), 3, 192),
-}
+}  # fmt: skip
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -56,6 +62,8 @@ def measured(config, policy, dtype, *, batch, seq, backend=""):
         ("shared heads", "bf16"),
         ("own heads", "fp32"),
         ("head norms", "bf16"),
+        ("experts", "bf16"),
+        pytest.param("experts", "fp32", marks=pytest.mark.full),
         pytest.param("shared heads", "fp32", marks=pytest.mark.full),
         pytest.param("own heads", "bf16", marks=pytest.mark.full),
     ],

@@ -5,10 +5,12 @@ from pathlib import Path
 import yaml
 
 from titanlab.model.llama_schema import Llama
+from titanlab.model.mixtral_schema import Mixtral
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.model.qwen3_schema import Qwen3
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"
-SCHEMAS = {"llama_schema": Llama, "qwen3_schema": Qwen3}
+SCHEMAS = {"llama_schema": Llama, "qwen3_schema": Qwen3, "qwen3_moe_schema": Qwen3Moe, "mixtral_schema": Mixtral}
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 # Parameters: of the released checkpoints. The 34B of Llama 2 was not released; the count is that of Code Llama

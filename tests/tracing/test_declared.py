@@ -8,19 +8,20 @@ import pytest
 
 from tests import tiny
 from titanlab.costs.layout import Layout
+from titanlab.costs.traffic_account import Coordinate
 from titanlab.precision.bf16_schema import Bf16
-from titanlab.tracing.declared import Place, declared, place_of
+from titanlab.tracing.declared import declared, place_of
 
 
 def test_every_rank_has_a_place_of_its_own():
     layout = Layout(pipeline=2, replicate=2, shard=3, context=2, tensor=2)
     places = [place_of(layout, rank) for rank in range(layout.world)]
-    assert places[0] == Place()
-    assert places[1] == Place(tensor=1)
-    assert places[2] == Place(context=1, fsdp=1)
-    assert places[4] == Place(fsdp=2)
-    assert places[12] == Place()  # the next replica
-    assert places[24] == Place(pipeline=1)
+    assert places[0] == Coordinate()
+    assert places[1] == Coordinate(tensor=1)
+    assert places[2] == Coordinate(context=1, fsdp=1)
+    assert places[4] == Coordinate(fsdp=2)
+    assert places[12] == Coordinate()  # the next replica
+    assert places[24] == Coordinate(pipeline=1)
     axes = {(place.pipeline, place.context, place.tensor, place.fsdp) for place in places}
     assert axes == {(p, f % 2, t, f) for p, f, t in product(range(2), range(6), range(2))}
 

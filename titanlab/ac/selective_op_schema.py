@@ -28,6 +28,8 @@ MATMULS = (
     "aten.baddbmm.default",
     "aten._scaled_mm.default",
 )
+# Operators that models and axes of this package register when they are imported.
+OWN = ("titanlab.context_attention.default", "titanlab.grouped_product.default")
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
 PAPER = (
     "aten.mm.default",
@@ -69,13 +71,16 @@ class SelectiveOp(ACConfig):
                 raise ConfigError(KEY, self._typed(), f"names {name} twice", "name it once")
 
     def check(self, setting: Setting) -> None:
-        """Check that torch has the operators.
+        """Check that torch has the operators, and that a block is computed again as it was.
 
         Operators of other packages may be unknown until the model is imported; `apply` checks those.
 
         Raises:
             ConfigError: torch lacks an operator.
         """
+        if setting.layout.expert > 1:
+            rule = "repeats a block operator by operator, and with expert > 1 FSDP2 gathers experts inside of it"
+            raise ConfigError("ac", self.kind, rule, "try ac=full or ac=selective_layer")
         if not set(self.saved) <= set(PAPER):
             # Imports torch, so only for a list other than the default.
             self.check_known(self.implementation().known_operators(), all_imported=False)
@@ -125,7 +130,7 @@ class SelectiveOp(ACConfig):
         Raises:
             ConfigError: a name is unknown.
         """
-        known = known | set(PAPER)
+        known = known | {*PAPER, *OWN}
         spaces = {name.partition(".")[0] for name in known}
         for name in self.saved:
             space = name.partition(".")[0]

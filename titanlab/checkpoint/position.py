@@ -40,6 +40,7 @@ class Position:
         tracker: the run's id in the tracker.
         layout: degrees of the layout that saved the checkpoint, for users.
         loss_scale: state of the loss scale, see `titanlab.precision.loss_scale`; empty without loss scaling.
+        routing: by block, state of the balance of its experts, see `titanlab.training.balance`; empty without experts.
     """
 
     step: int = 0
@@ -48,6 +49,7 @@ class Position:
     tracker: str | None = None
     layout: dict[str, int] = field(default_factory=dict)
     loss_scale: dict[str, float] = field(default_factory=dict)
+    routing: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,8 @@ def position_bytes(saved: SavedPosition) -> bytes:
         "files": saved.files,
         "generators": generators,
     }
+    if not saved.position.routing:
+        del content["routing"]
     if saved.contents is not None:
         content["contents"] = saved.contents
     return (json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -200,6 +204,10 @@ def _is_mapping(value: Any, is_valid: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(is_valid(inner) for inner in value.values())
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_shape(value: Any) -> bool:
     return isinstance(value, list) and all(_is_count(size) for size in value)
 
@@ -237,8 +245,12 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tracker": (lambda value: value is None or isinstance(value, str), "must be text or null"),
     "layout": (lambda value: _is_mapping(value, _is_count), "must be a mapping to whole numbers"),
     "loss_scale": (
-        lambda value: _is_mapping(value, lambda inner: isinstance(inner, (int, float)) and not isinstance(inner, bool)),
+        lambda value: _is_mapping(value, _is_number),
         "must be a mapping to numbers",
+    ),
+    "routing": (
+        lambda value: _is_mapping(value, lambda inner: isinstance(inner, list) and all(map(_is_number, inner))),
+        "must be a mapping to lists of numbers",
     ),
     "parameters": (lambda value: _is_mapping(value, _is_shape), "must be a mapping to shapes"),
     "files": (

@@ -14,8 +14,8 @@ from typing import Literal
 
 OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup"]
 # A tensor-parallel rank's part of a tensor: `stream`: its tokens if the residual stream is cut, else all; `part`: its
-# heads or columns; `whole`: all of it.
-Cut = Literal["stream", "part", "whole"]
+# heads or columns; `whole`: all of it, for this rank's tokens; `all`: all of it, whatever tokens a rank has.
+Cut = Literal["stream", "part", "whole", "all"]
 # Name of a block's input, which the previous block has computed.
 HIDDEN = "hidden"
 
@@ -31,6 +31,9 @@ class Activation:
         element_bytes: bytes of an element, such as 4 for float32 statistics; None: those of the compute precision.
         copy_of: name of the tensor of which it is a copy in another precision; with equal widths there is no copy.
         accelerator: the only one on which it exists; empty: all.
+        with_experts: its cut with expert parallelism, where each rank of the tensor axis routes its own tokens;
+            `only`: it exists only then, cut as the stream; empty: that does not change it. What is cut as `all` is then
+            that of this rank's experts.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Activation:
     element_bytes: int | None = None
     copy_of: str = ""
     accelerator: str = ""
+    with_experts: Literal["", "stream", "only"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class Share:
         accelerator: `cpu` or `cuda`; their kernels keep different tensors.
         tensor, context: degrees.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
+        expert: ranks that share the experts.
     """
 
     element_bytes: int
@@ -70,6 +75,7 @@ class Share:
     tensor: int = 1
     context: int = 1
     sequence_parallel: bool = True
+    expert: int = 1
 
     def bytes_of(self, activations: Iterable[Activation]) -> int:
         """Bytes of these tensors on one rank, each counted once."""
@@ -79,8 +85,14 @@ class Share:
                 continue
             width = tensor.element_bytes or self.element_bytes
             name = tensor.copy_of if tensor.copy_of and width == self.element_bytes else tensor.name
-            whole = tensor.cut == "whole" or (tensor.cut == "stream" and not self.sequence_parallel)
+            if tensor.with_experts == "only" and self.expert == 1:
+                continue
+            is_moved = bool(tensor.with_experts) and self.expert > 1
+            cut = "stream" if is_moved and tensor.cut != "all" else tensor.cut
+            whole = cut == "whole" or (cut == "stream" and not self.sequence_parallel)
             ranks = self.context * (1 if whole else self.tensor)
+            if cut == "all":
+                ranks = self.expert if is_moved else 1
             sizes[name] = math.prod(tensor.shape) * width // ranks
         return sum(sizes.values())
 
@@ -99,6 +111,7 @@ class Operation:
         operators: torch's operators inside it that allocate results, in the order in which they run.
         passes: how often its forward kernels read or write as many elements as the output has, in the compute
             precision; of operations that memory bandwidth bounds. A sum of two tensors: 3.
+        groups: number of matrices of a grouped product, each for some of the rows; 1: one matrix for all rows.
     """
 
     name: str
@@ -108,6 +121,7 @@ class Operation:
     keeps: tuple[Activation, ...] = ()
     operators: tuple[Operator, ...] = ()
     passes: float = 3.0
+    groups: int = 1
 
 
 def block_input(block: Sequence[Operation]) -> Activation:
@@ -134,6 +148,26 @@ class Init:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoutedExperts:
+    """The experts of each block's feed-forward, of which a router chooses some for each token.
+
+    Attributes:
+        count: of experts; the first dim of each of their parameters.
+        active: experts that a token is computed by.
+        module: path in a block of the module with all parameters of experts.
+        balance: `bias`, `auxiliary_batch`, `auxiliary_sequence` or `none`; see `titanlab.model.moe_schema`.
+        bias_rate, auxiliary_weight: of the balance.
+    """
+
+    count: int
+    active: int
+    module: str = "feed_forward.experts"
+    balance: str = "none"
+    bias_rate: float = 0.0
+    auxiliary_weight: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelAccount:
     """What a model declares about itself.
 
@@ -153,6 +187,7 @@ class ModelAccount:
             [batch, heads, seq, head_dim]. Empty: there is none.
         tensor_plan: path of a module → name of its style in `titanlab.parallelism.tensor`; `layers.*` matches
             every block. Empty: no tensor parallelism.
+        experts: of the blocks; None: every parameter computes every token.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -168,11 +203,24 @@ class ModelAccount:
     pieces: tuple[str, ...] = ()
     attention: str = ""
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    experts: RoutedExperts | None = None
 
     @property
     def parameter_count(self) -> int:
         """Number of stored scalars."""
         return sum(math.prod(shape) for shape in self.parameters.values())
+
+    @property
+    def active_count(self) -> int:
+        """Number of scalars that compute one token: of experts only the share that is chosen."""
+        if self.experts is None:
+            return self.parameter_count
+        total = sum(math.prod(shape) for name, shape in self.parameters.items() if self.is_of_experts(name))
+        return self.parameter_count - total // self.experts.count * (self.experts.count - self.experts.active)
+
+    def is_of_experts(self, name: str) -> bool:
+        """Whether a parameter belongs to experts."""
+        return self.experts is not None and f".{self.experts.module}." in name
 
     @property
     def embedding_count(self) -> int:

@@ -58,6 +58,8 @@ class Layout:
         shard: processes over which parameters, gradients and optimizer state are sharded.
         context: processes that each have a part of every sequence.
         tensor: processes that each have a part of every layer.
+        expert: processes that each have a part of every block's experts. They are neighbours among those of shard,
+            context and tensor: this degree divides their product, and multiplies nothing.
     """
 
     pipeline: int = 1
@@ -65,6 +67,12 @@ class Layout:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+
+    @property
+    def expert_shard(self) -> int:
+        """Number of processes over which FSDP2 shards a part of the experts."""
+        return self.fsdp * self.tensor // self.expert
 
     @property
     def world(self) -> int:
@@ -95,6 +103,8 @@ class Layout:
     def label(self) -> str:
         """Short form for tables: `dp_r2·dp_s4·tp2`, or `single`."""
         parts = [f"{short}{getattr(self, axis)}" for axis, short in SHORT.items() if getattr(self, axis) > 1]
+        if self.expert > 1:
+            parts.append(f"ep{self.expert}")
         return "·".join(parts) or "single"
 
     def data_parallelism(self, *, mixed: bool) -> DataParallelism:
@@ -109,7 +119,8 @@ class Layout:
         # DDP cannot sum gradients of DTensors, nor gradients of schedules that split the backward.
         if self.replicate == self.world > 1:
             return "ddp"
-        return "fsdp2" if self.replicate * self.fsdp > 1 else "none"
+        shards_experts = self.expert > 1 and self.expert_shard > 1
+        return "fsdp2" if self.replicate * self.fsdp > 1 or shards_experts else "none"
 
     def degrees(self) -> dict[str, int]:
         """Degree by axis, in mesh order (outermost first)."""

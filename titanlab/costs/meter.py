@@ -21,6 +21,11 @@ GRAD_NORM = "grad_norm"
 LEARNING_RATE = "lr"
 LOSS_SCALE = "loss_scale"
 SKIPPED_STEPS = "skipped_steps"
+# Of models with experts: the largest load of an expert relative to the mean of its block, the share of tokens that no
+# expert has computed, and the mean entropy of a token's probabilities in nats.
+EXPERT_LOAD = "expert_load"
+DROPPED_SHARE = "dropped_share"
+ROUTER_ENTROPY = "router_entropy"
 TOKENS_PER_SECOND = "throughput(tps)"
 TFLOPS = "tflops"
 MFU = "mfu(%)"

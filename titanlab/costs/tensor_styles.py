@@ -15,6 +15,7 @@ class TensorStyle:
     Attributes:
         cut_dim: the dim along which parameters are cut; None: they stay whole, as do parameters without this dim.
         allows_uneven: whether parts may have different sizes.
+        is_stack: whether parameters have one dim before those of a layer: they are stacked matrices of experts.
         gathers: whether it gathers the residual stream: forward an all-gather or nothing, backward a sum.
         sums: whether it sums into the residual stream: forward a sum, backward an all-gather or nothing.
         has_parameters: whether the module has parameters of its own.
@@ -24,6 +25,7 @@ class TensorStyle:
 
     cut_dim: int | None = None
     allows_uneven: bool = False
+    is_stack: bool = False
     gathers: bool = False
     sums: bool = False
     has_parameters: bool = True
@@ -37,6 +39,13 @@ STYLES = {
     "gathered": TensorStyle(gathers=True, has_parameters=False),
     "norm": TensorStyle(),
     "head_norm": TensorStyle(treats_part=True),
+    # All ranks choose the same experts for all tokens, and each has a part of every expert.
+    "experts": TensorStyle(gathers=True, sums=True, has_parameters=False),
+    "router": TensorStyle(treats_part=True),
+    "expert_colwise": TensorStyle(cut_dim=1, is_stack=True),
+    "expert_rowwise": TensorStyle(cut_dim=2, is_stack=True),
+    # Of expert parallelism, which cuts the stack among ranks of its own; see `titanlab.costs.shard_account`.
+    "expert_stack": TensorStyle(cut_dim=0, is_stack=True),
     "embedding": TensorStyle(cut_dim=0, allows_uneven=True, sums=True),
     "head": TensorStyle(cut_dim=0, allows_uneven=True, gathers=True),
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.context_traffic import context_of_block, forward_context_of_block
 from titanlab.costs.layout import Layout, hidden_shape
-from titanlab.costs.shard_account import gathered_part
+from titanlab.costs.shard_account import STACK, cuts_of, gathered_part
 from titanlab.costs.tensor_styles import STYLES, cut_dim, has_partial_gradient, parameter_style
 from titanlab.costs.traffic_table import Row, Traffic
 
@@ -24,11 +24,16 @@ _LOSS_BYTES = 2 * 4  # two float32 numbers per token, see `titanlab.parallelism.
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """A rank's numbers on the axes whose ranks have different communication."""
+    """A rank's numbers on the axes whose ranks have different communication.
+
+    Attributes:
+        fsdp: the number of its shard of FSDP2; the last shards may be smaller.
+    """
 
     pipeline: int = 0
     context: int = 0
     tensor: int = 0
+    fsdp: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +43,13 @@ class Repeats:
     Attributes:
         gathers, sums: of the residual stream, by tensor parallelism.
         context: of keys and values, by context parallelism.
+        exchange: of tokens, by expert parallelism, and the gathering of experts by FSDP2.
     """
 
     gathers: bool = False
     sums: bool = False
     context: bool = False
+    exchange: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +126,7 @@ class Step:
         """The name of an axis's group in the traced table; a group of all ranks has the name of the axis with all."""
         layout = self.layout
         degrees = {**layout.degrees(), layout.fsdp_name: layout.fsdp}
+        degrees |= {"expert_shard": layout.expert_shard, "expert": layout.expert} if layout.expert > 1 else {}
         whole = next((axis for axis, degree in degrees.items() if degree == layout.world > 1), None)
         name = layout.fsdp_name if name == "fsdp" else name
         ranks = layout.world if name == "world" else degrees[name]
@@ -134,12 +142,18 @@ def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
         else:
             add_sharding(step, rank, number, pieces, traffic)
         add_tensor(step, rank, pieces, traffic)
-        sum_whole_gradients(step, pieces, traffic)
+        sum_whole_gradients(step, rank, pieces, traffic)
         add_context(step, rank, pieces, traffic)
+        add_exchange(step, pieces, traffic)
         _add_repeated(step, rank, pieces, traffic)
         _pipeline(step, number, traffic)
-    traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES, ranks=step.layout.world)
+    traffic.add(step.axis("world"), "all_reduce", TOTALS_BYTES + _counts_bytes(step.account), ranks=step.layout.world)
     return traffic.rows()
+
+
+def _counts_bytes(account: ModelAccount) -> int:
+    """Of each block the count of each expert's tokens, and the sum of entropies, in float64."""
+    return 0 if account.experts is None else account.layers * (account.experts.count + 1) * 8
 
 
 def add_replicas(step: Step, traffic: Traffic) -> None:
@@ -155,7 +169,6 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
     gathered once per step; so are the other blocks if they stay gathered, else twice per microbatch. Without a
     pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1 reduce-scatters.
     """
-    ranks = step.layout.fsdp
     blocks = [(piece,) for piece in pieces if piece.startswith("layers.")]
     edges = [piece for piece in pieces if not piece.startswith("layers.")]
     # A tied table and its head are one parameter: both are in `fp32_parts` or neither.
@@ -165,16 +178,24 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
         names = _names(step.account, unit)
         if not names:
             continue
-        elements = {name: _padded(step, rank, name) for name in names}
-        size = sum(elements.values())
+        experts = [name for name in names if parameter_style(step.account, name) == STACK]
+        dense = [name for name in names if name not in experts]
         compute, reduce = (4, 4) if unit[0] in step.fp32_parts else (step.compute_bytes, step.reduce_bytes)
         times = gathers(step, number, reshards=step.reshards and unit in blocks[:-1])
-        gathered = sum(n * (1 if name in step.float8_gathered else compute) for name, n in elements.items())
-        traffic.add(step.axis("fsdp"), "all_gather", gathered, ranks=ranks, times=times)
-        traffic.add(step.axis("fsdp"), step.scatter, size * reduce, ranks=ranks)
-        if step.layout.replicate > 1:
-            shard = size // ranks * reduce
-            traffic.add(step.axis("replicate"), "all_reduce", shard, ranks=step.layout.replicate)
+        for axis, ranks, members in (
+            ("fsdp", step.layout.fsdp, dense),
+            ("expert_shard", step.layout.expert_shard, experts),
+        ):
+            if not members:
+                continue
+            elements = {name: _padded(step, rank, name) for name in members}
+            size = sum(elements.values())
+            gathered = sum(n * (1 if name in step.float8_gathered else compute) for name, n in elements.items())
+            traffic.add(step.axis(axis), "all_gather", gathered, ranks=ranks, times=times)
+            traffic.add(step.axis(axis), step.scatter, size * reduce, ranks=ranks)
+            if step.layout.replicate > 1:
+                shard = size // ranks * reduce
+                traffic.add(step.axis("replicate"), "all_reduce", shard, ranks=step.layout.replicate)
 
 
 def gathers(step: Step, number: int, *, reshards: bool) -> int:
@@ -202,7 +223,7 @@ def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tra
     times = step.microbatches
     for piece in pieces:
         size = step.tokens * step.account.dim * step.element_bytes(piece)
-        sums = sum(STYLES[style].gathers or STYLES[style].sums for style in _styles(step.account, piece))
+        sums = sum(STYLES[style].gathers + STYLES[style].sums for style in _styles(step.account, piece))
         for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
             traffic.add(axis, kind, size, ranks=ranks, times=times * sums)
     if step.account.pieces[-1] in pieces:
@@ -212,7 +233,7 @@ def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tra
         traffic.add(axis, "all_gather", size, ranks=ranks, times=times)
 
 
-def sum_whole_gradients(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
+def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """The one reduction of a step that sums partial gradients of whole parameters over tensor ranks.
 
     They come from a share of the tokens (sequence parallelism) or from a rank's heads.
@@ -221,15 +242,20 @@ def sum_whole_gradients(step: Step, pieces: Sequence[str], traffic: Traffic) -> 
         return
     plan, cut = step.account.tensor_plan, step.sequence_parallel
     names = [n for n in _names(step.account, pieces) if has_partial_gradient(plan, n, sequence_parallel=cut)]
-    if size := sum(_whole_shard(step, name) for name in names):
+    if size := sum(_whole_shard(step, rank, name) for name in names):
         size *= max(step.master_bytes, step.reduce_bytes)
         traffic.add(step.axis("tensor"), "all_reduce", size, ranks=step.layout.tensor)
 
 
-def _whole_shard(step: Step, name: str) -> int:
-    """This rank's elements of an uncut parameter, with FSDP2's shards taken as even; 0 for a cut parameter."""
-    size = math.prod(step.account.parameters[name]) if _cut_dim(step.account, name) is None else 0
-    return size // step.layout.fsdp if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2" else size
+def _whole_shard(step: Step, rank: Coordinate, name: str) -> int:
+    """This rank's elements of an uncut parameter, without FSDP2's padding; 0 for a cut parameter."""
+    if _cut_dim(step.account, name) is not None:
+        return 0
+    rows, *rest = step.account.parameters[name]
+    if step.layout.data_parallelism(mixed=step.mixed) == "fsdp2":
+        part = -(-rows // step.layout.fsdp)
+        rows = max(0, min(part, rows - rank.fsdp * part))
+    return rows * math.prod(rest)
 
 
 def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
@@ -239,17 +265,37 @@ def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tr
             context_of_block(step, block, rank, traffic)
 
 
+def add_exchange(step: Step, pieces: Sequence[str], traffic: Traffic, *, only_forward: bool = False) -> None:
+    """Rows to the ranks that have their experts and back, and the same for gradients.
+
+    A rank sends a row for each expert of each of its tokens. It gets as many if the load is balanced, as is assumed.
+    """
+    experts, layout = step.account.experts, step.layout
+    if experts is None or layout.expert == 1:
+        return
+    rows = step.tokens // layout.tensor * experts.active
+    axis, times = step.axis("expert"), step.microbatches
+    for block in (piece for piece in pieces if piece.startswith("layers.")):
+        size = rows * step.account.dim * step.element_bytes(block)
+        traffic.add(axis, "all_to_all", experts.count * 8, ranks=layout.expert, times=times)
+        traffic.add(axis, "all_to_all", size, ranks=layout.expert, times=times * (2 if only_forward else 4))
+
+
 def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """What the recomputation of blocks repeats; the sum of a block's last product is not computed again."""
     layout, axis = step.layout, step.axis("tensor")
     for block, repeats in ((piece, step.repeats[piece]) for piece in pieces if piece in step.repeats):
         if repeats.context and layout.context > 1:
             forward_context_of_block(step, block, rank, traffic)
+        if repeats.exchange:
+            add_exchange(step, (block,), traffic, only_forward=True)
         if layout.tensor == 1:
             continue
         styles = [STYLES[style] for style in _styles(step.account, block)]
         gathers = sum(style.gathers for style in styles) if repeats.gathers and step.sequence_parallel else 0
-        sums = max(0, sum(style.sums for style in styles) - 1) if repeats.sums else 0
+        # With expert parallelism a block does not end with a sum.
+        last = int(layout.expert == 1)
+        sums = max(0, sum(style.sums for style in styles) - last) if repeats.sums else 0
         size, kind = step.tokens * step.account.dim * step.element_bytes(block), step.scatter
         for name, times in (("all_gather", gathers), (kind if step.sequence_parallel else "all_reduce", sums)):
             traffic.add(axis, name, size, ranks=layout.tensor, times=step.microbatches * times)
@@ -298,5 +344,6 @@ def _cut_dim(account: ModelAccount, parameter: str) -> int | None:
 
 def _padded(step: Step, rank: Coordinate, name: str) -> int:
     """Elements of a parameter that FSDP2 gathers."""
-    layout = step.layout
-    return math.prod(gathered_part(step.account, name, tensor=layout.tensor, fsdp=layout.fsdp, number=rank.tensor))
+    cuts = cuts_of(step.account, name, step.layout)
+    number = rank.tensor if cuts.tensor == step.layout.tensor else 0  # of experts all parts are equal
+    return math.prod(gathered_part(step.account, name, **cuts._asdict(), number=number))

@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlab.costs.layout import DATA_AXES, FSDP_AXES, Layout
 
+# Dimensions of the mesh of experts that the mesh of other parameters does not have.
+EXPERT_AXES = ("expert_shard", "expert")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -22,11 +25,14 @@ class Mesh:
         root: one named dimension per axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards
             share one dimension, `layout.fsdp_name`.
         folded: one mesh for each axis of that dimension if it has several; else empty.
+        experts: the same ranks for the parameters of experts: `pipeline`, `replicate`, `expert_shard`, `expert`; None
+            without expert parallelism.
     """
 
     layout: Layout
     root: DeviceMesh
     folded: Mapping[str, DeviceMesh]
+    experts: DeviceMesh | None = None
 
     def axis(self, name: str) -> DeviceMesh:
         """The ranks that differ from this one in one axis only."""
@@ -42,6 +48,18 @@ class Mesh:
         """The mesh for FSDP2: one dimension to shard over, and for HSDP the dimension of the replicas before it."""
         name = self.layout.fsdp_name
         return self.root[name] if self.layout.replicate == 1 else self.root["replicate", name]
+
+    @property
+    def expert_axis(self) -> DeviceMesh:
+        """The ranks that share the experts."""
+        assert self.experts is not None
+        return self.experts["expert"]
+
+    @property
+    def expert_data_parallel(self) -> DeviceMesh:
+        """As `data_parallel`, for the parameters of experts."""
+        assert self.experts is not None
+        return self.experts["expert_shard"] if self.layout.replicate == 1 else self.experts["replicate", "expert_shard"]
 
     def coordinate(self, name: str) -> int:
         """This rank's number on an axis."""
@@ -63,6 +81,8 @@ class Mesh:
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """Process groups by the name of their axis, or of FSDP2's joint dimension, where the degree is above 1."""
         views = {**self._views, **{name: view for name, view in self.folded.items() if name != FSDP_AXES[0]}}
+        if self.experts is not None:
+            views |= {name: self.experts[name] for name in EXPERT_AXES}
         return {name: view.get_group() for name, view in views.items() if view.size() > 1}
 
 
@@ -78,4 +98,17 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         # Private, the same in torch 2.10 to 2.13. The public method, slicing a flattened dimension, is deprecated.
         unfolded = root[layout.fsdp_name]._unflatten(0, degrees, axes)
         folded = {name: unfolded[name] for name in axes}
-    return Mesh(layout=layout, root=root, folded=folded)
+    return Mesh(layout=layout, root=root, folded=folded, experts=_expert_mesh(layout, device_type))
+
+
+def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
+    """The ranks as the experts see them: those that share experts are neighbours."""
+    if layout.expert == 1:
+        return None
+    sizes = {
+        "pipeline": layout.pipeline,
+        "replicate": layout.replicate,
+        "expert_shard": layout.expert_shard,
+        "expert": layout.expert,
+    }
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlab.costs.traffic_table import Traffic
-from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.mesh import EXPERT_AXES, Mesh
 
 
 def axis_groups(mesh: Mesh) -> dict[str, str]:
@@ -31,7 +31,12 @@ def axis_groups(mesh: Mesh) -> dict[str, str]:
 
     If one axis has all ranks, torch uses the world's group for it: the group then has the name of the axis.
     """
-    names: dict[str, str] = {group.group_name: axis for axis, group in mesh.groups().items()}
+    groups = mesh.groups()
+    names: dict[str, str] = {group.group_name: axis for axis, group in groups.items() if axis not in EXPERT_AXES}
+    for axis in (axis for axis in EXPERT_AXES if axis in groups):
+        names.setdefault(groups[axis].group_name, axis)
+    if mesh.experts is not None and mesh.layout.replicate > 1:
+        names.setdefault(mesh.experts["replicate"].get_group().group_name, "replicate")
     if dist.is_initialized() and dist.group.WORLD is not None:
         names.setdefault(dist.group.WORLD.group_name, "world")
     return names

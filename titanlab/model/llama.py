@@ -17,6 +17,7 @@ from titanlab.model import llama_schema
 from titanlab.model.attention import InnerAttention
 from titanlab.model.contract import ModelBuilder
 from titanlab.model.language_model import LanguageModel
+from titanlab.model.mixture_of_experts import MixtureOfExperts
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward: nn.Module = (
+            FeedForward(config)
+            if config.routed is None
+            else MixtureOfExperts(config.dim, config.ffn_dim, config.routed)
+        )
 
     def forward(self, hidden: Tensor, rope: Tensor) -> Tensor:
         attended: Tensor = hidden + self.attention(self.attention_norm(hidden), rope)

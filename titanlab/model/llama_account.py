@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from titanlab.costs.account import HIDDEN, Activation, Init, ModelAccount, Operation
+from titanlab.model import moe_account
 from titanlab.model.llama_block_account import matmul, norm
 
 if TYPE_CHECKING:
@@ -53,8 +54,17 @@ def account(config: Llama) -> ModelAccount:
         vocab_size=config.vocab_size,
         pieces=("tok_embeddings", *(f"layers.{layer}" for layer in range(config.layers)), "norm", "output"),
         attention="attention.inner",
-        tensor_plan={**TENSOR_PLAN, **HEAD_NORMS_PLAN} if config.has_head_norms else TENSOR_PLAN,
+        tensor_plan=_tensor_plan(config),
+        experts=config.routed,
     )
+
+
+def _tensor_plan(config: Llama) -> dict[str, str]:
+    plan = {**TENSOR_PLAN, **(HEAD_NORMS_PLAN if config.has_head_norms else {})}
+    if config.routed is None:
+        return plan
+    dense = {name: style for name, style in plan.items() if ".feed_forward" not in name}
+    return {**dense, **moe_account.TENSOR_PLAN}
 
 
 def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
@@ -68,9 +78,17 @@ def _block_parameters(config: Llama) -> dict[str, tuple[int, ...]]:
         "attention.wo.weight": (dim, q_dim),
         **(head_norms if config.has_head_norms else {}),
         "ffn_norm.weight": (dim,),
-        "feed_forward.w1.weight": (config.ffn_dim, dim),
-        "feed_forward.w2.weight": (dim, config.ffn_dim),
-        "feed_forward.w3.weight": (config.ffn_dim, dim),
+        **_feed_forward(config),
+    }
+
+
+def _feed_forward(config: Llama) -> dict[str, tuple[int, ...]]:
+    if config.routed is not None:
+        return moe_account.parameters(config.routed, dim=config.dim, ffn_dim=config.ffn_dim)
+    return {
+        "feed_forward.w1.weight": (config.ffn_dim, config.dim),
+        "feed_forward.w2.weight": (config.dim, config.ffn_dim),
+        "feed_forward.w3.weight": (config.ffn_dim, config.dim),
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titanlab.costs.account import HIDDEN, Activation, Cut, Operation, Operator
+from titanlab.model import moe_account
 
 if TYPE_CHECKING:
     from titanlab.model.llama_schema import Llama
@@ -31,15 +32,12 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
     The rotations save only the table of angles, which all blocks share. Casts are not declared as operators: without
     mixed precision there are none.
     """
-    dim, ffn_dim = config.dim, config.ffn_dim
+    dim = config.dim
     q_shape, k_shape = ((batch, seq_len, heads, config.head_dim) for heads in (config.heads, config.kv_heads))
     tokens = (batch, seq_len)
     stream, after_attention = (Activation(name=name, shape=(*tokens, dim)) for name in (HIDDEN, "attention_residual"))
     normed, fed = (Activation(name=f"{name}_norm", shape=(*tokens, dim), cut="whole") for name in ("attention", "ffn"))
-    gate, up, silu, mul = (
-        Activation(name=f"feed_forward.{name}", shape=(*tokens, ffn_dim), cut="part")
-        for name in ("w1", "w3", "silu", "mul")
-    )
+    fed = fed if config.routed is None else replace(fed, with_experts="stream")
     attention = _attention(config, batch, seq_len)
     return [
         norm("attention_norm", stream),
@@ -53,13 +51,25 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
         matmul("attention.wo", _mixed(config, attention, tokens), dim, "whole"),
         _pointwise(after_attention, "aten.add.Tensor"),
         norm("ffn_norm", after_attention),
-        matmul("feed_forward.w1", fed, ffn_dim, "part"),
-        matmul("feed_forward.w3", fed, ffn_dim, "part"),
-        _pointwise(silu, "aten.silu.default", keeps=(gate,), passes=2.0),
-        _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
-        matmul("feed_forward.w2", mul, dim, "whole"),
+        *_feed_forward(config, fed),
         # Its output is the input of the next block, and is counted there.
         Operation(name="ffn_residual", kind="pointwise", flops=0, output=stream.shape),
+    ]
+
+
+def _feed_forward(config: Llama, fed: Activation) -> list[Operation]:
+    if config.routed is not None:
+        return moe_account.operations(config.routed, fed, ffn_dim=config.ffn_dim)
+    gate, up, silu, mul = (
+        Activation(name=f"feed_forward.{name}", shape=(*fed.shape[:-1], config.ffn_dim), cut="part")
+        for name in ("w1", "w3", "silu", "mul")
+    )
+    return [
+        matmul("feed_forward.w1", fed, config.ffn_dim, "part"),
+        matmul("feed_forward.w3", fed, config.ffn_dim, "part"),
+        _pointwise(silu, "aten.silu.default", keeps=(gate,), passes=2.0),
+        _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
+        matmul("feed_forward.w2", mul, config.dim, "whole"),
     ]
 
 

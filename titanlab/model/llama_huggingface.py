@@ -82,6 +82,8 @@ class LlamaFamily(HuggingFaceFamily):
                 continue
             _, layer, rest = name.split(".", 2)
             module = rest.removesuffix(".weight")
+            if module not in _IN_BLOCK:
+                continue  # of experts, which a derived family names
             head = model.head_dim if module in _ROTATED else 0
             places[name] = Foreign(name=f"model.layers.{layer}.{_IN_BLOCK[module]}.weight", head=head)
         return places

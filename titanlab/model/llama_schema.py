@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from titanlab.costs.account import Init, ModelAccount, Operation
+from titanlab.costs.account import Init, ModelAccount, Operation, RoutedExperts
 from titanlab.costs.divisors import divisors
 from titanlab.errors import ConfigError
 from titanlab.model import llama_account, llama_block_account
@@ -63,6 +63,11 @@ class Llama(ModelConfig):
     rope_original_context: int = 8192
     tied_embeddings: bool = False
     attention: str = "auto"
+
+    @property
+    def routed(self) -> RoutedExperts | None:
+        """The experts of the feed-forwards; a Llama has none."""
+        return None
 
     @property
     def head_dim(self) -> int:

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlab.errors import ConfigError
-from titanlab.model.llama_huggingface import UNSUPPORTED, LlamaFamily, whole_number
+from titanlab.model import llama_huggingface
+from titanlab.model.llama_huggingface import LlamaFamily, whole_number
 
 if TYPE_CHECKING:
     from titanlab.model.llama_schema import Llama
 
 _FULL = "full_attention"
 # The released files have a `sliding_window`, which `use_sliding_window` switches off.
-_UNSUPPORTED = {
-    **{name: off for name, off in UNSUPPORTED.items() if name != "sliding_window"},
+UNSUPPORTED = {
+    **{name: off for name, off in llama_huggingface.UNSUPPORTED.items() if name != "sliding_window"},
     "use_sliding_window": False,
 }
 
@@ -29,7 +30,7 @@ class Qwen3Family(LlamaFamily):
 
     architectures: Sequence[str] = ("Qwen3ForCausalLM",)
     model_type: ClassVar[str] = "qwen3"
-    unsupported: ClassVar[Mapping[str, Any]] = _UNSUPPORTED
+    unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
         kinds = config.get("layer_types")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Averaged
 from titanlab.optimizer.contract import OptimizerFactory, Stored
@@ -44,6 +45,17 @@ class Muon(Averaged):
         if self.adjust_lr not in ADJUSTMENTS:
             known = ", ".join(ADJUSTMENTS)
             raise ConfigError("optimizer.adjust_lr", self.adjust_lr, "no such choice", f"choose one of {known}")
+
+    def check(self, setting: Setting) -> None:
+        """Check that the blocks' matrices are parameters of their own.
+
+        Raises:
+            ConfigError: they are experts, whose matrices are stacked.
+        """
+        super().check(setting)
+        if setting.model.experts is not None:
+            rule = "orthogonalises single matrices, and the model's experts are stacks of matrices"
+            raise ConfigError("optimizer", self.kind, rule, "try optimizer=adamw")
 
     def applies_to(self, name: str, dims: int) -> bool:
         """Whether Muon updates a parameter; AdamW updates the others."""

@@ -54,6 +54,14 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
         torch._foreach_copy_([g.flatten() for g in gradients], flat.split([g.numel() for g in gradients]))
 
 
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients of some parameters, in place."""
+    gradients = _local_gradients(parameters)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
 def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Sum of squares of all elements: float64 scalar on their device."""
     # The norm of gradients in 16 bits is computed in 32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from titanlab.costs.layout import AXES
@@ -27,6 +27,8 @@ class Parallelism:
         shard: processes over which FSDP2 shards parameters, gradients and optimizer state.
         context: processes that share every sequence. FSDP2 shards over them too.
         tensor: processes that share every layer.
+        expert: processes that share the experts of every block. They are neighbours among those of shard, context and
+            tensor, so this degree does not multiply the number of processes.
         sequence_parallel: with tensor > 1, norms and residuals are split along the sequence as well
             (arXiv 2205.05198): less memory for the same bytes sent.
         loss_parallel: with tensor > 1, the loss is computed from logits that stay split over the vocabulary.
@@ -46,6 +48,7 @@ class Parallelism:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = field(default=1, metadata={"before": 1})
     sequence_parallel: bool = True
     loss_parallel: bool = True
     async_tensor: bool = False

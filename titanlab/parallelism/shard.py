@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titanlab.costs.shard_account import fsdp_dim
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.precision.dtypes import Dtypes
 
@@ -44,6 +45,19 @@ class Sharded:
     divides_by: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Modules with the parameters of experts, which have their own view of the ranks.
+
+    Attributes:
+        modules: one in each block.
+        mesh: `[shard]` or `[replicate, shard]`; with fewer shards than the dense parameters have.
+    """
+
+    modules: Sequence[nn.Module]
+    mesh: DeviceMesh
+
+
 def fully_shard_model(
     model: nn.Module,
     blocks: list[nn.Module],
@@ -54,6 +68,7 @@ def fully_shard_model(
     cpu_offload: bool,
     whole: Sequence[nn.Module] = (),
     apart: Sequence[nn.Module] = (),
+    experts: Experts | None = None,
 ) -> Sharded:
     """Apply FSDP2: each block is a unit, and the rest of the model another; a 2-D mesh makes it HSDP.
 
@@ -63,6 +78,7 @@ def fully_shard_model(
             rest of the model, which the backward needs first.
         whole: units that compute and reduce in float32 while others do not; the model itself means its rest.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
+        experts: modules inside blocks that are separate units over another mesh; None: there are none.
     """
     # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -77,22 +93,35 @@ def fully_shard_model(
         )
 
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    shard = functools.partial(
-        fully_shard,
-        mesh=mesh,
-        offload_policy=offload,
-        shard_placement_fn=functools.partial(_sharded_dim, parts=mesh.size(mesh.ndim - 1)),
-    )
+    inner = {
+        block: [unit for unit in block.modules() if experts is not None and unit in experts.modules] for block in blocks
+    }
+
+    def shard(unit: nn.Module, *, like: nn.Module, over: DeviceMesh) -> None:
+        fully_shard(
+            unit,
+            mesh=over,
+            offload_policy=offload,
+            shard_placement_fn=functools.partial(_sharded_dim, parts=over.size(over.ndim - 1)),
+            mp_policy=policy(like),
+            reshard_after_forward=reshard_after_forward and like in blocks[:-1],
+        )
+
     for module in (*blocks, *apart, model):
         module.register_forward_hook(_without_views)
+    for block, within in inner.items():
+        for unit in within:
+            assert experts is not None
+            shard(unit, like=block, over=experts.mesh)
     for unit in (*blocks, *apart, model):
-        frees = reshard_after_forward and unit in blocks[:-1]
-        shard(unit, mp_policy=policy(unit), reshard_after_forward=frees)
+        shard(unit, like=unit, over=mesh)
     root = model
     assert isinstance(root, FSDPModule)
 
-    units = [module for module in (*blocks, *apart, root) if isinstance(module, FSDPModule)]
-    kept = [unit for unit in units if not (reshard_after_forward and unit in blocks[:-1])]
+    freed = [unit for block in blocks[:-1] for unit in (block, *inner.get(block, ()))] if reshard_after_forward else []
+    all_units = (*(unit for within in inner.values() for unit in within), *blocks, *apart, root)
+    units = [module for module in all_units if isinstance(module, FSDPModule)]
+    kept = [unit for unit in units if unit not in freed]
     if mesh.device_type == "cpu":
         for unit in units:
             # `Any`, because torch's protocol for it is private.
@@ -154,11 +183,13 @@ class _ReduceScatter:
 
 
 def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
-    """The dim to shard: the first, or the second if tensor parallelism has cut the first and it is not divisible."""
-    if not isinstance(parameter, DTensor) or Shard(0) not in parameter.placements:
-        return None
-    rows = parameter.device_mesh.size() * parts
-    return Shard(1) if parameter.shape[0] % rows else None
+    """The dim to shard; None is the first."""
+    cut, tensor = None, 1
+    if isinstance(parameter, DTensor):
+        cut = next((placement.dim for placement in parameter.placements if isinstance(placement, Shard)), None)
+        tensor = parameter.device_mesh.size()
+    dim = fsdp_dim(parameter.shape, cut, tensor=tensor, fsdp=parts)
+    return Shard(dim) if dim else None
 
 
 class _DryRun(nn.Module):

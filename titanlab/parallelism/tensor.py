@@ -8,6 +8,7 @@ rank, [batch, seq, dim]; with sequence parallelism (arXiv 2205.05198) it is this
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titanlab.costs.account import style_of
 from titanlab.costs.tensor_styles import cut_dim, has_partial_gradient
+from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
 from titanlab.parallelism.local import local_part
 from titanlab.parallelism.pipeline_weights import linear as linear_product
@@ -112,22 +114,37 @@ def gathered(module: nn.Module, cut: TensorParallel) -> None:
     module.register_forward_pre_hook(lambda _, inputs: (cut.whole(inputs[0]), *inputs[1:]))
 
 
-def norm(module: nn.Module, cut: TensorParallel) -> None:
+def norm(module: nn.Module, cut: TensorParallel, style: str = "norm") -> None:
     """Replicate a module that treats each token alike; every rank applies it to its part of the stream.
 
     The module's `forward` may use its parameters and plain attributes, as torch's norms do, but no methods or modules.
     """
-    _distribute(module, cut.mesh, "norm")
+    _distribute(module, cut.mesh, style)
     compute = type(module).forward
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "forward"}
 
-    def forward(stream: Tensor) -> Tensor:
+    def forward(*inputs: Tensor) -> Any:
         # The module's own code, with plain tensors instead of DTensor parameters.
         local = {name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)}
-        output: Tensor = compute(_Namespace({**settings, **local}), stream)
-        return output
+        return compute(_Namespace({**settings, **local}), *inputs)
 
     module.forward = forward
+
+
+def experts(module: nn.Module, cut: TensorParallel) -> None:
+    """Gather the first argument of a module, as `gathered`, and sum its output [batch·seq, dim] into the stream.
+
+    Every rank routes all tokens, and has a part of the width of each expert.
+    """
+    gathered(module, cut)
+    module.register_forward_hook(lambda _, __, output: cut.stream(cut.by_sequence(output)))
+
+
+def router(module: nn.Module, cut: TensorParallel) -> None:
+    """Replicate a router, which all ranks apply to all tokens."""
+    assert isinstance(module, Router), module
+    _distribute(module, cut.mesh, "router")
+    module.forward = lambda tokens: module.choose(tokens, local_part(module.weight))  # type: ignore[method-assign]
 
 
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
@@ -176,6 +193,12 @@ STYLES: Mapping[str, Style] = {
     "norm": norm,
     # A head is on one rank, so each rank normalises its own heads.
     "head_norm": norm,
+    "experts": experts,
+    "router": router,
+    "expert_colwise": functools.partial(norm, style="expert_colwise"),
+    "expert_rowwise": functools.partial(norm, style="expert_rowwise"),
+    # Expert parallelism divides them: see `titanlab.parallelism.expert`.
+    "expert_stack": lambda module, cut: None,
     "embedding": embedding,
     "head": head,
 }

@@ -36,6 +36,7 @@ class Trace:
         gradients: of the first step, as the optimizer got them; full tensors by parameter name.
         parameters: after the last step; full tensors by name.
         layers: by name of each linear layer, the full names of its class and that class's bases.
+        loads: by step, tokens of each block's experts; empty if the model has none.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Trace:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     layers: dict[str, list[str]] = field(default_factory=dict)
+    loads: list[list[list[float]]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Write it into a file."""
@@ -97,6 +99,8 @@ class Tracer(Observer):
     def after_step(self, step: int, totals: Totals) -> None:
         self.trace.losses.append(totals.loss)
         self.trace.grad_norms.append(totals.grad_norm)
+        if totals.load is not None:
+            self.trace.loads.append([list(block) for block in totals.load.counts])
 
     def with_gradients(self, step: int, model: nn.Module) -> None:
         if not self.trace.gradients:

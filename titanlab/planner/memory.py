@@ -120,7 +120,8 @@ class _Ranks:
         self.account = model_facts(self.model).account
         self.sums = layout.data_parallelism(mixed=formats.mixed)
         shards = layout.fsdp if self.sums == "fsdp2" else 1
-        self.sharding = Sharding(self.model, key_of(recipe.precision), key_of(recipe.optimizer), layout.tensor, shards)
+        options = key_of(recipe.precision), key_of(recipe.optimizer)
+        self.sharding = Sharding(self.model, *options, layout.tensor, shards, layout.expert)
         self.pieces = stored_pieces(self.sharding)
         self.share = Share(
             element_bytes=formats.compute_bytes,
@@ -128,6 +129,7 @@ class _Ranks:
             tensor=layout.tensor,
             context=layout.context,
             sequence_parallel=config.sequence_parallel,
+            expert=layout.expert,
         )
         self.shape = (self.model, self.share, recipe.microbatch, recipe.training.seq_len)
         batch = Batch(self.model, key_of(recipe.ac), self.share, recipe.microbatch, recipe.training.seq_len)

@@ -212,7 +212,9 @@ class _Estimate:
     def _optimizer(self, rank: RankTime) -> float:
         """Time to read and write parameters, gradients and states, on the busiest rank."""
         optimizer, shards = key_of(self.recipe.optimizer), self.layout.fsdp if self.fsdp else 1
-        pieces = stored_pieces(Stored(self.model, self.precision, optimizer, self.layout.tensor, shards))
+        pieces = stored_pieces(
+            Stored(self.model, self.precision, optimizer, self.layout.tensor, shards, self.layout.expert)
+        )
         block = pieces[self.facts.block]
         others = [pieces[name] for name in rank.edges]
         parameters = rank.blocks * block.parameters + sum(piece.parameters for piece in others)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount
-from titanlab.costs.shard_account import gathered_part, stored_part
+from titanlab.costs.layout import Layout
+from titanlab.costs.shard_account import account_for, cuts_of, gathered_part, stored_part
 from titanlab.optimizer.contract import Stored
 from titanlab.planner.model_facts import Key, model_facts
 from titanlab.precision.account import matched
@@ -48,6 +49,7 @@ class Sharding(NamedTuple):
     optimizer: Key
     tensor: int
     fsdp: int
+    expert: int = 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,8 +112,10 @@ def _names(model: Key) -> Mapping[str, Sequence[str]]:
 
 def _piece(sharding: Sharding, account: ModelAccount, names: Sequence[str], formats: _Formats) -> PieceBytes:
     optimizer, parts = sharding.optimizer.value, []
+    layout = Layout(shard=sharding.fsdp, tensor=sharding.tensor, expert=sharding.expert)
+    account = account_for(account, layout)
     for name in names:
-        degrees = {"tensor": sharding.tensor, "fsdp": sharding.fsdp}
+        degrees = cuts_of(account, name, layout)._asdict()
         part = stored_part(account, name, **degrees)
         elements = math.prod(gathered_part(account, name, **degrees))
         is_wide = any(name.startswith(f"{piece}.") for piece in formats.wide)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from titanlab.ac.contract import ACConfig
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.shard_account import account_for
 from titanlab.costs.traffic_account import Repeats, Step
 from titanlab.precision.account import matched
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
@@ -17,7 +18,7 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
             None: of the whole model, with the stages of the recipe's pipeline.
     """
     config, layout = recipe.parallelism, recipe.layout
-    model = account or recipe.model.account()
+    model = account_for(account or recipe.model.account(), layout)
     formats = recipe.precision.formats()
     stages: list[tuple[str, ...]] = []
     placement: list[int] = [0]
@@ -77,7 +78,7 @@ def _collectives(recipe: Recipe) -> tuple[str, str]:
 def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
     """What recomputation repeats, by block."""
     layout, ac = recipe.layout, recipe.ac
-    if layout.tensor == 1 and layout.context == 1:
+    if layout.tensor == 1 and layout.context == 1 and layout.expert == 1:
         return {}
     block = recipe.model.block_operations(batch=recipe.microbatch, seq_len=recipe.training.seq_len)
     attention = {operation.name for operation in block if operation.kind == "attention"}
@@ -91,6 +92,7 @@ def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
             found[treatment] = Repeats(
                 gathers=ac.repeats_collective(gather, number=number),
                 sums=ac.repeats_collective(total, number=number),
+                exchange=layout.expert > 1 and ac.recomputes(number),
                 context=bool(attention.intersection(ac.recomputed(block, number=number))),
             )
         if found[treatment] != Repeats():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.divisors import divisors
 from titanlab.costs.layout import FSDP_AXES, Layout
+from titanlab.costs.shard_account import STACK
 from titanlab.costs.tensor_styles import STYLES, cut_dim, parameter_style
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
@@ -62,7 +63,7 @@ def _cuts(account: ModelAccount, degree: int) -> list[_CutParameter]:
             raise ConfigError(
                 "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
             )
-        if known is not None and known.cut_dim is not None:
+        if known is not None and known.cut_dim is not None and style != STACK:
             cuts.setdefault((shape, style), _CutParameter(name, shape, style))
     return list(cuts.values())
 
@@ -75,7 +76,8 @@ def _broken_rule(account: ModelAccount, cuts: Iterable[_CutParameter], degree: i
     for name, shape, style in cuts:
         dim, allows_uneven = cut_dim(style, len(shape)), STYLES[style].allows_uneven
         if dim is not None and not allows_uneven and shape[dim] % degree:
-            return f"must divide the {shape[dim]} {('rows', 'columns')[dim]} of {name}"
+            noun = ("rows", "columns")[dim - STYLES[style].is_stack]
+            return f"must divide the {shape[dim]} {noun} of {name}"
         # The first ranks get equal parts, rounded up. If there are few rows, none remain for the last rank.
         if allows_uneven and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
             return f"leaves a process without a row of {name}, which has {shape[0]}"
@@ -104,6 +106,46 @@ def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
         usable = [n for n in range(1, 2 * degree) if not any(uneven(layout.fsdp // degree * n))]
         cure = f"{_try(key, usable, degree)}, or parallelism.tensor=1" if usable else "try parallelism.tensor=1"
         raise ConfigError(key, degree, rule, cure)
+
+
+def check_expert(layout: Layout, config: Parallelism, account: ModelAccount, *, compiled: bool) -> None:
+    """Check that expert parallelism can divide the experts among the processes of shard, context and tensor.
+
+    Args:
+        compiled: whether blocks are compiled.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    degree, key = layout.expert, "parallelism.expert"
+    if degree < 1:
+        rule = "a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing"
+        raise ConfigError(key, degree, rule, "try 1")
+    if degree == 1:
+        return
+    if account.experts is None:
+        raise ConfigError(key, degree, "the model has no experts", "try parallelism.expert=1")
+    ranks, count = layout.fsdp * layout.tensor, account.experts.count
+    usable = [n for n in divisors(ranks) if count % n == 0]
+    if ranks % degree:
+        rule = f"must divide the {ranks} processes of shard · context · tensor"
+        raise ConfigError(key, degree, rule, _try(key, usable, degree))
+    if count % degree:
+        raise ConfigError(key, degree, f"must divide the {count} experts", _try(key, usable, degree))
+    if layout.tensor > 1 and not config.sequence_parallel:
+        rule = "needs tokens that are divided among the processes of the tensor axis"
+        cure = "try parallelism.sequence_parallel=true"
+        raise ConfigError(key, degree, f"{rule}, and sequence_parallel=false", cure)
+    if compiled:
+        rule = "sends messages whose sizes the step decides, and compiled blocks have fixed sizes"
+        raise ConfigError(key, degree, rule, "try compile=off, or parallelism.expert=1")
+    for name, shape in account.parameters.items():
+        if account.is_of_experts(name) and count % (degree * layout.expert_shard) and shape[1] % layout.expert_shard:
+            rule = (
+                f"leaves {count // degree} experts to {layout.expert_shard} shards of FSDP2, "
+                f"which do not divide them nor the {shape[1]} rows of {name}"
+            )
+            raise ConfigError(key, degree, rule, _try(key, usable, ranks))
 
 
 def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel: str) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 
 from titanlab.costs.divisors import divisors
 from titanlab.costs.setting import Setting
+from titanlab.costs.shard_account import account_for
 from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.recipe import layout_rules
@@ -98,6 +99,8 @@ def _layout_fits(recipe: Recipe) -> None:
     account = recipe.model.account()
     kernel = recipe.model.attention
     layout_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
+    layout_rules.check_expert(layout, config, account, compiled=recipe.compile.blocks)
+    account = account_for(account, layout)
     layout_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
     layout_rules.check_async_tensor(
         layout,

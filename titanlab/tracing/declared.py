@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from titanlab.costs.account import ModelAccount, Share, block_input, kept
 from titanlab.costs.layout import AXES, FSDP_AXES, Layout
-from titanlab.costs.shard_account import sharded_dim, stored_part, tensor_part
+from titanlab.costs.shard_account import account_for, cuts_of, sharded_dim, stored_part, tensor_part
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.costs.traffic_table import Row
 from titanlab.optimizer.contract import Stored
@@ -38,14 +38,7 @@ class RankAccount:
     update_traffic: Sequence[Row] = field(default=())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place(Coordinate):
-    """A rank's numbers on the axes, with that of its shard of FSDP2."""
-
-    fsdp: int = 0
-
-
-def place_of(layout: Layout, rank: int) -> Place:
+def place_of(layout: Layout, rank: int) -> Coordinate:
     """The place of a rank of the world."""
     numbers, rest, degrees = {}, rank, layout.degrees()
     for axis in reversed(AXES):
@@ -53,12 +46,13 @@ def place_of(layout: Layout, rank: int) -> Place:
     fsdp = 0
     for axis in FSDP_AXES:
         fsdp = fsdp * degrees[axis] + numbers[axis]
-    return Place(pipeline=numbers["pipeline"], context=numbers["context"], tensor=numbers["tensor"], fsdp=fsdp)
+    return Coordinate(pipeline=numbers["pipeline"], context=numbers["context"], tensor=numbers["tensor"], fsdp=fsdp)
 
 
 def declared(recipe: Recipe, rank: int) -> RankAccount:
     """The account of a rank by the declarations of a resolved recipe's parts."""
-    layout, model = recipe.layout, recipe.model.account()
+    layout = recipe.layout
+    model = account_for(recipe.model.account(), layout)
     place = place_of(layout, rank)
     stages = _stages(recipe, place.pipeline)
     pieces = [piece for _, stage in stages for piece in stage]
@@ -86,14 +80,16 @@ def _stages(recipe: Recipe, pipeline: int) -> list[tuple[int, Sequence[str]]]:
     return [(number, pieces) for number, (pieces, rank) in enumerate(stages) if rank == pipeline]
 
 
-def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Place, *, padded: bool) -> Stored:
+def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Coordinate, *, padded: bool) -> Stored:
     layout, formats = recipe.layout, recipe.precision.formats()
-    part = list(tensor_part(model, name, tensor=layout.tensor, number=place.tensor))
+    cuts = cuts_of(model, name, layout)
+    # Of experts all parts are equal.
+    number, fsdp = (place.tensor, place.fsdp) if (cuts.tensor, cuts.fsdp) == (layout.tensor, layout.fsdp) else (0, 0)
+    part = list(tensor_part(model, name, tensor=cuts.tensor, number=number))
     if layout.data_parallelism(mixed=formats.mixed) == "fsdp2":
-        degrees = {"tensor": layout.tensor, "fsdp": layout.fsdp}
-        dim = sharded_dim(model, name, **degrees)
-        shard = stored_part(model, name, **degrees, number=place.tensor)[dim]
-        part[dim] = shard if padded else max(0, min(shard, part[dim] - place.fsdp * shard))
+        dim = sharded_dim(model, name, **cuts._asdict())
+        shard = stored_part(model, name, **cuts._asdict(), number=number)[dim]
+        part[dim] = shard if padded else max(0, min(shard, part[dim] - fsdp * shard))
     return Stored(name=name, shape=model.parameters[name], part=tuple(part), element_bytes=formats.master_bytes)
 
 
@@ -113,6 +109,7 @@ def _saved(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[
                 tensor=layout.tensor,
                 context=layout.context,
                 sequence_parallel=recipe.parallelism.sequence_parallel,
+                expert=layout.expert,
             )
             saved = recipe.ac.saved_bytes(block, share, number=number)
             if stage > 0 and place == 0 and saved == share.bytes_of(kept(block)):

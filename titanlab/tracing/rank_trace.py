@@ -48,6 +48,7 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
                     tokens=sums.tokens,
                     stop=0,
                     nominal_tokens=recipe.tokens_per_step,
+                    balance=assembled.balance,
                 )
             with traced(axes) as update:
                 optimizer.step()

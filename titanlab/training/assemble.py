@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from titanlab.precision.loss_scale import LossScale
 from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.training.bad_steps import with_policy
+from titanlab.training.balance import Balance, NoBalance
 from titanlab.training.stage import Stage, build_stage, dtypes_of, together
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -64,6 +66,7 @@ class Assembled:
         after_update: has to be called when parameters have changed, and before the first step.
         after_first_step: has to be called by all ranks after the process's first `forward_backward`; raises
             ConfigError if a technique of the recipe did not take effect.
+        balance: counts and balances the load of experts.
         messages: returns the state of the pipeline's sends and receives; None without a pipeline.
     """
 
@@ -73,6 +76,7 @@ class Assembled:
     loss_scale: LossScale
     evaluate: Callable[[StepBatch], Sums]
     evaluation_rows: int
+    balance: NoBalance = field(default_factory=NoBalance)
     after_update: Callable[[], None] = lambda: None
     after_first_step: Callable[[], None] = lambda: None
     messages: Callable[[], Mapping[str, Any] | None] = lambda: None
@@ -89,10 +93,16 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     reports_loss = mesh.coordinate("tensor") == 0
     # Without positions a model takes 0, 1, …, which is right for whole sequences.
     positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
+    # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
+    # them exactly if fewer labels were valid.
+    scale = loss_scale.multiplier(stage.sharded.divides_by / recipe.tokens_per_step)
+    balance = _balance(recipe, world, mesh, [stage.model], scale)
+    trainer = _trainer(stage, recipe, loss, scale, positions, phase, reports_loss=reports_loss)
     return Assembled(
         model=stage.model,
         to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
-        forward_backward=_trainer(stage, recipe, loss, loss_scale, positions, phase, reports_loss=reports_loss),
+        forward_backward=_counted(trainer, balance),
+        balance=balance,
         loss_scale=loss_scale,
         evaluate=_evaluator(stage, recipe, loss, positions, reports_loss=reports_loss),
         evaluation_rows=recipe.microbatch,
@@ -115,6 +125,8 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
         if rank == this_rank
     }
     divides_by = next(iter(built.values())).sharded.divides_by
+    scale = loss_scale.multiplier(divides_by / recipe.tokens_per_step)
+    balance = _balance(recipe, world, mesh, [stage.model for stage in built.values()], scale)
     pipeline = Pipeline(
         {number: stage.model for number, stage in built.items()},
         actions=recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches),
@@ -122,7 +134,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
         group=mesh.axis("pipeline").get_group(),
         device=world.device,
         loss=loss,
-        scale=loss_scale.multiplier(divides_by / recipe.tokens_per_step),
+        scale=scale,
         hidden_shape=hidden_shape(
             recipe.layout,
             microbatch=recipe.microbatch,
@@ -153,13 +165,44 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
     return Assembled(
         model=model,
         to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
-        forward_backward=forward_backward,
+        forward_backward=_counted(forward_backward, balance),
+        balance=balance,
         loss_scale=loss_scale,
         evaluate=evaluate,
         evaluation_rows=recipe.local_batch,
         after_update=_updater(recipe, model),
         messages=pipeline.messages,
     )
+
+
+def _balance(
+    recipe: Recipe, world: World, mesh: Mesh, models: Sequence[nn.Module], scale: float | torch.Tensor
+) -> NoBalance:
+    account = recipe.model.account()
+    if account.experts is None:
+        return NoBalance()
+    # Without expert parallelism all ranks of the tensor axis route the same tokens.
+    routes_own = recipe.layout.expert > 1
+    with world.without_data or contextlib.nullcontext():
+        return Balance(
+            models,
+            account,
+            world.device,
+            counts=mesh.coordinate("tensor") == 0 or routes_own,
+            parts=1 if routes_own else recipe.layout.tensor,
+            scale=scale,
+            seq_len=recipe.training.seq_len // recipe.layout.context,
+        )
+
+
+def _counted(train: Callable[[StepBatch], Sums], balance: NoBalance) -> Callable[[StepBatch], Sums]:
+    """The function that trains a step, with the counts of one step only."""
+
+    def forward_backward(batch: StepBatch) -> Sums:
+        balance.begin()
+        return train(batch)
+
+    return forward_backward
 
 
 def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
@@ -212,16 +255,13 @@ def _trainer(
     stage: Stage,
     recipe: Recipe,
     loss: Loss,
-    loss_scale: LossScale,
+    scale: float | torch.Tensor,
     positions: torch.Tensor | None,
     phase: Phase,
     *,
     reports_loss: bool,
 ) -> Callable[[StepBatch], Sums]:
-    # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
-    # them exactly if fewer labels were valid.
     sharded = stage.sharded
-    scale = loss_scale.multiplier(sharded.divides_by / recipe.tokens_per_step)
     size = recipe.microbatch
 
     def forward_backward(batch: StepBatch) -> Sums:

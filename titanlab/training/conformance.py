@@ -115,7 +115,7 @@ def _operations(
     """Compare FLOPs and output shapes of every operation with a module's name, and the total FLOPs."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
-        module.register_forward_hook(lambda _, __, output, name=name: shapes.update({name: tuple(output.shape)}))
+        module.register_forward_hook(lambda _, __, output, name=name: shapes.update(_shape_by(name, output)))
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(batch, seq_len, dtype=torch.int64, device="meta"))
     root = type(model).__name__
@@ -125,7 +125,9 @@ def _operations(
     for name, operation in declared.items():
         if name not in shapes:
             continue
-        if shapes[name] != operation.output:
+        # A grouped product has the rows of all sequences together.
+        rows = (math.prod(operation.output[:-1]), operation.output[-1])
+        if shapes[name] != (operation.output if operation.groups == 1 else rows):
             yield f"operations: {name} gives {shapes[name]}, not {operation.output}"
         if counted.get(name, 0) != operation.flops:
             yield f"operations: {name} takes {counted.get(name, 0)} FLOPs, not {operation.flops}"
@@ -138,6 +140,11 @@ def _operations(
     total, expected = counter.get_total_flops(), account.layers * flops.forward(block) + flops.forward(edges)
     if total != expected:
         yield f"operations: a forward pass takes {total} FLOPs, not {expected}"
+
+
+def _shape_by(name: str, output: object) -> dict[str, tuple[int, ...]]:
+    """The shape of a module's output by the module's name; nothing of several tensors."""
+    return {name: tuple(output.shape)} if isinstance(output, Tensor) else {}
 
 
 def _per_token(

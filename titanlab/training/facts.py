@@ -55,7 +55,7 @@ def start_rows(
     processes = f"{recipe.layout.world} process" + ("es" if recipe.layout.world > 1 else "")
     rows: list[tuple[str, object]] = [
         ("model", f"{recipe.model.kind}, {account.layers} layers of {grouped(account.dim)}, vocabulary {vocabulary}"),
-        ("parameters", grouped(account.parameter_count)),
+        ("parameters", _parameters(account)),
         ("layout", f"{recipe.layout.label}, {processes} on {device.type}"),
         ("precision", _precision(recipe, account)),
         *_techniques(recipe),
@@ -69,6 +69,11 @@ def start_rows(
     if position.step:
         rows.insert(0, ("resumes at step", grouped(position.step)))
     return rows
+
+
+def _parameters(account: ModelAccount) -> str:
+    count = grouped(account.parameter_count)
+    return count if account.experts is None else f"{count}, of which {grouped(account.active_count)} compute a token"
 
 
 def _techniques(recipe: Recipe) -> list[tuple[str, object]]:

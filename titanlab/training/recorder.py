@@ -209,6 +209,7 @@ class LoggingRecorder(Recorder):
             meter.LEARNING_RATE: rate,
             meter.TOKENS_SEEN: tokens_seen,
             **_scaling(totals),
+            **_routing(totals),
             **speed.metrics(),
             **self._watch.metrics(),
             **memory(self._world.device),
@@ -318,6 +319,17 @@ def _console(log: Path) -> Iterator[Console]:
         return
     with Path(os.devnull).open("w") as null, Console(null, errors=null, log_file=log) as console:
         yield console
+
+
+def _routing(totals: Totals) -> dict[str, object]:
+    """Load of experts and entropy of routers; empty if the model has no experts."""
+    if totals.load is None:
+        return {}
+    return {
+        meter.EXPERT_LOAD: totals.load.most,
+        meter.DROPPED_SHARE: 0.0,
+        meter.ROUTER_ENTROPY: totals.load.entropy,
+    }
 
 
 def _scaling(totals: Totals) -> dict[str, object]:

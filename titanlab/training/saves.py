@@ -115,6 +115,7 @@ class Saves:
             position,
             data=source.merge_states([states[rank] for rank in sorted(states)]),
             loss_scale=self._assembled.loss_scale.state(),
+            routing=self._assembled.balance.state(),
         )
 
     def wait(self) -> None:

@@ -1,6 +1,6 @@
 """Building a model or a pipeline stage: from modules on the meta device to this rank's initialised parameters.
 
-The order matters: meta → precision → tensor → context → ac → compile → shard → materialise → initial values.
+The order matters: meta → precision → tensor → context → expert → ac → compile → shard → materialise → initial values.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from titanlab.costs.shard_account import account_for
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.context import spread_attention
-from titanlab.parallelism.gradients import sum_gradients
-from titanlab.parallelism.shard import Sharded, fully_shard_model, keep_whole, replicate_model
+from titanlab.parallelism.expert import spread_experts
+from titanlab.parallelism.gradients import scale_gradients, sum_gradients
+from titanlab.parallelism.shard import Experts, Sharded, fully_shard_model, keep_whole, replicate_model
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.parts import keep_in_fp32
@@ -36,6 +38,7 @@ class Stage:
         summands: parameters whose gradients have to be summed over the tensor axis after the backward.
         summed_in: the dtype of that sum.
         mesh: of all ranks.
+        experts: parameters whose gradients have to be multiplied by `expert_factor` after the backward.
     """
 
     model: LanguageModel
@@ -43,11 +46,23 @@ class Stage:
     summands: Sequence[nn.Parameter]
     summed_in: torch.dtype
     mesh: Mesh
+    experts: Sequence[nn.Parameter] = ()
+
+    @property
+    def expert_factor(self) -> float:
+        """What FSDP2 divides other gradients by, relative to those of experts.
+
+        It divides by the ranks that it sums over: replicate · shard · context, and of experts replicate ·
+        shard · context · tensor / expert.
+        """
+        return self.mesh.layout.tensor / self.mesh.layout.expert
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of `summands`, after a step's backward passes."""
+        """Sum the gradients of `summands` and scale those of `experts`, after a step's backward passes."""
         if self.summands:
             sum_gradients(self.summands, self.mesh.axis("tensor").get_group(), self.summed_in)
+        if self.experts and self.expert_factor != 1:
+            scale_gradients(self.experts, self.expert_factor)
 
 
 def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[str] | None = None) -> Stage:
@@ -69,23 +84,27 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
             loss_parallel=config.loss_parallel,
             products=precision.tensor_styles(),
         )
-        summands = parallelise(model, account.tensor_plan, cut)
+        summands = parallelise(model, account_for(account, layout).tensor_plan, cut)
     if layout.context > 1:
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
+    experts = spread_experts(model, mesh.expert_axis) if layout.expert > 1 else []
     recipe.ac.implementation().apply({int(index): block for index, block in model.layers.items()})
     recipe.compile.implementation().compile_blocks(
         model.layers.values(),
         async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
         memory_budget=recipe.ac.compiler_budget(),
     )
-    sharded = _apply_data_parallelism(model, recipe, world, mesh)
+    sharded = _apply_data_parallelism(model, recipe, world, mesh, experts)
+    scaled = [parameter for module in experts for parameter in module.parameters()]
     summed = [parameter for name, parameter in model.named_parameters() if name in summands]
     # They are few numbers, so a wide dtype costs little and avoids another rounding.
     summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
-    return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh)
+    return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh, experts=scaled)
 
 
-def _apply_data_parallelism(model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh) -> Sharded:
+def _apply_data_parallelism(
+    model: LanguageModel, recipe: Recipe, world: World, mesh: Mesh, experts: Sequence[nn.Module]
+) -> Sharded:
     """Apply DDP or FSDP2, allocate storage and compute initial values."""
     layout, dtypes = recipe.layout, dtypes_of(recipe)
     method = layout.data_parallelism(mixed=dtypes.mixed)
@@ -105,6 +124,7 @@ def _apply_data_parallelism(model: LanguageModel, recipe: Recipe, world: World, 
             cpu_offload=recipe.parallelism.cpu_offload,
             whole=units.whole,
             apart=units.apart,
+            experts=Experts(modules=experts, mesh=mesh.expert_data_parallel) if experts else None,
         )
     with world.without_data or contextlib.nullcontext():
         materialise(model, recipe, world)

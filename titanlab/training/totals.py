@@ -10,6 +10,7 @@ import torch
 from titanlab.distributed.stop import STOP_SIGNALS
 from titanlab.distributed.world import World
 from titanlab.precision.loss_scale import LossScale, ScaledStep
+from titanlab.training.balance import Load, NoBalance
 
 STOPS = tuple(map(int, STOP_SIGNALS))
 
@@ -23,6 +24,7 @@ class Totals(NamedTuple):
     stop: the largest signal that a rank has received, or 0
     scaled: loss scale and skipped steps; None if the precision does not scale the loss
     saves: whether rank 0 asks for a checkpoint
+    load: of experts; None: the model has none
     """
 
     loss: float
@@ -31,6 +33,7 @@ class Totals(NamedTuple):
     stop: int
     scaled: ScaledStep | None = None
     saves: bool = False
+    load: Load | None = None
 
     @property
     def finite(self) -> bool:
@@ -63,6 +66,7 @@ class Reduction:
         nominal_tokens: int,
         loss_scale: LossScale | None = None,
         saves: bool | None = None,
+        balance: NoBalance | None = None,
     ) -> None:
         """Sum over ranks.
 
@@ -73,6 +77,7 @@ class Reduction:
             nominal_tokens: labels of a step in which all are valid.
             loss_scale: gets the norm; None: the loss was not scaled.
             saves: whether this rank asks for a checkpoint; None on all ranks: no rank asks.
+            balance: has this rank's counts of experts' tokens, and gets those of all ranks.
         """
         device = loss_sum.device
         # One element per signal, so that a sum over ranks shows which signals were received.
@@ -85,14 +90,22 @@ class Reduction:
             host_values = host_values.pin_memory().to(device, non_blocking=True)
         # The norm of offloaded gradients is on the host.
         device_values = torch.stack([squared_norm.to(device), loss_sum.double()])
-        sums = world.sum(torch.cat([device_values, host_values]))
+        self._balance = balance or NoBalance()
+        counts = self._balance.sums()
+        self._counts = 0 if counts is None else counts.numel()
+        parts = [device_values, host_values, *([] if counts is None else [counts.to(device)])]
+        sums = world.sum(torch.cat(parts))
+        if counts is not None:
+            sums, counts = sums[: -self._counts], sums[-self._counts :]
+            self._balance.learn(counts)
         loss_scale = loss_scale or LossScale()
         self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
         self._norm = sums[0].sqrt() * self._correction
         # A loss that is not finite makes the step a bad one too.
         scaled = loss_scale.judge(torch.where(sums[1].isfinite(), self._norm, math.nan))
         values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
-        self._values = torch.cat(values if scaled is None else [*values, scaled])
+        values += [] if scaled is None else [scaled]
+        self._values = torch.cat(values if counts is None else [*values, counts])
         if device.type == "cuda":
             self._values = self._values.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
@@ -115,10 +128,12 @@ class Reduction:
         if not self._exact:
             self._arrived.synchronize()
         loss, norm, tokens, *rest = self._values.tolist()
+        load = self._balance.load(rest[len(rest) - self._counts :])
+        rest = rest[: len(rest) - self._counts]
         flags, rest = rest[: len(STOPS)], rest[len(STOPS) :]
         saves = self._asks and rest.pop(0) > 0
         stop = max((number for number, count in zip(STOPS, flags, strict=True) if count), default=0)
         if not rest:
-            return Totals(loss, norm, int(tokens), stop, saves=saves)
+            return Totals(loss, norm, int(tokens), stop, saves=saves, load=load)
         scale, skipped, *judged = rest
-        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), *map(bool, judged)), saves)
+        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), *map(bool, judged)), saves, load)

@@ -118,6 +118,7 @@ def train(
         starting("loading the state to start from")
         position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)
+        assembled.balance.restore(position.routing)
         assembled.after_update()
         starting("opening the data")
         stream = source.open_train(
@@ -198,6 +199,7 @@ def train(
                     nominal_tokens=recipe.tokens_per_step,
                     loss_scale=assembled.loss_scale,
                     saves=saves.is_due,
+                    balance=assembled.balance,
                 )
             repeated.after(step, sums)
             if step == first_step + 1:
@@ -229,6 +231,7 @@ def train(
                 position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
                 position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
                 assembled.loss_scale.restore(position.loss_scale)
+                assembled.balance.restore(position.routing)
                 assembled.after_update()
                 outcome = rollbacks.note(outcome, warnings, to=position.step)
                 step = position.step

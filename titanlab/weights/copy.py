@@ -45,20 +45,27 @@ def write_weights(
     """
     format_name = next((name for name, torch_name in DTYPES.items() if torch_name == dtype), None)
     entries = {
-        foreign[name].name: Entry(dtype=format_name or entry.dtype, shape=entry.shape)
+        theirs: Entry(dtype=format_name or entry.dtype, shape=foreign[name].shape_there(entry.shape))
         for name, entry in source.entries.items()
+        for theirs in foreign[name].names
     }
-    ours = {foreign[name].name: name for name in source.entries}
+    # The parameter of each tensor, and the tensor's number in a stack.
+    ours = {theirs: (name, n) for name in source.entries for n, theirs in enumerate(foreign[name].names)}
     files = split_in_files(entries, most=shard_bytes, stem=stem)
     hashes = []
     for file, names in files.items():
         with SafetensorsWriter(folder / file, {name: entries[name] for name in names}) as writer:
             for name in names:
-                head = foreign[ours[name]].head
+                parameter, number = ours[name]
+                head, is_stack = foreign[parameter].head, bool(foreign[parameter].stack)
                 digest = hashlib.sha256()
-                for offsets, sizes in chunks(source.entries[ours[name]], rows=max(head, 1)):
-                    piece = source.read(ours[name], offsets, sizes)
-                    piece = _cast(piece, torch_dtype(entries[name].dtype), ours[name])
+                here = Entry(dtype=source.entries[parameter].dtype, shape=entries[name].shape)
+                for offsets, sizes in chunks(here, rows=max(head, 1)):
+                    if is_stack:
+                        piece = source.read(parameter, [number, *offsets], [1, *sizes])[0]
+                    else:
+                        piece = source.read(parameter, offsets, sizes)
+                    piece = _cast(piece, torch_dtype(entries[name].dtype), parameter)
                     digest.update(writer.write(in_halves(piece, head) if head else piece))
                 hashes.append([name, entries[name].dtype, list(entries[name].shape), digest.hexdigest()])
     if len(files) > 1:

@@ -78,6 +78,8 @@ class SafetensorsSource:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """As in Source."""
         stored = self.foreign[name]
+        if stored.stack:
+            return self._read_stack(stored.stack, offsets, sizes)
         first, last = offsets[0], offsets[0] + sizes[0]
         columns = [slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True)]
         # The file is closed after each read, because its mapped pages count as this process's memory.
@@ -88,6 +90,17 @@ class SafetensorsSource:
             begin, end = first // stored.head * stored.head, -(-last // stored.head) * stored.head
             heads = cast("Tensor", tensor[(slice(begin, end), *columns)])
             return in_pairs(heads, stored.head)[first - begin : last - begin]
+
+    def _read_stack(self, names: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """A box of a stack of tensors."""
+        import torch
+
+        inside = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
+        parts = []
+        for name in names[offsets[0] : offsets[0] + sizes[0]]:
+            with safe_open(self.files[name], framework="pt") as file:
+                parts.append(cast("Tensor", file.get_slice(name)[inside]))
+        return torch.stack(parts) if parts else torch.empty(*sizes)
 
 
 def usual_dtype(source: Source) -> str:

@@ -15,7 +15,7 @@ from titanlab.sweep.submit import decide
 
 FILES = sorted((conf_folder() / "sweeps").glob("*.yaml"))
 # What is planned in `make test` too.
-ALWAYS = ("cpu_1d_to_4d", "llama3_8b_8gpus_layouts", "long_context_cp", "quickstart_layouts")
+ALWAYS = ("cpu_1d_to_4d", "llama3_8b_8gpus_layouts", "long_context_cp", "moe_expert_parallel", "quickstart_layouts")
 # Name → runs, points that are dropped, processes of the largest.
 EXPECTED = {
     "ac_memory": (27, 0, 8),
@@ -27,6 +27,7 @@ EXPECTED = {
     "llama3_8b_128gpus_1d_to_4d": (14, 0, 128),
     "llama3_8b_8gpus_layouts": (28, 0, 8),
     "long_context_cp": (7, 1, 8),
+    "moe_expert_parallel": (11, 0, 8),
     "pipeline_schedules": (10, 0, 8),
     "quickstart_layouts": (6, 0, 8),
 }

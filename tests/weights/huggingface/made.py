@@ -58,7 +58,35 @@ QWEN_3 = {
     "use_sliding_window": False,
     "sliding_window": None,
 }
-FAMILIES = {"llama 2": LLAMA_2, "llama 3.1": LLAMA_3_1, "llama 3.2": LLAMA_3_2, "qwen 3": QWEN_3}
+# The feed-forward of every block is experts; a file has one tensor for each of them.
+QWEN_3_MOE = {
+    **QWEN_3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 40,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MIXTRAL = {
+    **SMALL,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+}
+WITH_EXPERTS = {"qwen 3 moe": QWEN_3_MOE, "mixtral": MIXTRAL}
+FAMILIES = {
+    "llama 2": LLAMA_2,
+    "llama 3.1": LLAMA_3_1,
+    "llama 3.2": LLAMA_3_2,
+    "qwen 3": QWEN_3,
+    **WITH_EXPERTS,
+}
 
 
 def names(config):
@@ -75,10 +103,8 @@ def names(config):
             "self_attn.k_proj": (kv, dim),
             "self_attn.v_proj": (kv, dim),
             "self_attn.o_proj": (dim, q),
-            **(head_norms if config["model_type"] == "qwen3" else {}),
-            "mlp.gate_proj": (ffn, dim),
-            "mlp.up_proj": (ffn, dim),
-            "mlp.down_proj": (dim, ffn),
+            **(head_norms if config["model_type"].startswith("qwen3") else {}),
+            **feed_forward(config, dim, ffn),
             "input_layernorm": (dim,),
             "post_attention_layernorm": (dim,),
         }.items():
@@ -86,6 +112,20 @@ def names(config):
     if not config.get("tie_word_embeddings"):
         found["lm_head.weight"] = (config["vocab_size"], dim)
     return found
+
+
+def feed_forward(config, dim, ffn):
+    """Shapes of a block's feed-forward by the names that transformers gives."""
+    if config["model_type"] == "qwen3_moe":
+        experts, ffn = config["num_experts"], config["moe_intermediate_size"]
+        module, names = "mlp", {"gate_proj": (ffn, dim), "up_proj": (ffn, dim), "down_proj": (dim, ffn)}
+    elif config["model_type"] == "mixtral":
+        experts, module = config["num_local_experts"], "block_sparse_moe"
+        names = {"w1": (ffn, dim), "w3": (ffn, dim), "w2": (dim, ffn)}
+    else:
+        return {"mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim), "mlp.down_proj": (dim, ffn)}
+    each = {f"{module}.experts.{number}.{name}": shape for number in range(experts) for name, shape in names.items()}
+    return {f"{module}.gate": (experts, dim), **each}
 
 
 def tensors(config, dtype=torch.float32, seed=0):

@@ -62,7 +62,8 @@ def exported(tmp_path, path, *more):
 
 
 FAMILIES = [
-    pytest.param(name, marks=[] if name in ("llama 3.1", "qwen 3") else [pytest.mark.full]) for name in made.FAMILIES
+    pytest.param(name, marks=[] if name in ("llama 3.1", "qwen 3", "qwen 3 moe", "mixtral") else [pytest.mark.full])
+    for name in made.FAMILIES
 ]
 
 

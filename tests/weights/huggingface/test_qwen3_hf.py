@@ -28,7 +28,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qwen3")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qwen3") and "moe" not in name])
 def test_every_qwen3_maps_both_ways(name):
     model = load(name)
     config = qwen3_hf.to_hf(model, context=4096)

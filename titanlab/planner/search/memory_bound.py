@@ -23,8 +23,8 @@ class MemoryBound:
 
     def __init__(self, space: Space) -> None:
         self._recipe, self._space = space.recipe, space
-        self._whole: dict[tuple[int, int, int], PieceBytes] = {}
-        self._saved: dict[tuple[int, int, int, int, int], tuple[float, float]] = {}
+        self._whole: dict[tuple[int, int, int, int], PieceBytes] = {}
+        self._saved: dict[tuple[int, int, int, int, int, int], tuple[float, float]] = {}
         self._kept: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def least(self, group: Group, schedules: Sequence[Choice]) -> float:
@@ -49,17 +49,17 @@ class MemoryBound:
     def _stored(self, group: Group) -> PieceBytes:
         """What one rank stores and gathers of the whole model."""
         layout = group.layouts[0]
-        key = id(group.precision.value), layout.tensor, layout.data * layout.context
+        key = id(group.precision.value), layout.tensor, layout.data * layout.context, layout.expert
         if key not in self._whole:
             model, optimizer = key_of(self._recipe.model), key_of(self._recipe.optimizer)
-            sharding = Sharding(model, key_of(group.precision.value), optimizer, key[1], key[2])
+            sharding = Sharding(model, key_of(group.precision.value), optimizer, *key[1:])
             self._whole[key] = added(stored_pieces(sharding).values())
         return self._whole[key]
 
     def _activations(self, group: Group) -> tuple[float, float]:
         """What all blocks keep of one microbatch, and what of it between the halves of a split backward."""
         layout, precision = group.layouts[0], group.precision.value
-        key = id(group.ac.value), id(precision), layout.tensor, layout.context, group.microbatch
+        key = id(group.ac.value), id(precision), layout.tensor, layout.context, group.microbatch, layout.expert
         if key not in self._saved:
             share = Share(
                 element_bytes=precision.formats().compute_bytes,
@@ -67,6 +67,7 @@ class MemoryBound:
                 tensor=layout.tensor,
                 context=layout.context,
                 sequence_parallel=self._recipe.parallelism.sequence_parallel,
+                expert=layout.expert,
             )
             model, seq_len = key_of(self._recipe.model), self._recipe.training.seq_len
             layers = model_facts(model).account.layers

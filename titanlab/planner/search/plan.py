@@ -80,7 +80,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         if world < 1:
             raise ConfigError("world", world, "must be at least 1", "try world=8")
         degrees = {**dict.fromkeys(AXES, 1), "shard": world}
-        own = recipe.parallelism.with_degrees(degrees)
+        own = dataclasses.replace(recipe.parallelism.with_degrees(degrees), expert=1)
         recipe = dataclasses.replace(recipe, world=world, parallelism=own)
     return resolve(recipe, world=None, accelerator="cpu", device="cpu")
 
@@ -190,7 +190,7 @@ def _first(ranking: Ranking, world: int, batch: int, vary: Sequence[str]) -> Ran
         base,
         world=world,
         training=dataclasses.replace(base.training, global_batch=batch),
-        parallelism=base.parallelism.with_degrees(Layout(shard=world).degrees()),
+        parallelism=dataclasses.replace(base.parallelism.with_degrees(Layout(shard=world).degrees()), expert=1),
     )
     found = _ranking(recipe, ranking.machine, ranking.limit, vary).best(1)
     return found[0] if found else None

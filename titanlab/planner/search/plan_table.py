@@ -146,6 +146,8 @@ def _values(one: Ranked) -> dict[str, Any]:
 def overrides(one: Ranked) -> list[str]:
     """The arguments that make the recipe of the request this one; precision and compile only if they vary."""
     degrees = [f"parallelism.{axis}={degree}" for axis, degree in one.recipe.layout.degrees().items()]
+    if one.recipe.model.account().experts is not None:
+        degrees.append(f"parallelism.expert={one.recipe.layout.expert}")
     found = [*degrees, f"training.microbatch={one.point.microbatch}", *_chosen("ac", one.point.ac.value)]
     if one.recipe.layout.pipeline > 1:
         found += _chosen("schedule", one.point.schedule.value)

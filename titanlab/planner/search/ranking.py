@@ -128,9 +128,9 @@ class Ranking:
 
     def _groups(self) -> Iterator[Group]:
         """All groups of the space."""
-        by_degrees: dict[tuple[int, int, int], list[Layout]] = {}
+        by_degrees: dict[tuple[int, ...], list[Layout]] = {}
         for layout in self.space.layouts():
-            by_degrees.setdefault((layout.pipeline, layout.context, layout.tensor), []).append(layout)
+            by_degrees.setdefault((layout.pipeline, layout.context, layout.tensor, layout.expert), []).append(layout)
         self.listed = self.too_large = 0
         self.refused.clear()
         for layouts in map(tuple, by_degrees.values()):
@@ -156,7 +156,7 @@ class Ranking:
         return {}
 
     def _times(self, group: Group, layout: Layout) -> ModelTime:
-        key = (*group.options, group.microbatch, layout.tensor, layout.context)
+        key = (*group.options, group.microbatch, layout.tensor, layout.context, layout.expert)
         if key not in self._known_times:
             recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
             shape = shape_of(recipe, self.machine, key_of(recipe.model), key_of(recipe.precision))

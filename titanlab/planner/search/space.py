@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.divisors import divisors
 from titanlab.costs.layout import Layout
+from titanlab.costs.shard_account import account_for
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
 from titanlab.planner.actions import Remembered
@@ -107,7 +109,7 @@ class Space:
         inside: list[Layout] = []
         beyond: list[Layout] = []
         self.dropped.clear()
-        for layout in all_layouts(self.world):
+        for layout in self._with_experts():
             rule = self._broken(layout)
             if rule:
                 self.dropped[rule] += 1
@@ -116,6 +118,15 @@ class Space:
         if inside and beyond:
             self.dropped[BEYOND_NODE] += len(beyond)
         return inside or beyond
+
+    def _with_experts(self) -> Iterator[Layout]:
+        """Every layout of the world, with each degree by which it can divide the model's experts."""
+        experts = self._account.experts
+        for layout in all_layouts(self.world):
+            yield layout
+            if experts is not None and (layout.tensor == 1 or self.recipe.parallelism.sequence_parallel):
+                for degree in divisors(math.gcd(experts.count, layout.fsdp * layout.tensor))[1:]:
+                    yield dataclasses.replace(layout, expert=degree)
 
     def points(self, layout: Layout) -> Iterator[Point]:
         """The points of a layout; `broken_rule` says whether one of them is a recipe."""
@@ -187,7 +198,7 @@ class Space:
         batch = self.recipe.training.global_batch
         if batch % layout.data:
             return f"training.global_batch={batch} is no multiple of the data-parallel processes"
-        for rule in (self._context_broken(layout.context), self._tensor_broken(layout.tensor, layout.fsdp)):
+        for rule in (self._context_broken(layout.context), self._tensor_broken(layout)):
             if rule:
                 return rule
         if layout.pipeline == 1:
@@ -213,10 +224,15 @@ class Space:
             kernel=self.recipe.model.attention,
         ))  # fmt: skip
 
-    def _tensor_broken(self, tensor: int, fsdp: int) -> str:
-        layout, seq_len = Layout(tensor=tensor, shard=fsdp), self.recipe.training.seq_len
-        return self._asked("tensor", (tensor, fsdp), lambda: layout_rules.check_tensor(
-            layout, self._whole_sequences, self._account, seq_len=seq_len, microbatch=1
+    def _tensor_broken(self, layout: Layout) -> str:
+        layout = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
+        seq_len = self.recipe.training.seq_len
+        # Whether blocks are compiled is no fact of a layout.
+        experts = self._asked("expert", layout, lambda: layout_rules.check_expert(
+            layout, self.recipe.parallelism, self._account, compiled=False
+        ))  # fmt: skip
+        return experts or self._asked("tensor", layout, lambda: layout_rules.check_tensor(
+            layout, self._whole_sequences, account_for(self._account, layout), seq_len=seq_len, microbatch=1
         ))  # fmt: skip
 
     @functools.cached_property
@@ -268,7 +284,7 @@ class Space:
         return parallelism
 
     def _with_degrees(self, layout: Layout) -> Parallelism:
-        config = self.recipe.parallelism.with_degrees(layout.degrees())
+        config = dataclasses.replace(self.recipe.parallelism.with_degrees(layout.degrees()), expert=layout.expert)
         if layout.tensor == 1 and config.async_tensor:
             # Without tensor parallelism there is nothing to interleave.
             config = dataclasses.replace(config, async_tensor=False)

@@ -24,7 +24,14 @@ from titanlab.planner.model_facts import (
     treatments,
 )
 from titanlab.planner.timing.block_work import Kernel, Part, kernel_seconds, work_of
-from titanlab.planner.timing.exchange import axis_in, context_rows, seconds_of, tensor_rows
+from titanlab.planner.timing.exchange import (
+    axis_in,
+    context_rows,
+    exchange_rows,
+    expert_axis,
+    seconds_of,
+    tensor_rows,
+)
 from titanlab.recipe.communication import repeats_in_block, step_of
 from titanlab.recipe.recipe import Recipe
 
@@ -40,7 +47,7 @@ class PieceTime(NamedTuple):
     Attributes:
         forward, inputs, weights, recomputed: computation of the forward pass, of the gradients of inputs, of those of
             weights, and of the forward pass again.
-        tensor_forward, tensor_backward: exposed communication of tensor parallelism.
+        tensor_forward, tensor_backward: exposed communication of tensor and expert parallelism.
         context_forward, context_backward: exposed communication of context parallelism.
     """
 
@@ -80,6 +87,7 @@ class Shape:
     seq_len: int
     tensor: int
     context: int
+    expert: int
     # Only the position of ranks on nodes; the degrees of the outer axes are left out.
     inner: Layout
     compiled: bool
@@ -131,7 +139,8 @@ def shape_of(recipe: Recipe, machine: Machine, model: Key, precision: Key) -> Sh
         seq_len=recipe.training.seq_len,
         tensor=layout.tensor,
         context=layout.context,
-        inner=Layout(pipeline=1, replicate=1, shard=1, context=layout.context, tensor=layout.tensor),
+        expert=layout.expert,
+        inner=Layout(context=layout.context, tensor=layout.tensor, expert=layout.expert),
         compiled=recipe.compile.blocks,
         fuses_blocks=recipe.compile.fuses_blocks,
         fuses_loss=recipe.compile.fuses_loss,
@@ -166,10 +175,11 @@ class _Shaped:
             tensor=shape.tensor,
             context=shape.context,
             sequence_parallel=shape.sequence_parallel and shape.tensor > 1,
+            expert=shape.expert,
             dtype=formats.compute,
             width=formats.compute_bytes,
             fused=shape.fuses_blocks,
-            plan=self.facts.sample.tensor_plan,
+            plan=step.account.tensor_plan,
             prefix=f"{self.facts.block}.",
             products=shape.precision.value.products(self.facts.sample),
         )
@@ -178,6 +188,10 @@ class _Shaped:
         attention = [time for time in self.times if time.kind == "attention"]
         self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
         self.context = self._context(*self.ring)
+        self.exchange = 0.0
+        if shape.expert > 1:
+            axis = expert_axis(shape.inner, "expert", self.machine.per_node)
+            self.exchange = seconds_of(exchange_rows(self.step, self.facts.block), axis, self.machine)
         self.tensor_rows = tensor_rows(self.step, self.facts.block) if shape.tensor > 1 else ([], [])
         edges = edge_operations(shape.model, shape.microbatch, shape.seq_len)
         last = self.facts.after[-1] if self.facts.after else edges[-1].name
@@ -203,6 +217,9 @@ class _Shaped:
             # Products and the collectives beside them run together.
             tensor_forward = self._exposed(forward - self.ring[0], tensor_forward)
             tensor_backward = self._exposed(inputs + repeated + weights - self.ring[1], tensor_backward)
+        # The rows of experts are needed at once, so nothing hides their way.
+        tensor_forward += self.exchange
+        tensor_backward += self.exchange * (2 if ac.recomputes(number) else 1)
         return PieceTime(
             forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward
         )
@@ -242,17 +259,18 @@ class _Shaped:
             return 0.0, 0.0
         by_kind = {row.kind: self._tensor_seconds([row]) for row in self.tensor_rows[0]}
         half = sum(by_kind.values()) / 2
-        styles = [style for path, style in self.facts.sample.tensor_plan.items() if path.startswith("layers.")]
+        styles = [style for path, style in self.step.account.tensor_plan.items() if path.startswith("layers.")]
+        last = int(self.shape.expert == 1)  # a block ends with a sum
         gathers = sum(STYLES[style].gathers for style in styles)
         sums = sum(STYLES[style].sums for style in styles)
         if not gathers + sums:
             return half, half
         # The sum of the last product is not computed again, as the product is not.
         repeats_gathers, repeats_sums = repeats_in_block(self.recipe, ac, number)
-        again = max(0, sums - 1) * repeats_sums * by_kind.get("all_reduce", 0.0)
+        again = max(0, sums - last) * repeats_sums * by_kind.get("all_reduce", 0.0)
         if self.shape.sequence_parallel:
             again = gathers * repeats_gathers * by_kind.get("all_gather", 0.0)
-            again += max(0, sums - 1) * repeats_sums * by_kind.get(self.step.scatter, 0.0)
+            again += max(0, sums - last) * repeats_sums * by_kind.get(self.step.scatter, 0.0)
         return half, half + again / (gathers + sums)
 
     def _tensor_seconds(self, rows: Sequence[Row]) -> float:

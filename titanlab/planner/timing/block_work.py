@@ -66,6 +66,7 @@ class Part:
     Attributes:
         tensor, context: degrees.
         sequence_parallel: the residual stream is cut too.
+        expert: degree; above 1 each rank of the tensor axis routes its own tokens.
         dtype: of products that no format changes, by torch's name.
         width: bytes of an element of it.
         fused: neighbouring operations that memory bandwidth bounds are one kernel.
@@ -77,6 +78,7 @@ class Part:
     tensor: int
     context: int
     sequence_parallel: bool
+    expert: int
     dtype: str
     width: int
     fused: bool
@@ -134,7 +136,9 @@ def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel
     """
     results = [tensor for operator in operation.operators for tensor in operator.results]
     cut = results[0].cut if results else "stream"
-    ranks = part.context * (part.tensor if cut == "part" or part.sequence_parallel else 1)
+    moves = part.expert > 1 and bool(results and results[0].with_experts)
+    is_cut = moves or cut == "part" or (cut == "stream" and part.sequence_parallel)
+    ranks = part.context * (part.tensor if is_cut else 1)
     passes = operation.passes
     if part.fused:
         passes = min(passes, 1.0 if follows else 2.0)
@@ -149,12 +153,18 @@ def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     columns = operation.output[-1]
     inner = operation.flops / (2 * math.prod(operation.output))
     style = STYLES.get(style_of(part.plan, path))
-    dim = style.cut_dim if style is not None and part.tensor > 1 else None
+    dim = (
+        style.cut_dim - style.is_stack if style is not None and style.cut_dim is not None and part.tensor > 1 else None
+    )
+    groups = operation.groups
+    if part.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
+        # Every rank has some experts, and with a balanced load as many rows as it sends.
+        rows, groups, dim = rows / part.tensor, max(1, groups // part.expert), None
     if dim == 0:
         columns = -(-columns // part.tensor)
     elif dim == 1:
         inner = inner / part.tensor
-    moved = (rows * inner + inner * columns + rows * columns) * part.width
+    moved = (rows * inner + groups * inner * columns + rows * columns) * part.width
     product = part.products.get(path)
     formats = (
         (product.forward, product.input_gradient, product.weight_gradient) if product is not None else (part.dtype,) * 3
@@ -162,7 +172,9 @@ def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     flops = 2 * rows * inner * columns
     kernels = [
         [Kernel(flops * _waste(*shape), dtype, moved, 1, True)]
-        for dtype, shape in zip(formats, ((rows, columns), (rows, inner), (inner, columns)), strict=True)
+        for dtype, shape in zip(
+            formats, ((rows / groups, columns), (rows / groups, inner), (inner, columns)), strict=True
+        )
     ]
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.

@@ -14,6 +14,7 @@ from titanlab.costs.traffic_account import (
     Coordinate,
     Step,
     add_context,
+    add_exchange,
     add_sharding,
     add_tensor,
     parameter_elements,
@@ -59,13 +60,14 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
     add_sharding(step, _FIRST, 0, pieces, traffic)
     rows = traffic.rows()
     layout = step.layout
+    experts = expert_axis(layout, "expert_shard", machine.per_node)
     fsdp, replicate = (axis_of(layout, name, per_node=machine.per_node) for name in ("fsdp", "replicate"))
     gathers = [row for row in rows if row.kind == "all_gather"]
     sums = [row for row in rows if row.kind == "all_reduce"]
     scatters = [row for row in rows if row.kind not in ("all_gather", "all_reduce")]
     return Sharding(
-        gather=seconds_of(gathers, fsdp, machine),
-        scatter=seconds_of(scatters, fsdp, machine),
+        gather=_by_axis(gathers, fsdp, experts, machine),
+        scatter=_by_axis(scatters, fsdp, experts, machine),
         replicas=seconds_of(sums, replicate, machine),
         gathered_bytes=sum(row.bytes for row in gathers),
         scattered_bytes=sum(row.bytes for row in scatters),
@@ -73,12 +75,33 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
     )
 
 
+def _by_axis(rows: Iterable[Row], fsdp: Axis, experts: Axis, machine: Machine) -> float:
+    """Time of the collectives of FSDP2, some of which have the ranks that share a part of the experts."""
+    rows = list(rows)
+    own = [row for row in rows if row.axis == "expert_shard"]
+    return seconds_of(own, experts, machine) + seconds_of([row for row in rows if row not in own], fsdp, machine)
+
+
+def expert_axis(layout: Layout, name: str, per_node: int) -> Axis:
+    """The ranks that share experts, `expert`, which are neighbours; or those that share a part, `expert_shard`."""
+    ranks, inner = (layout.expert, 1) if name == "expert" else (max(1, layout.expert_shard), layout.expert)
+    in_node = max(1, min(ranks, per_node // inner))
+    return Axis(ranks=ranks, in_node=in_node, nodes=-(-ranks // in_node))
+
+
+def exchange_rows(step: Step, piece: str) -> list[Row]:
+    """Communication of expert parallelism in the forward pass of one block for one microbatch."""
+    traffic = Traffic()
+    add_exchange(step, (piece,), traffic, only_forward=True)
+    return traffic.rows()
+
+
 def tensor_rows(step: Step, piece: str) -> tuple[list[Row], list[Row]]:
     """Communication of tensor parallelism in one piece: for each microbatch, and for each step."""
     traffic = Traffic()
     add_tensor(step, _FIRST, (piece,), traffic)
     once = Traffic()
-    sum_whole_gradients(step, (piece,), once)
+    sum_whole_gradients(step, _FIRST, (piece,), once)
     return traffic.rows(), once.rows()
 
 

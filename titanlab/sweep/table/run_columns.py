@@ -16,7 +16,9 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
         LookupError, TypeError: it is not a recipe.
     """
     training, compiled = config["training"], config["compile"]
-    layout = Layout(**{axis: config["parallelism"][axis] for axis in AXES})
+    degrees = {axis: config["parallelism"][axis] for axis in AXES}
+    # Configs of earlier versions have no experts.
+    layout = Layout(**degrees, expert=config["parallelism"].get("expert", 1))
     # As Recipe.microbatch; creating a Recipe would take longer than the whole row.
     microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
     return {

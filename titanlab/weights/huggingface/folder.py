@@ -7,7 +7,7 @@ from pathlib import Path
 from titanlab.errors import ConfigError
 from titanlab.weights.folder import indexed_files, read_object
 from titanlab.weights.huggingface.families import family_for
-from titanlab.weights.source import SafetensorsSource, check_entries, read_entries
+from titanlab.weights.source import Entry, SafetensorsSource, check_entries, read_entries
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -53,10 +53,15 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         name: entry for name, entry in entries.items() if name not in copies and not family.derived.fullmatch(name)
     }
     shapes, foreign = model.account().parameters, family.tensors(model)
-    check_entries(path, key, {foreign[name].name: shape for name, shape in shapes.items()}, tensors)
+    expected = {
+        theirs: foreign[name].shape_there(shape) for name, shape in shapes.items() for theirs in foreign[name].names
+    }
+    check_entries(path, key, expected, tensors)
     return SafetensorsSource(
         model=model,
-        entries={name: entries[foreign[name].name] for name in shapes},
+        entries={
+            name: Entry(dtype=entries[foreign[name].names[0]].dtype, shape=shape) for name, shape in shapes.items()
+        },
         files=places,
         foreign=foreign,
         about={name: config[name] for name in ABOUT if name in config},

@@ -1,0 +1,83 @@
+"""Models with experts train alike with every technique: checkpointing, compilation, precisions, optimizers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import tiny
+from tests.parity.technique_rows import AC
+from tests.parity.test_experts import BAR, MODELS, OnLayout, traced
+from titanlab.options import schema_of
+from titanlab.parity.parity import compare
+
+COMMON = {"steps": 3, "global_batch": 8, "seq_len": 32, "eps": 1e-6}
+FSDP_TP = {"shard": 2, "tensor": 2}
+PP = {"pipeline": 2, "shard": 2}
+# In fp32 against one process in eager mode without checkpointing.
+EXACT = [
+    (FSDP_TP, "full", "", True),
+    (FSDP_TP, "selective_op", "aot_eager", False),
+    (PP, "selective_op", "", False),
+    (PP, "full", "aot_eager", False),
+    ({"pipeline": 2, "schedule": "zbv"}, "none", "aot_eager", False),
+    ({"context": 2}, "selective_layer", "aot_eager", False),
+    (FSDP_TP, "memory_budget", "aot_eager", False),
+    (FSDP_TP, "none", "inductor", False),
+    ({}, "none", "inductor", False),
+]
+
+
+def recipe(folder, given, **more):
+    return tiny.recipe(folder, **{**OnLayout(given).keys(COMMON), "model": MODELS["qwen3"], **more})
+
+
+def traces(pool, folder, given, **more):
+    made = recipe(folder, given, **more)
+    return pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300.0)[0]
+
+
+@pytest.fixture(scope="module")
+def reference(pool, tmp_path_factory):
+    return traces(pool, tmp_path_factory.mktemp("reference"), {})
+
+
+@pytest.mark.parametrize(
+    ("given", "ac", "backend"),
+    [
+        pytest.param(
+            given, ac, backend, id=f"{OnLayout(given).label}, {ac}, {backend or 'eager'}",
+            marks=[] if always else [pytest.mark.full],
+        )
+        for given, ac, backend, always in EXACT
+    ],
+)  # fmt: skip
+def test_a_technique_changes_nothing(pool, reference, tmp_path, given, ac, backend):
+    compiled = {"blocks": True, "loss": True, "backend": backend} if backend else {}
+    found = traces(pool, tmp_path, given, ac=schema_of("ac", ac)(**AC.get(ac, {})), **compiled)
+    difference = compare(reference, found)
+    assert difference.largest <= BAR, difference
+
+
+PRECISIONS = {
+    "bf16": FSDP_TP,
+    "fp16": PP,
+    "bf16_full": FSDP_TP,
+    "float8_rowwise": FSDP_TP,
+    "float8_tensorwise": FSDP_TP,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_precision_trains(pool, reference, tmp_path, precision):
+    """Losses within 2 % of float32: rounded scores choose other experts for some tokens."""
+    found = traces(pool, tmp_path, PRECISIONS[precision], precision=schema_of("precision", precision)())
+    assert found.losses == pytest.approx(reference.losses, rel=0.02)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adamw_4bit", "adamw_fp8"])
+def test_an_optimizer_trains(pool, reference, tmp_path, optimizer):
+    found = traces(pool, tmp_path, {"shard": 2}, optimizer=schema_of("optimizer", optimizer)(lr=1e-3))
+    assert found.losses[0] == pytest.approx(reference.losses[0], rel=1e-5)
+    assert found.losses[-1] < reference.losses[0]

@@ -1,0 +1,126 @@
+"""Counts of experts' tokens, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.model.test_mixture_of_experts import model as made_layer
+from tests.parity.test_experts import SIZES, traced
+from titanlab.ac.block_schema import FullCheckpointing
+from titanlab.costs import meter
+from titanlab.errors import ConfigError
+from titanlab.model.mixture_of_experts import Auxiliary
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
+from titanlab.training.balance import Balance, Load
+from titanlab.training.totals import Totals
+from titanlab.training.train import Observer
+
+MODEL = Qwen3Moe(**{**SIZES, "layers": 2}, head_dim=32, ffn_dim=32, experts=8, active_experts=2, bias_rate=0.01)
+
+
+class Watched(Observer):
+    def __init__(self):
+        self.loads: list[Load] = []
+
+    def after_step(self, step: int, totals: Totals) -> None:
+        self.loads.append(totals.load)
+
+
+def recipe(folder, **given):
+    return tiny.recipe(folder, **{"model": MODEL, "steps": 4, "global_batch": 4, "microbatch": 2, **given})
+
+
+def loads(made, run=None):
+    watched = Watched()
+    run = run or tiny.begin(made)
+    tiny.as_rank(made, run, observer=watched)
+    return watched.loads, run
+
+
+def test_each_token_counts_once_whatever_is_computed_again_or_evaluated(tmp_path):
+    plain, run = loads(recipe(tmp_path))
+    other, _ = loads(recipe(tmp_path, ac=FullCheckpointing(), validate_every=1, validation_sequences=2, check_every=2))
+    assert [load.counts for load in plain] == [load.counts for load in other]
+    for load in plain:
+        assert [sum(block) for block in load.counts] == [4 * 32 * 2] * 2
+        assert 0 < load.entropy < 2.08  # ln 8
+        assert load.most >= 1
+    rows = run.metrics("train")
+    assert [row[meter.EXPERT_LOAD] for row in rows] == [load.most for load in plain]
+    assert [row[meter.DROPPED_SHARE] for row in rows] == [0.0] * 4
+
+
+def test_biases_move_against_the_load(tmp_path):
+    found = {}
+    for rate in (0.0, 1e-3):
+        made = recipe(tmp_path, model=replace(MODEL, bias_rate=rate), steps=60, every=60, global_batch=16, microbatch=8)
+        counts, run = loads(made)
+        found[rate] = sum(load.most for load in counts[-20:]) / 20
+    assert found[1e-3] < 0.9 * found[0.0]
+    saved = json.loads((run.path / "checkpoints" / "step-00000060" / "position.json").read_text())["routing"]
+    assert list(saved) == ["layers.0", "layers.1"]
+    assert all(abs(value) <= 0.0601 for value in saved["layers.0"])
+    assert any(abs(value) > 0.003 for value in saved["layers.0"])
+
+
+def test_a_resumed_run_goes_on_with_its_biases(tmp_path):
+    whole, _ = loads(recipe(tmp_path / "whole", steps=6))
+    begun, run = loads(recipe(tmp_path / "parts", steps=6, every=3))
+    (run.path / "checkpoints" / "step-00000006").rename(tmp_path / "away")
+    again, _ = loads(recipe(tmp_path / "parts", steps=6, every=3), tiny.begin(recipe(tmp_path, steps=6), run))
+    assert begun == whole
+    assert again == whole[3:]
+
+
+@pytest.mark.parametrize("balance", ["auxiliary_batch", "none"])
+def test_without_biases_nothing_else_is_saved(tmp_path, balance):
+    made = recipe(tmp_path, model=replace(MODEL, balance=balance), steps=2, every=2)
+    _, run = loads(made)
+    saved = json.loads((run.path / "checkpoints" / "step-00000002" / "position.json").read_text())
+    if balance == "none":
+        assert "routing" not in saved
+    else:
+        assert sum(saved["routing"]["layers.1"]) == pytest.approx(1)
+
+
+def test_the_state_of_another_model_is_one_line():
+    balance = Balance([], MODEL.account(), torch.device("cpu"), counts=True, parts=1, scale=1.0, seq_len=8)
+    with pytest.raises(ConfigError, match="has 3 numbers of the balance of block 0, which has 8 experts"):
+        balance.restore({"layers.0": [0.0] * 3})
+
+
+@pytest.mark.parametrize("form", ["sequence", "batch"])
+def test_the_auxiliary_gradient_is_that_of_the_loss(form):
+    """Of weight · N · Σ share · mean probability, for each sequence, times its tokens."""
+    layer, seq_len, weight, scale = made_layer(), 6, 0.3, 0.25
+    hidden = torch.randn(2, seq_len, 12, generator=torch.Generator().manual_seed(1))
+    tokens, count = hidden.flatten(0, 1), layer.count
+    scores = (tokens @ layer.router.weight.t()).softmax(-1)
+    given = torch.rand(count, generator=torch.Generator().manual_seed(2))
+    chosen = torch.zeros_like(scores).scatter(1, scores.topk(2).indices, 1.0).view(2, seq_len, count)
+    shares = chosen.mean(1) / 2 if form == "sequence" else given.expand(2, count)
+    loss = weight * count * (shares * scores.view(2, seq_len, count).mean(1)).sum() * seq_len * scale
+    (wanted,) = torch.autograd.grad(loss, layer.router.weight)
+
+    layer.router.auxiliary = Auxiliary(None if form == "sequence" else given, weight, scale, seq_len)
+    with_auxiliary = torch.autograd.grad(layer.router(tokens).weights.square().sum(), layer.router.weight)[0]
+    layer.router.auxiliary = None
+    without = torch.autograd.grad(layer.router(tokens).weights.square().sum(), layer.router.weight)[0]
+    torch.testing.assert_close(with_auxiliary - without, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sequence_in_parts_cannot_be_counted(tmp_path):
+    with pytest.raises(ConfigError, match="model.balance=auxiliary_sequence: counts by sequence, of which context=2"):
+        recipe(tmp_path, model=replace(MODEL, balance="auxiliary_sequence"), context=2)
+
+
+def test_two_ranks_count_as_one(pool, tmp_path):
+    alone = recipe(tmp_path / "1")
+    shared = recipe(tmp_path / "2", shard=2, microbatch=1)
+    wanted = pool.run(1, traced, alone, tiny.begin(alone))[0].loads
+    assert pool.run(2, traced, shared, tiny.begin(shared))[0].loads == wanted

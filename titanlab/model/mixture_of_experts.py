@@ -1,0 +1,283 @@
+"""A feed-forward of experts, of which a router chooses a few for each token (arXiv 1701.06538, 2101.03961, 2401.04088).
+
+No token is dropped: the tokens are sorted by expert, and each product multiplies all experts' tokens at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlab.costs.account import RoutedExperts
+from titanlab.model.grouped_product import grouped_product
+
+
+class Choice(NamedTuple):
+    """The experts of each token.
+
+    weights: [tokens, active] float32, whose sum for a token is 1
+    experts: [tokens, active] int64, the most probable expert first
+    """
+
+    weights: Tensor
+    experts: Tensor
+
+
+class Auxiliary(NamedTuple):
+    """The auxiliary loss of load balance, whose gradient a router adds in its backward pass (arXiv 2101.03961).
+
+    For N experts it is weight · N · Σ share · mean probability, a mean over tokens like the loss.
+
+    shares: [experts] shares of the tokens; None: those of each sequence
+    weight: of this rank's summand of the loss
+    scale: factor of the loss before its backward; a tensor may change between steps
+    seq_len: tokens of a sequence on this rank
+    """
+
+    shares: Tensor | None
+    weight: float
+    scale: float | Tensor
+    seq_len: int
+
+
+class Router(nn.Module):
+    """Chooses the `active` most probable experts of each token [tokens, dim]; multiplies in float32.
+
+    Training sets the other attributes; without them the router neither counts nor balances.
+
+    Attributes:
+        bias: [experts] float32, which is added to the probabilities for the choice only (arXiv 2408.15664).
+        auxiliary: the auxiliary loss.
+        tally: [experts + 1] float32. Its gradient is the count of tokens by expert, and the sum of entropies: so each
+            microbatch counts once, in its backward pass, however often its forward pass is computed.
+    """
+
+    def __init__(self, dim: int, experts: RoutedExperts) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts.count, dim))
+        self.active = experts.active
+        self.bias: Tensor | None = None
+        self.auxiliary: Auxiliary | None = None
+        self.tally: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Choice:
+        return self.choose(tokens, self.weight)
+
+    def choose(self, tokens: Tensor, weight: Tensor) -> Choice:
+        """The choice with a weight that may be a plain tensor instead of the parameter."""
+        logits: Tensor = WideProduct.apply(tokens, weight)  # type: ignore[no-untyped-call]
+        scores = logits.softmax(-1)
+        with torch.no_grad():
+            ranked = scores if self.bias is None else scores + self.bias
+            experts = ranked.topk(self.active, dim=-1).indices
+        if self.auxiliary is not None:
+            scores = self._with_auxiliary(scores, experts, self.auxiliary)
+        best = scores.gather(-1, experts)
+        if self.tally is not None:
+            with torch.no_grad():
+                entropy = -(scores * scores.clamp(min=_SMALLEST).log()).sum()
+            best = Tally.apply(best, self.tally, experts, entropy)  # type: ignore[no-untyped-call]
+        return Choice(best / best.sum(-1, keepdim=True), experts)
+
+    def _with_auxiliary(self, scores: Tensor, experts: Tensor, auxiliary: Auxiliary) -> Tensor:
+        count = scores.shape[-1]
+        with torch.no_grad():
+            if auxiliary.shares is None:
+                chosen = experts.view(-1, auxiliary.seq_len * self.active)
+                counts = scores.new_zeros((chosen.shape[0], count))
+                shares = counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=scores.dtype)) / chosen.shape[1]
+            else:
+                shares = auxiliary.shares.unsqueeze(0)
+            # A constant changes nothing, because probabilities sum to 1; without it, equal shares give exactly zero.
+            slope = (shares - 1 / count) * (auxiliary.weight * count)
+        added: Tensor = AddSlope.apply(scores, slope, auxiliary.scale)  # type: ignore[no-untyped-call]
+        return added
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer of every expert: rows [n, in] sorted by expert, and the end of each expert's rows → [n, out]."""
+
+    def __init__(self, inputs: int, outputs: int, experts: RoutedExperts) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts.count, outputs, inputs))
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        product: Tensor = grouped_product(rows, self.weight, ends)
+        return product
+
+    def extra_repr(self) -> str:
+        experts, outputs, inputs = self.weight.shape
+        return f"experts={experts}, in={inputs}, out={outputs}"
+
+
+class Experts(nn.Module):
+    """SwiGLU of every expert, w2(silu(w1 x) · w3 x): rows [n, dim] sorted by expert → the same shape."""
+
+    def __init__(self, dim: int, ffn_dim: int, experts: RoutedExperts) -> None:
+        super().__init__()
+        self.w1 = ExpertLinear(dim, ffn_dim, experts)
+        self.w2 = ExpertLinear(ffn_dim, dim, experts)
+        self.w3 = ExpertLinear(dim, ffn_dim, experts)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        gate, up = self.w1(rows, ends), self.w3(rows, ends)
+        output: Tensor = self.w2(F.silu(gate) * up, ends)
+        return output
+
+
+class RowExchange(Protocol):
+    """Sends rows to other ranks; see `titanlab.parallelism.expert`."""
+
+    def spread(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Rows sorted by expert and the ends of experts → those of this rank's experts, and a value for `gather`."""
+        ...
+
+    def gather(self, rows: Tensor, way: Any) -> Tensor:
+        """The results of this rank's experts → those of the rows that were spread."""
+        ...
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of the chosen experts' outputs, [..., dim] → the same shape.
+
+    Attributes:
+        exchange: with expert parallelism; None: this rank has all experts.
+    """
+
+    def __init__(self, dim: int, ffn_dim: int, experts: RoutedExperts) -> None:
+        super().__init__()
+        self.count = experts.count
+        self.exchange: RowExchange | None = None
+        self.router = Router(dim, experts)
+        self.experts = Experts(dim, ffn_dim, experts)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)
+        choice = self.router(tokens)
+        order, inverse, ends = sort_by_expert(choice.experts, self.count)
+        rows = Spread.apply(tokens, order, inverse, choice.experts.shape[1])  # type: ignore[no-untyped-call]
+        if self.exchange is None:
+            rows = self.experts(rows, ends)
+        else:
+            rows, ends, way = self.exchange.spread(rows, ends)
+            rows = self.exchange.gather(self.experts(rows, ends), way)
+        output: Tensor = WeightedSum.apply(rows, choice.weights, order, inverse)  # type: ignore[no-untyped-call]
+        return output.view(hidden.shape)
+
+
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of rows by expert: a row is one token for one of its experts.
+
+    Args:
+        experts: [tokens, active].
+        count: of all experts.
+
+    Returns:
+        order [rows]: the row of `experts.flatten()` at each place; inverse [rows]: the place of each row; ends [count]
+        int32: number of rows of this and all earlier experts.
+    """
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    places = torch.arange(flat.shape[0], device=flat.device)
+    inverse = torch.zeros_like(order).scatter(0, order, places)
+    numbers = torch.arange(count, device=flat.device)
+    ends = torch.searchsorted(flat.index_select(0, order), numbers, right=True, out_int32=True)
+    return order, inverse, ends
+
+
+# The least probability of which a logarithm is taken.
+_SMALLEST = 1e-30
+
+
+class Tally(torch.autograd.Function):
+    """Identity; the backward makes the gradient of the tally."""
+
+    @staticmethod
+    def forward(ctx: Any, best: Tensor, tally: Tensor, experts: Tensor, entropy: Tensor) -> Tensor:
+        ctx.save_for_backward(experts, entropy)
+        ctx.count = tally.shape[0] - 1
+        return best.view_as(best)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        experts, entropy = ctx.saved_tensors
+        flat = experts.flatten()
+        counts = entropy.new_zeros(ctx.count).scatter_add(0, flat, torch.ones_like(flat, dtype=entropy.dtype))
+        return gradients[0], torch.cat((counts, entropy.view(1))), None, None
+
+
+class AddSlope(torch.autograd.Function):
+    """Identity of scores [tokens, experts]; the backward adds slope [sequences or 1, experts] · scale."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, slope: Tensor, scale: float | Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        ctx.scale = scale
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,), (slope,) = gradients, ctx.saved_tensors
+        by_sequence = gradient.unflatten(0, (slope.shape[0], -1)) + (slope * ctx.scale).unsqueeze(1)
+        return by_sequence.flatten(0, 1), None, None
+
+
+class WideProduct(torch.autograd.Function):
+    """tokens · weightᵀ in float32, which keeps both in the precision that they have."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return F.linear(tokens.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,), (tokens, weight) = gradients, ctx.saved_tensors
+        return (gradient @ weight.float()).to(tokens.dtype), (gradient.t() @ tokens.float()).to(weight.dtype)
+
+
+# Both have gathers in forward and backward: the sums in the backward pass of torch's own indexing would depend on the
+# order of a GPU's threads.
+
+
+class Spread(torch.autograd.Function):
+    """Tokens [tokens, dim] → rows [tokens · active, dim] in the order of experts."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, active: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.active = active
+        return tokens.index_select(0, order // active)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _by_token(gradients[0], inverse, ctx.active).sum(1), None, None, None
+
+
+class WeightedSum(torch.autograd.Function):
+    """Rows [tokens · active, dim] in the order of experts, weights [tokens, active] → their sums [tokens, dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, inverse)
+        return (_by_token(rows, inverse, weights.shape[1]) * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (gradient,), (rows, weights, order, inverse) = gradients, ctx.saved_tensors
+        active = weights.shape[1]
+        own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
+        of_rows = gradient.index_select(0, order // active) * own
+        # In float32, as the router computes.
+        of_weights = (_by_token(rows, inverse, active).float() * gradient.unsqueeze(1)).sum(-1)
+        return of_rows, of_weights, None, None
+
+
+def _by_token(rows: Tensor, inverse: Tensor, active: int) -> Tensor:
+    """[tokens · active, dim] in the order of experts → [tokens, active, dim]."""
+    by_token: Tensor = rows.index_select(0, inverse).unflatten(0, (-1, active))
+    return by_token
