@@ -84,7 +84,7 @@ def test_the_readme_shows_the_quickstart_as_it_is(models):
 
 
 def test_the_readme_counts_what_there_is():
-    text = read("README.md").replace("\n", " ")
+    text = " ".join(read("README.md").split())
     (recipes,) = re.findall(r"(\d+) complete ones", text)
     assert int(recipes) == len([name for name in options("recipe") if name.endswith("_cpu")])
     assert int(recipes) == len(options("recipe") - {"quickstart"}) / 2
