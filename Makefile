@@ -25,7 +25,7 @@ UNFINISHED := $(VENV)/.unfinished
 LOG := $(VENV)/install.log
 
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test test-full test-matrix test-slurm test-browser lint format benchmark constraints clean clean-environment
+.PHONY: help environment quickstart test test-full test-matrix test-slurm test-browser lint docs format benchmark constraints clean clean-environment
 
 help: ## list these targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
@@ -61,15 +61,19 @@ test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; instal
 	@launch/dev-slurm/install
 	@$(BIN)/python -m pytest -m slurm $(ARGS)
 
-test-browser: $(READY) ## open a report in Chromium, with an accessibility checker; installs it if it is missing (Debian, as root)
+test-browser: $(READY) ## open a report and the site in Chromium, with an accessibility checker; installs it if it is missing (Debian, as root)
 	@tests/report/browser/install
-	@$(BIN)/python -m pytest -m browser tests/report $(ARGS)
+	@$(BIN)/python -m pytest -m browser tests/report tests/docs/test_site_in_browser.py $(ARGS)
 	@echo "screenshots: .cache/screenshots"
 
 lint: $(READY) ## check style (ruff) and types (mypy)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+docs: $(READY) ## build the documentation as a site in build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
 
 format: $(READY) ## rewrite the source in the project's style
 	@$(BIN)/ruff check --fix-only --quiet .

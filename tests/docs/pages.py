@@ -9,8 +9,9 @@ from pathlib import Path
 from titanlab.cli import verbs
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-DECISIONS = sorted(f"docs/decisions/{path.name}" for path in (ROOT / "docs" / "decisions").glob("*.md"))
+_OF_DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+DECISIONS = [page for page in _OF_DOCS if page.startswith("docs/decisions/")]
+PAGES = ["README.md", "CONTRIBUTING.md", *(page for page in _OF_DOCS if page not in DECISIONS)]
 CONFIGS = sorted(
     str(path.relative_to(ROOT)) for folder in ("conf", "sweeps", "launch") for path in (ROOT / folder).rglob("*.yaml")
 )
@@ -18,7 +19,7 @@ VERBS = " ".join(verbs.VERBS)
 TITANLAB = rf"titanlab (?:{VERBS.replace(' ', '|')})\b"
 # A line of a block that begins with one of these is a command.
 PROGRAM = re.compile(
-    r"(?:\w+=\S+ )*(?:titanlab(?= [a-z-])|make|python|pip|jupyter|jupytext|torchrun|sacct|eval|[a-z]+=\"|(?:~|\.|launch)/\S+)(?=[ \"\w]|$)"
+    r"(?:\w+=\S+ )*(?:titanlab(?= [a-z-])|make|mkdir|\.(?= \.venv)|python|pip|jupyter|jupytext|torchrun|sacct|eval|[a-z]+=\"|(?:~|\.|launch)/\S+)(?=[ \"\w]|$)"
 )
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")

@@ -29,8 +29,9 @@ from titanlab.sweep.submit import check_study
 
 LAPTOP = Host(accelerator="cpu", device="cpu", count=2)
 GPUS = Host(accelerator="cuda", device="NVIDIA H100 80GB HBM3", count=8)
-# Recipes for GPUs are started on them. Their twins, whose names end in `_cpu`, run anywhere.
-_FOR_GPUS = re.compile(r"\+recipe=\w+gpus(?!\w*_cpu)")
+# Recipes for GPUs are started on them, and sweeps for GPUs that name no launcher. Twins, whose names end in `_cpu`, run
+# anywhere.
+_FOR_GPUS = re.compile(r"\+recipe=\w+gpus(?!\w*_cpu)|\+sweeps=\w+gpus_layouts(?!.* launch=)")
 # Words that stand for something of the reader's own, and what it is here (tests/docs/given.py).
 VALUES = {
     r"--config-dir FOLDER\b": "--config-dir groups",

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401 (CONTRIBUTING.md's example takes it as imported)
+import yaml
 
 from tests.docs.pages import blocks
+from tests.tracker.wandb_file import write_run
 from titanlab.ac.block_schema import FullCheckpointing
+from titanlab.costs import meter
 from titanlab.costs.account import Share
 from titanlab.model.llama_block_account import block_operations
 from titanlab.model.llama_schema import Llama
@@ -35,6 +38,46 @@ def test_frames_and_figures_are_made_as_shown(reader):
     assert list(names["runs"]["name"]) == ["single", "fsdp"]
     assert set(names["steps"]["run"]) == set(names["runs"]["run"])
     assert Path("throughput.png").is_file()
+
+
+def test_figures_of_a_report_are_made_as_shown(reader):
+    pytest.importorskip("matplotlib").use("agg")
+    (example,) = code("docs/reports.md")
+    names = {}
+    exec(example, names)
+    assert Path("pareto.pdf").read_bytes().startswith(b"%PDF")
+    marks = names["figures"]["throughput"].marks.values()
+    assert {run for mark in marks for run in mark.runs} <= {
+        path.name for path in Path("runs/quickstart_layouts").iterdir()
+    }
+    assert any("tokens_per_second" in mark.columns for mark in marks)
+
+
+def test_analyses_are_made_as_shown(reader):
+    pytest.importorskip("matplotlib").use("agg")
+    example, _ = code("docs/notebooks.md")
+    names = {}
+    exec(example, names)
+    assert list(names["memory"]["name"]) == ["single", "fsdp"]
+    assert list(names["largest"]["name"]) == ["fsdp"]
+    assert names["pipelines"].empty
+    assert len(names["schedules"]) > 10
+    assert Path("scaling.png").is_file()
+
+
+def test_files_of_wandb_are_read_as_shown(reader, capsys):
+    _, example = code("docs/notebooks.md")
+    (run,) = Path("runs/quickstart_layouts").glob("fsdp-*")
+    config = {**yaml.safe_load((run / "config.yaml").read_text()), "attempt": 1}
+    row = {"_step": 1, "_timestamp": 1.0, meter.LOSS: 5.0, meter.TOKENS_SEEN: 384}
+    write_run(
+        run / "wandb" / "offline-run-1-x" / "run-x.wandb", name=run.name, config=config, rows=[row], exit_code=None
+    )
+    names = {}
+    exec(example, names)
+    assert capsys.readouterr().out == f"{run.name} 1 None 0\n"
+    assert list(names["runs"]["layout.label"]) == ["dp_s2"]
+    assert len(names["steps"]) == 1
 
 
 def test_runs_are_found_and_read_as_shown(reader, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 # Columns of every frame of metrics, also of an empty one.
-_METRICS = ("step", "attempt", "time", meter.LOSS, meter.TOKENS_SEEN)
+METRICS = ("step", "attempt", "time", meter.LOSS, meter.TOKENS_SEEN)
 
 
 def sweep_frame(path: Path | str) -> DataFrame:
@@ -35,22 +35,38 @@ def sweep_frame(path: Path | str) -> DataFrame:
     Raises:
         ConfigError: the path is neither.
     """
-    import pandas as pd
     import pyarrow as pa
     from pyarrow import parquet
 
     path = Path(path).expanduser()
-    if path.is_file():
-        try:
-            table = parquet.read_table(path)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise ConfigError("path", path, "is no parquet file", "name a sweep's folder, or SWEEP.parquet") from error
-    else:
+    if not path.is_file():
         sweep = _folder(path)
-        rows = Table(sweep).rows()
-        table = pa.Table.from_pylist(rows, schema=parquet_schema(point_keys(rows), sweep.name))
+        return frame_of_rows(Table(sweep).rows(), sweep.name)
+    try:
+        return _frame(parquet.read_table(path))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ConfigError("path", path, "is no parquet file", "name a sweep's folder, or SWEEP.parquet") from error
+
+
+def frame_of_rows(rows: Sequence[Mapping[str, Any]], sweep: str) -> DataFrame:
+    """The frame of a table's rows; its types are those of the files of `titanlab collect`.
+
+    Args:
+        rows: with all columns, as of `titanlab.sweep.table.rows.Table`.
+        sweep: the sweep's name.
+    """
+    import pyarrow as pa
+
+    return _frame(pa.Table.from_pylist(list(rows), schema=parquet_schema(point_keys(rows), sweep)))
+
+
+def _frame(table: Any) -> DataFrame:
+    import pandas as pd
+    import pyarrow as pa
+
     types = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
-    return table.to_pandas(types_mapper=types.get)
+    frame: DataFrame = table.to_pandas(types_mapper=types.get)
+    return frame
 
 
 def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
@@ -82,7 +98,7 @@ def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
             if attempt not in labels:
                 labels[attempt] = _layout_of(run, attempt, row)
             steps.append({"run": row["run"], "name": row["name"], "layout.label": labels[attempt], **points, **metrics})
-    return pd.DataFrame(steps) if steps else pd.DataFrame(columns=["run", "name", "layout.label", *_METRICS])
+    return pd.DataFrame(steps) if steps else pd.DataFrame(columns=["run", "name", "layout.label", *METRICS])
 
 
 def _folder(path: Path) -> SweepFolder:

@@ -1,0 +1,171 @@
+"""The analyses as figures with matplotlib; each function takes the frame of an analysis, and returns one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from titanlab.planner.memory import ITEMS
+from titanlab.report.analyses.losses import GRAD_NORM, LOSS
+from titanlab.report.analyses.memory_items import ITEM
+from titanlab.report.figures.style import (
+    BLUE,
+    INK,
+    LINE_STYLES,
+    MUTED,
+    OVERSUBSCRIBED,
+    OVERSUBSCRIBED_TEXT,
+    SERIES,
+    WIDTH,
+    label_bars,
+    new_figure,
+    set_title,
+    show_text,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+_MOST_LINES = 14
+_MOST_BARS = 60
+# Items of memory, in the order of ITEMS: colour, and a hatch where a colour comes again.
+_LOOKS = ("#0072b2", "#56b4e9", "#009e73", "#0072b2", "#56b4e9", "#e69f00", "#e69f00", "#cc79a7", "#999999")
+_HATCHES = (None, None, None, "///", "///", None, "///", None, None)
+_QUANTITIES = {LOSS: "loss", GRAD_NORM: "gradient norm"}
+
+
+def draw_scaling(scaling: DataFrame) -> Figure:
+    """Efficiency of each recipe: tokens per second of one device, in percent of the reference's.
+
+    Args:
+        scaling: the frame of `titanlab.report.analyses.scaling.scaling_frame`.
+    """
+    shown = scaling.head(_MOST_BARS)
+    figure, axis = new_figure(WIDTH, 1.5 + 0.36 * max(1, len(shown)))
+    longest = max([100.0, *shown["efficiency_percent"]])
+    for place, row in enumerate(shown.to_dict("records")):
+        look: Mapping[str, Any] = OVERSUBSCRIBED if row["oversubscribed"] else {"facecolor": BLUE}
+        axis.barh(place, row["efficiency_percent"], height=0.72, linewidth=0.8, **look)
+        times = f"{row['efficiency_percent']:.0f}%  ({row['speedup']:.2f} times as fast as {row['reference']})"
+        text = "the reference" if row["reference"] == row["recipe"] else times
+        end = row["efficiency_percent"] + 0.015 * longest
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axis.text(end, place, text, va="center", fontsize=8.5, color=INK, bbox=box)
+    axis.axvline(100, color=MUTED, linewidth=0.9, linestyle=(0, (3, 2)), zorder=0)
+    axis.set_xlim(0, longest * 1.55)
+    labels = [f"{row['world']} × {row['recipe']}" for row in shown.to_dict("records")]
+    label_bars(axis, labels, len(scaling))
+    axis.set_xlabel("scaling efficiency: % of the tokens per second of one device of the reference")
+    if shown["oversubscribed"].any():
+        _legend_of_oversubscribed(figure)
+    set_title(axis, "scaling efficiency by layout")
+    return figure
+
+
+def draw_memory(memory: DataFrame) -> Figure:
+    """The planner's items of memory as stacked bars, and what was measured as a mark.
+
+    Args:
+        memory: the frame of `titanlab.report.analyses.memory_items.memory_frame`.
+    """
+    shown = memory.head(_MOST_BARS)
+    figure, axis = new_figure(WIDTH, 1.7 + 0.42 * max(1, len(shown)))
+    used = [name for name in ITEMS if len(shown) and shown[f"{ITEM}{name}"].sum() > 0]
+    left = [0.0] * len(shown)
+    for name in used:
+        place = ITEMS.index(name)
+        widths = list(shown[f"{ITEM}{name}"])
+        look: dict[str, Any] = {"color": _LOOKS[place], "hatch": _HATCHES[place], "edgecolor": "white"}
+        axis.barh(range(len(shown)), widths, left=left, height=0.66, linewidth=0.5, label=name, **look)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    if len(shown):
+        rest = [estimate - tensors for estimate, tensors in zip(shown["estimated_gib"], left, strict=True)]
+        word = "beside tensors: allocator, and on a CPU the process"
+        axis.barh(range(len(shown)), rest, left=left, height=0.66, color="#f1f1ef", edgecolor=MUTED, lw=0.5, label=word)
+        axis.plot(shown["measured_gib"], range(len(shown)), "D", color=INK, markersize=5.5, label="measured")
+        figure.legend(loc="outside lower left", ncols=3, fontsize=8.5, frameon=False)
+    label_bars(axis, list(shown["name"]), len(memory))
+    axis.set_xlabel("GiB at the peak, of the rank that needs most")
+    set_title(axis, "memory: the planner's items, and the measurement")
+    return figure
+
+
+def draw_bubbles(schedules: DataFrame) -> Figure:
+    """Idle time against the number of microbatches, one line for each schedule.
+
+    Args:
+        schedules: the frame of `titanlab.report.analyses.pipelines.schedules_frame`, for one number of ranks.
+    """
+    figure, axis = new_figure(WIDTH, 4.2)
+    names = list(dict.fromkeys(schedules["schedule"]))
+    for place, name in enumerate(names):
+        rows = schedules[schedules["schedule"] == name].sort_values("microbatches")
+        axis.plot(
+            rows["microbatches"],
+            rows["bubble_percent"],
+            marker="o",
+            markersize=4,
+            label=name,
+            # Schedules that are equally idle draw the same line: the wider one stays visible.
+            linewidth=1.4 + 0.7 * (len(names) - 1 - place),
+            **_look(place),
+        )
+    if names:
+        figure.legend(loc="outside right upper", fontsize=8.5, frameon=False)
+    else:
+        show_text(axis, "no schedule allows these ranks and microbatches")
+    axis.set_xlabel("microbatches of a step")
+    axis.set_ylabel("bubble: idle % of all ranks' time")
+    axis.set_ylim(bottom=0)
+    axis.grid(color="#e5e5e5", linewidth=0.8)
+    set_title(axis, f"bubble of a pipeline of {', '.join(map(str, sorted(set(schedules['ranks']))))} ranks")
+    return figure
+
+
+def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: float | None = None) -> Figure:
+    """Relative differences from the reference by step, on a logarithmic axis; equal values are not drawn.
+
+    Args:
+        differences: the frame of `titanlab.report.analyses.losses.differences_frame`.
+        column: `loss_difference` or `grad_norm_difference`.
+        tolerance: drawn as a dashed line.
+    """
+    figure, axis = new_figure(WIDTH, 4.2)
+    runs = list(dict.fromkeys(differences["run"]))
+    for place, run in enumerate(runs[:_MOST_LINES]):
+        rows = differences[(differences["run"] == run) & (differences[column] > 0)].sort_values("step")
+        label = f"{_first(differences, run, 'name')} ({_first(differences, run, 'layout.label')})"
+        # Repeats of one recipe draw the same line: the wider one stays visible.
+        width = 1.3 + 0.5 * (min(len(runs), _MOST_LINES) - 1 - place)
+        axis.plot(rows["step"], rows[column], marker="o", markersize=3, linewidth=width, label=label, **_look(place))
+    axis.set_yscale("log")
+    if tolerance is not None:
+        axis.axhline(tolerance, color=MUTED, linewidth=1, linestyle=(0, (3, 2)))
+        axis.text(1.0, tolerance, f" tolerance {tolerance:g}", transform=axis.get_yaxis_transform(), fontsize=8.5)
+    if runs:
+        more = f"… and {len(runs) - _MOST_LINES} more" if len(runs) > _MOST_LINES else None
+        figure.legend(loc="outside right upper", fontsize=8.5, frameon=False, title=more, title_fontsize=8.5)
+    else:
+        show_text(axis, "no other run has logged the same steps")
+    axis.set_xlabel("step")
+    axis.set_ylabel("relative difference")
+    axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+    set_title(axis, f"difference of the {_QUANTITIES[column]} from the reference")
+    return figure
+
+
+def _first(frame: DataFrame, run: str, column: str) -> str:
+    return str(frame.loc[frame["run"] == run, column].iloc[0])
+
+
+def _look(place: int) -> dict[str, Any]:
+    style: Sequence[Any] = LINE_STYLES
+    return {"color": SERIES[place % len(SERIES)], "linestyle": style[place // len(SERIES) % len(style)]}
+
+
+def _legend_of_oversubscribed(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)]
+    figure.legend(handles=handles, loc="outside lower left", fontsize=8.5, frameon=False)

@@ -1,0 +1,127 @@
+"""A sweep as pandas data frames, from what wandb has recorded instead of from the folders of the runs.
+
+The frames have the columns and types of `titanlab.report.frames`, so that the same figures can be made of them. What
+only a run's folder knows (causes of failures, jobs, dropped points) is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlab.costs import meter
+from titanlab.errors import ConfigError
+from titanlab.records.metrics_file import TRAIN, VALIDATION
+from titanlab.report.frames import METRICS, frame_of_rows
+from titanlab.sweep.table.columns import NAMES, POINT, as_text
+from titanlab.sweep.table.run_columns import figure_columns, recipe_columns
+from titanlab.tracker.wandb_reader import STEP, TIMESTAMP, WandbRun, read_runs
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_LOSS_OF = {TRAIN: meter.LOSS, VALIDATION: meter.VALIDATION_LOSS}
+# Where the names of validation rows begin; wandb joins all rows of one step.
+_VALIDATION = "validation_metrics/"
+
+
+def sweep_frame(source: Path | str | Sequence[WandbRun]) -> DataFrame:
+    """One row for each run, with the columns of `titanlab.report.frames.sweep_frame`.
+
+    Args:
+        source: a folder with wandb's files below it, one file, or runs of `titanlab.tracker.wandb_reader`.
+
+    Raises:
+        ConfigError: there is no file of wandb, or no run in it is one of titanlab.
+    """
+    runs = _runs(source)
+    names = sorted({name for run in runs for name in run.config if name.startswith(POINT)})
+    sweeps = {run.group for run in runs}
+    return frame_of_rows([_row(run, names) for run in runs], sweeps.pop() if len(sweeps) == 1 else "wandb")
+
+
+def metrics_frame(source: Path | str | Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
+    """One row for each logged step of each run, with the columns of `titanlab.report.frames.metrics_frame`.
+
+    Args:
+        source: as of `sweep_frame`.
+        kind: `train` or `validation`.
+
+    Raises:
+        ConfigError: there is no file of wandb, no run in it is one of titanlab, or there is no such kind.
+    """
+    import pandas as pd
+
+    if kind not in _LOSS_OF:
+        raise ConfigError("kind", kind, "is no kind of row", f"try {TRAIN} or {VALIDATION}")
+    runs = _runs(source)
+    names = sorted({name for run in runs for name in run.config if name.startswith(POINT)})
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        row = _row(run, names)
+        first = {name: row[name] for name in ("run", "name", "layout.label", *names)}
+        for metrics in run.rows:
+            if metrics.get(_LOSS_OF[kind]) is not None:
+                own = {name: value for name, value in metrics.items() if _belongs(name, kind)}
+                rows.append({**first, "kind": kind, "step": metrics[STEP], "time": metrics.get(TIMESTAMP), **own})
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "name", "layout.label", *names, *METRICS])
+
+
+def _belongs(name: str, kind: str) -> bool:
+    """Whether a row of this kind has the name; not wandb's own values, and not those of other kinds of rows."""
+    if kind == VALIDATION:
+        return name.startswith(_VALIDATION) or name == "attempt"
+    return not name.startswith(("_", "traffic/", _VALIDATION))
+
+
+def _runs(source: Path | str | Sequence[WandbRun]) -> list[WandbRun]:
+    """The runs of titanlab."""
+    runs = read_runs(source) if isinstance(source, Path | str) else list(source)
+    ours = [run for run in runs if _recipe_columns(run.config)]
+    if runs and not ours:
+        rule = "has runs, and none is one of titanlab"
+        raise ConfigError("source", ", ".join(run.name or run.id for run in runs[:3]), rule, "name a sweep's folder")
+    return ours
+
+
+def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
+    recipe = _recipe_columns(run.config)
+    label, _, digits = run.name.rpartition("-")
+    cores = run.cores
+    has_ended = run.exit_code is not None
+    # Rows have the median of a step under another name than a result, and the last row is in the summary too.
+    is_result = has_ended and meter.MEASURED_STEPS in run.summary
+    summary = {name: run.summary[name] for name in run.summary if not (is_result and name == meter.STEP_SECONDS_MEDIAN)}
+    is_oversubscribed = None if cores is None else recipe["accelerator"] == "cpu" and recipe["world"] > cores
+    known = {
+        **recipe,
+        "sweep": run.group,
+        "run": run.name,
+        "name": label or run.name,
+        "hash8": digits,
+        "state": "ended" if has_ended else "running",
+        # A summary without one was written by a process that died.
+        "outcome": run.summary.get("outcome", "crash") if has_ended else None,
+        "step": run.rows[-1][STEP] if run.rows else 0,
+        "steps": run.config["training"]["steps"],
+        "attempt": run.config.get("attempt"),
+        "cores": cores,
+        "oversubscribed": is_oversubscribed,
+        **figure_columns(summary, world=recipe["world"]),
+        "updated": run.rows[-1].get(TIMESTAMP) if run.rows else None,
+        "folder": None if run.path is None else str(run.path.parent),
+    }
+    values = {name: run.config.get(name) for name in points}
+    return {
+        **{name: known.get(name) for name in NAMES},
+        **{name: None if name not in run.config else as_text(value) for name, value in values.items()},
+    }
+
+
+def _recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's columns; empty: it is no recipe of titanlab."""
+    try:
+        return recipe_columns(config)
+    except (LookupError, TypeError, AttributeError):
+        return {}
