@@ -49,6 +49,7 @@ Each recipe is reduced: few layers, small widths, random tokens; its layout, sch
 optimizer stay. It trains on this CPU, in fp32 and in its own precision, and is held to one process. A layout of more
 processes is folded: every axis keeps a degree of 2. The result is kept in the sweep's folder, as parity.json.
 
+options:
   --steps N       of each training (default {_STEPS}, at most {_MOST_STEPS})
   --processes N   most processes of a layout (default {MOST_PROCESSES})
   --only WORD     recipes with this word in their names

@@ -39,6 +39,7 @@ Each recipe is composed and checked in its real size, then reduced and trained f
 to at most {MOST_PROCESSES} processes; schedule, precision, checkpointing, compiled parts, optimizer, validation and
 kind of checkpoints stay. Axes that do not fit together get a second rehearsal. A failure does not stop the others.
 
+options:
   --only WORD     recipes with this word in their names
   --steps N       of each rehearsal (default {STEPS}, at most {_MOST_STEPS})
   --processes N   most processes of a layout (default {MOST_PROCESSES})
