@@ -76,8 +76,9 @@ def test_the_default_list_is_known(tmp_path):
     assert set(PAPER) <= SelectedOperators.known_operators()
     assert context.attention is not None
     code = (
-        "import sys; from pathlib import Path; from titanlab.options import discover\n"
-        "from titanlab.ac.selective_op_schema import SelectiveOp; SelectiveOp().check(None)\n"
+        "import sys; from types import SimpleNamespace; from titanlab.costs.layout import Layout\n"
+        "from titanlab.ac.selective_op_schema import SelectiveOp\n"
+        "SelectiveOp().check(SimpleNamespace(layout=Layout()))\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

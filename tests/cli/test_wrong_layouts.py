@@ -28,7 +28,7 @@ DEGREES = [
     ("parallelism=tp parallelism.pipeline=2 world=5", "world=5: the other degrees make 2, which does not divide it", "try world=4", "world=4"),
     ("parallelism.shard=2 parallelism.tensor=2 world=3", "world=3: the degrees make 4 (shard 2 × tensor 2)", "try world=4", "world=4"),
     ("parallelism=fsdp_tp_pp_pc world=16", "parallelism=fsdp_tp_pp_pc: is no option", "try fsdp_tp_pp_cp", "parallelism=fsdp_tp_pp_cp"),
-    ("parallelism.expert=2", "parallelism.expert=2: is no key", "keys of parallelism: pipeline, replicate,", None),
+    ("parallelism.expert=2", "parallelism.expert=2: the model has no experts", "try parallelism.expert=1", "parallelism.expert=1"),
 ]  # fmt: skip
 TENSOR = [
     ("parallelism.tensor=3", "parallelism.tensor=3: must divide 4 attention heads", "=1 or 2", "parallelism.tensor=2"),

@@ -16,12 +16,16 @@ from tests.docs.given import write_all
 from tests.docs.reader import Reader
 from titanlab.recipe.composition.recipes import register
 
+# Content of files by the places where they are searched, and their names.
+_READ: dict[tuple[str, ...], Any] = {}
 
-@pytest.fixture(scope="package", autouse=True)
+
+# Not of the whole package: pytest would let it stay for files of other folders.
+@pytest.fixture(scope="module", autouse=True)
 def _yaml_read_once() -> Iterator[None]:
     """Hundreds of compositions read the same schemas and files: each is read once, and copied."""
     register()
-    known: dict[tuple[str, ...], Any] = {}
+    known = _READ
     load = ConfigRepository.load_config
 
     def loaded(self: ConfigRepository, config_path: str) -> Any:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
             # Imported here: neither `--cfg job` nor an error in the recipe needs it.
             from titanlab.launch.execute import execute, prepare
 
-            console.phase("checking the recipe and its data" if shown else None)
+            console.phase("checking the recipe and its data" if shown and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.
