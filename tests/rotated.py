@@ -17,6 +17,8 @@ FILES = (
     "tests/optimizer/test_muon.py",
     "tests/parallelism/test_deferred_taps.py",
     "tests/parallelism/test_pipeline.py",
+    "tests/parity/test_expert_techniques.py",
+    "tests/parity/test_experts.py",
     "tests/planner/test_activations.py",
     "tests/precision/test_float8.py",
     "tests/precision/test_float8_layouts.py",

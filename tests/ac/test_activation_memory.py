@@ -60,7 +60,7 @@ def measured(config, policy, dtype, *, batch, seq, backend=""):
     ("shape", "precision"),
     [
         ("shared heads", "bf16"),
-        ("own heads", "fp32"),
+        pytest.param("own heads", "fp32", marks=pytest.mark.full),
         ("head norms", "bf16"),
         ("experts", "bf16"),
         pytest.param("experts", "fp32", marks=pytest.mark.full),

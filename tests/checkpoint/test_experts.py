@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests import tiny
@@ -16,6 +17,7 @@ def saved(made, run):
     return traced(made, run).parameters
 
 
+@pytest.mark.full
 def test_degrees_2_4_and_1(pool, tmp_path):
     """Runs that load and train no step have exactly what was saved."""
     first = tiny.recipe(
