@@ -161,7 +161,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(command):
 
 def torchrun():
     """What starts two ranks instead of titanlab's own launcher."""
-    port = str(local._free_port())
+    port = str(local.free_port())
     return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "titanlab"]
 
 
