@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -38,15 +39,19 @@ def write(run, rank, text, mode="w"):
 
 
 def test_all_ranks_are_merged_and_one_rank_is_its_file(run, say):
-    write(run, 0, "10:00:00  begin\n10:00:02  step 1\n10:00:09  end\n")
-    write(run, 11, "10:00:05 slow\nTraceback\n")
-    expected = "[rank  0] 10:00:00  begin\n[rank  0] 10:00:02  step 1\n[rank 11] 10:00:05 slow\n[rank 11] Traceback\n"
-    assert say(run.path)[:2] == (0, expected + "[rank  0] 10:00:09  end\n")
-    assert say(run.path, "--rank", 11) == (0, "10:00:05 slow\nTraceback\n", "")
-    assert say(run.path, "--tail", 2)[1] == "[rank 11] Traceback\n[rank  0] 10:00:09  end\n"
+    # The lines are of the last minute, as those of a run are: a time of day is taken to be the one nearest to what is known.
+    start = datetime.now() - timedelta(minutes=1)
+    zero, two, five, nine = ((start + timedelta(seconds=seconds)).strftime("%H:%M:%S") for seconds in (0, 2, 5, 9))
+    write(run, 0, f"{zero}  begin\n{two}  step 1\n{nine}  end\n")
+    write(run, 11, f"{five} slow\nTraceback\n")
+    first = f"[rank  0] {zero}  begin\n[rank  0] {two}  step 1\n"
+    last = f"[rank 11] Traceback\n[rank  0] {nine}  end\n"
+    assert say(run.path)[:2] == (0, f"{first}[rank 11] {five} slow\n{last}")
+    assert say(run.path, "--rank", 11) == (0, f"{five} slow\nTraceback\n", "")
+    assert say(run.path, "--tail", 2)[1] == last
     assert say(run.path, "--tail", 0)[1] == ""
     assert say(run.path, "--grep", "st.p|Trace", "--tail", 5)[1].count("\n") == 2
-    assert say(run.path, "--grep", r"^\d+:00:0[29]", "--rank", 0)[1] == "10:00:02  step 1\n10:00:09  end\n"
+    assert say(run.path, "--grep", f"^({two}|{nine})", "--rank", 0)[1] == f"{two}  step 1\n{nine}  end\n"
 
 
 def test_the_bytes_of_a_log_are_unchanged_in_a_pipe(run, capfdbinary):
