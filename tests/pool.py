@@ -1,6 +1,6 @@
 """A pool of worker processes for tests that need several ranks.
 
-The workers start once and import torch once; `Pool.run` calls a function in the first few of them, each with the
+A server process imports torch once, and the workers are forked from it, once; `Pool.run` calls a function in the first few of them, each with the
 environment of its rank. A failure, a hang or a death of one rank ends the call with that rank's own traceback or
 stacks, and the pool stays usable.
 """
@@ -38,6 +38,16 @@ NICENESS = 10
 # torch's compiler never frees some process groups, and the threads of each keep waking up. With more threads than this
 # a new worker is cheaper.
 MANY_THREADS = 150
+# What ranks import: a worker that imports it by itself takes seconds of a core. None of these starts a thread or opens a
+# device when it is imported.
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "titanlab.training.train",
+)
 
 
 class RankFailure(Exception):
@@ -144,15 +154,17 @@ class _Worker:
     """One process of the pool, as the process of the tests uses it."""
 
     def __init__(self, filters: Sequence[str], environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # Has an effect before the first worker only.
+        context.set_forkserver_preload(list(PRELOADED))
         self.connection, theirs = context.Pipe()
         handle, name = tempfile.mkstemp(prefix="titanlab-stacks-")
         os.close(handle)
         self._stacks = Path(name)
         self._busy = True
-        # As a daemon it ends with pytest; it also watches for a parent that was killed.
+        # As a daemon it ends with pytest; it also watches for a server that is gone, which ends when pytest is killed.
         self.process: BaseProcess = context.Process(
-            target=_serve, args=(theirs, os.getpid(), name, tuple(filters), dict(environment)), daemon=True
+            target=_serve, args=(theirs, name, tuple(filters), dict(environment)), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -228,15 +240,13 @@ def _free_port() -> int:
         return port
 
 
-def _serve(
-    connection: Connection, parent: int, stacks: str, filters: Sequence[str], environment: Mapping[str, str]
-) -> None:
+def _serve(connection: Connection, stacks: str, filters: Sequence[str], environment: Mapping[str, str]) -> None:
     """The loop of a worker: wait for a call, make it, answer, clean up."""
     os.environ.clear()
     os.environ.update(environment)
     if "PYTEST_XDIST_WORKER" in environment:
         os.nice(NICENESS)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with Path(stacks).open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         # Ctrl-C is for pytest, which then ends the workers.
