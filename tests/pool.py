@@ -72,11 +72,21 @@ class Pool:
         self._filters = tuple(warning_filters)
         self._workers: list[_Worker | None] = [None] * size
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any, limit_seconds: float = 120.0) -> list[Any]:
+    def run(
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        limit_seconds: float = 120.0,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> list[Any]:
         """Call `function(*arguments)` as ranks 0 to world − 1 and return what each returned, by rank.
 
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set; the function opens
         the process group if it wants one, and the pool destroys it. Arguments and results travel by pickle.
+
+        Args:
+            grace_seconds: how long the other ranks may take to end after one has failed.
 
         Raises:
             RankFailure: a rank raised, died or did not return within `limit_seconds`.
@@ -91,7 +101,7 @@ class Pool:
         port = _free_port()
         for rank, worker in enumerate(workers):
             worker.send(("call", call, _environment(rank, world, port)))
-        answers = self._gather(workers, limit_seconds)
+        answers = self._gather(workers, limit_seconds, grace_seconds)
         failures = {rank: answer for rank, answer in answers.items() if answer[0] != "value"}
         if failures:
             raise RankFailure(_describe(failures, world))
@@ -117,7 +127,9 @@ class Pool:
                 raise RankFailure(f"worker {index} did not start within {START_SECONDS:.0f} s")
         return workers
 
-    def _gather(self, workers: list[_Worker], limit_seconds: float) -> dict[int, tuple[str, Any, float]]:
+    def _gather(
+        self, workers: list[_Worker], limit_seconds: float, grace_seconds: float
+    ) -> dict[int, tuple[str, Any, float]]:
         """One answer a rank: ("value" | "raised" | "died" | "hung", content, when)."""
         answers: dict[int, tuple[str, Any, float]] = {}
         end = time.monotonic() + limit_seconds
@@ -127,7 +139,7 @@ class Pool:
                 rank = waiting[connection]  # type: ignore[index]
                 answers[rank] = workers[rank].receive()
                 if answers[rank][0] != "value":
-                    end = min(end, time.monotonic() + GRACE_SECONDS)
+                    end = min(end, time.monotonic() + grace_seconds)
             if time.monotonic() >= end:
                 break
         reason = f"did not return within {limit_seconds:g} s"
