@@ -306,6 +306,7 @@ def test_it_is_refused(command, stuff, arguments, begins, cure):
     assert bool(FOLLOWED.search(refusal["cure"])) == bool(FOLLOWED.search(cure)), refusal["cure"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", cured_together(), ids=lambda words: " ".join(words)[:60])
 def test_its_cure_is_accepted(command, stuff, words):
     said = command(["train", *(filled(word, stuff) for word in words)])

@@ -36,6 +36,8 @@ NAMED = re.compile(r"titanlab [a-z-]+( --?[\w-]+( titanlab)?| launch=slurm| init
 HASH = re.compile(r"-[0-9a-f]{8}\b")
 # Commands that need no file of the reader's: each is run once, however many pages have it.
 ALIKE = re.compile(r"titanlab (train|sweep) (?!.*(--config-dir|--dry-run|data|file=|init_from=))")
+# Their commands are typed in `make test` too, those of the other pages in the slower layer.
+READ_FIRST = ("README.md", "docs/tutorial.md", "docs/configuration.md", "docs/troubleshooting.md")
 # What no reader in an empty folder can type, and why. The list is short, and a line that is on no page is an error.
 ELSEWHERE = {
     ("docs/sweeps.md", "titanlab sweep +sweeps=mine --dry-run"): "tests/cli/test_sweep.py holds it to what is shown",
@@ -63,7 +65,13 @@ def with_commands(pages: list[str]) -> list[str]:
 
 
 # tests/extending/test_extending.py runs the commands of the page whose packages have to be installed.
-@pytest.mark.parametrize("page", with_commands([page for page in [*PAGES, *DECISIONS] if page != "docs/extending.md"]))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page in READ_FIRST else [pytest.mark.full])
+        for page in with_commands([page for page in [*PAGES, *DECISIONS] if page != "docs/extending.md"])
+    ],
+)
 def test_commands_of_a_page_run(reader, page):
     write_files(page)
     found = [each for each in commands(page) if (page, each.text) not in ELSEWHERE]
@@ -87,6 +95,7 @@ def test_commands_in_comments_of_configs_run(reader):
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.full
 def test_commands_in_the_help_run(reader):
     found = {verb: commands_of_help(help_of(verb)) for verb in ("", "train", "sweep")}
     assert all(found.values())

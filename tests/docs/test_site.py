@@ -35,12 +35,14 @@ def site(tmp_path_factory):
     return into
 
 
+@pytest.mark.full
 def test_every_page_is_there(site):
     pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
     assert all((site / page).with_suffix(".html").is_file() for page in pages)
     assert {"contributing.html", "changelog.html", "404.html"} <= {path.name for path in site.iterdir()}
 
 
+@pytest.mark.full
 def test_nothing_is_loaded_from_elsewhere(site):
     loaded = {
         target
@@ -64,6 +66,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
     }
 
 
+@pytest.mark.full
 def test_files_of_the_repository_that_pages_link_to_are_pages(site):
     page = (site / "models.html").read_text()
     assert 'href="source/titanlab/model/llama.py.html"' in page
@@ -72,6 +75,7 @@ def test_files_of_the_repository_that_pages_link_to_are_pages(site):
     assert 'href="extending.html"' in (site / "contributing.html").read_text()
 
 
+@pytest.mark.full
 def test_the_api_is_made_of_docstrings(site):
     text = (site / "api" / "report.html").read_text()
     assert 'id="titanlab.report.frames.sweep_frame"' in text

@@ -104,7 +104,8 @@ ROWS = [
         "float8_tensorwise none aot_eager",
         "float8_rowwise selective_op aot_eager",
         "float8_rowwise_with_gw_hp none eager",
-        always=("fp32 selective_op aot_eager", "float8_tensorwise selective_op eager"),
+        "fp32 selective_op aot_eager",
+        always=("float8_tensorwise selective_op eager",),
     ),
     *_rows(
         PP,

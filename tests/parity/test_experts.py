@@ -40,8 +40,8 @@ MODELS = {
 FULL = [pytest.mark.full]
 ROWS = [
     ("qwen3", {"tensor": 2}, []),
-    ("qwen3", {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}, []),
     ("mixtral", {"shard": 4}, []),
+    ("qwen3", {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}, FULL),
     ("qwen3", {"tensor": 2, "sequence_parallel": False}, FULL),
     ("qwen3", {"replicate": 2}, FULL),
     ("qwen3", {"replicate": 2, "shard": 2, "microbatch": 1}, FULL),

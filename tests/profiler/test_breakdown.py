@@ -22,7 +22,7 @@ def trained(made, run):
 
 
 # The others show each kind of event too.
-SLOWER = ("DDP", "one process", "FSDP", "context")
+SLOWER = ("DDP", "one process", "FSDP", "context", "FSDP and tensor")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def trained(made, run, observer):
     return tiny.as_rank(made, run, observer).kind
 
 
+@pytest.mark.full
 def test_the_peak_of_a_phase_is_counted_for_it(pool, tmp_path):
     losses = []
     for name, given in {"off": {}, "memory": {"profiler": Memory(skip=1, steps=2, every=3)}}.items():

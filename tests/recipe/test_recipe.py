@@ -73,6 +73,7 @@ def of_every_option() -> dict[str, Recipe]:
     return recipes
 
 
+@pytest.mark.full
 def test_every_option_round_trips(of_every_option):
     assert {key.partition("=")[0] for key in of_every_option} == {*discover(), "+recipe"}
     for recipe in of_every_option.values():
@@ -233,6 +234,7 @@ def test_labels_places_and_watching_are_no_part_of_the_identity():
 # Rules
 
 
+@pytest.mark.full
 def test_every_model_passes_every_rule_on_some_world(of_every_option):
     worlds = {
         "single": 1,

@@ -391,7 +391,7 @@ def alone(pool, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=marks(name, always=[QUICK], covering={*TWINS} - {*SLOWEST})) for name in TWINS],
+    [pytest.param(name, marks=marks(name, always=[], covering={*TWINS} - {*SLOWEST})) for name in TWINS],
 )
 def test_a_twin_trains_as_one_process(pool, composed, alone, tmp_path, name):
     made = on_cpu(short(composed(name), tmp_path))

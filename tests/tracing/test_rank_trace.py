@@ -39,6 +39,8 @@ LAYOUTS = {
     "5 axes": {"replicate": 2, "pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "layers": 4, "bf16": True,
                "global_batch": 32, "schedule": InterleavedZeroBubble()},
 }  # fmt: skip
+# Their axes, schedules and policies are in the other rows too.
+SLOWER = ("4D", "5 axes", "3D, no sequence parallelism")
 
 
 def recipe(folder, layout):
@@ -51,7 +53,9 @@ def accounts(made, ranks):
     return [trace_rank(made, rank) for rank in ranks]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in SLOWER else []) for name in LAYOUTS]
+)
 def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     made = recipe(tmp_path, LAYOUTS[name])
     # The last rank has other shards, other chunks of sequences, and another stage of the pipeline than the first one.

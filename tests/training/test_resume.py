@@ -165,7 +165,11 @@ def test_metrics_and_results_of_a_stopped_run(pool, tmp_path):
     [
         ({"shard": 2}, {"shard": 1}),
         ({}, {"replicate": 2}),
-        ({"shard": 2, "tensor": 2}, {"shard": 1, "tensor": 1, "pipeline": 2, "microbatch": 3}),
+        pytest.param(
+            {"shard": 2, "tensor": 2},
+            {"shard": 1, "tensor": 1, "pipeline": 2, "microbatch": 3},
+            marks=pytest.mark.full,
+        ),
         ({"pipeline": 2, "microbatch": 3}, {"pipeline": 1, "context": 2}),
         pytest.param(
             {"pipeline": 2, "shard": 2, "microbatch": 1},

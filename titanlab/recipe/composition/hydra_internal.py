@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra._internal.core_plugins import (
     file_config_source,
@@ -56,24 +56,29 @@ def plain_value(value: Any) -> Any:
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Folders of YAMLs, titanlab's and the user's. Each file is read and checked once."""
+    """Folders of YAMLs, titanlab's and the user's. A process reads and checks a file once, until the file changes."""
 
-    def __init__(self, provider: str, path: str) -> None:
-        super().__init__(provider, path)
-        self._results: dict[str, ConfigResult] = {}
+    # The checked content of files, by provider, path, and the file's time and size.
+    _results: ClassVar[dict[tuple[str, str, int, int], ConfigResult]] = {}
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The content of a file, as a copy, because Hydra removes the defaults list from it."""
-        if config_path not in self._results:
-            file = os.path.join(self.path, self._normalize_file_name(config_path))
+        file = os.path.join(self.path, self._normalize_file_name(config_path))
+        try:
+            status = os.stat(file)
+        except OSError:
+            # Hydra says what is wrong.
+            return super().load_config(config_path)
+        key = (self.provider, file, status.st_mtime_ns, status.st_size)
+        if key not in self._results:
             strangers.check_size(file)
             result = super().load_config(config_path)
             content = OmegaConf.to_container(result.config, resolve=False)
             group, _, option = config_path.removesuffix(".yaml").rpartition("/")
             strangers.check_file(content, group, option, file)
             _name_combinations(result.config)
-            self._results[config_path] = result
-        return copy.deepcopy(self._results[config_path])
+            self._results[key] = result
+        return copy.deepcopy(self._results[key])
 
 
 class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
