@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests import tiny
+from tests.compile import test_blocks
 from tests.parity.technique_rows import AC
 from tests.parity.test_experts import BAR, MODELS, OnLayout, traced
+from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.options import schema_of
 from titanlab.parity.parity import compare
 
 COMMON = {"steps": 3, "global_batch": 8, "seq_len": 32, "eps": 1e-6}
 FSDP_TP = {"shard": 2, "tensor": 2}
 PP = {"pipeline": 2, "shard": 2}
+EP = {"shard": 2, "expert": 2}
+EP_TP = {"shard": 2, "tensor": 2, "expert": 4}
 # In fp32 against one process in eager mode without checkpointing.
 EXACT = [
     (FSDP_TP, "full", "", True),
@@ -24,6 +30,23 @@ EXACT = [
     (FSDP_TP, "memory_budget", "aot_eager", False),
     (FSDP_TP, "none", "inductor", False),
     ({}, "none", "inductor", False),
+    (EP, "none", "aot_eager", False),
+    (EP, "selective_op", "", True),
+    (EP, "exchange kept", "", True),
+    (EP, "full", "aot_eager", False),
+    (EP, "selective_op", "aot_eager", False),
+    (EP, "exchange kept", "aot_eager", False),
+    (EP, "memory_budget", "aot_eager", False),
+    (EP, "none", "inductor", False),
+    (EP, "full", "inductor", False),
+    (EP, "exchange kept", "inductor", False),
+    (EP_TP, "selective_op", "", False),
+    (EP_TP, "none", "aot_eager", False),
+    (EP_TP, "full", "inductor", False),
+    ({"context": 2, "tensor": 2, "expert": 4}, "selective_op", "aot_eager", False),
+    ({"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}, "none", "aot_eager", False),
+    ({"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}, "selective_op", "", False),
+    ({"shard": 4, "expert": 2, "microbatch": 1}, "selective_layer", "aot_eager", False),
 ]
 
 
@@ -31,9 +54,21 @@ def recipe(folder, given, **more):
     return tiny.recipe(folder, **{**OnLayout(given).keys(COMMON), "model": MODELS["qwen3"], **more})
 
 
+def policy(name):
+    if name == "exchange kept":
+        return SelectiveOp(saved=["titanlab.exchange.default", "titanlab.grouped_product.default", "aten.mm.default"])
+    return schema_of("ac", name)(**AC.get(name, {}))
+
+
 def traces(pool, folder, given, **more):
     made = recipe(folder, given, **more)
     return pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300.0)[0]
+
+
+def counted(pool, folder, given, **more):
+    """Of each rank, the trace and how often each function was compiled."""
+    made = recipe(folder, given, **more)
+    return pool.run(made.world, test_blocks.traced, made, tiny.begin(made), limit_seconds=300.0)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +88,14 @@ def reference(pool, tmp_path_factory):
 )  # fmt: skip
 def test_a_technique_changes_nothing(pool, reference, tmp_path, given, ac, backend):
     compiled = {"blocks": True, "loss": True, "backend": backend} if backend else {}
-    found = traces(pool, tmp_path, given, ac=schema_of("ac", ac)(**AC.get(ac, {})), **compiled)
+    every = counted(pool, tmp_path, given, ac=policy(ac), **compiled)
+    found = every[0][0]
     difference = compare(reference, found)
     assert difference.largest <= BAR, difference
+    assert found.loads == reference.loads
+    # Each step routes in another way, and compiles nothing again.
+    assert all(one != other for one, other in itertools.pairwise(found.loads))
+    assert {count for _, functions in every for count in functions.values()} == ({1} if backend else set())
 
 
 PRECISIONS = {
