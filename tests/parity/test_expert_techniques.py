@@ -19,34 +19,35 @@ FSDP_TP = {"shard": 2, "tensor": 2}
 PP = {"pipeline": 2, "shard": 2}
 EP = {"shard": 2, "expert": 2}
 EP_TP = {"shard": 2, "tensor": 2, "expert": 4}
+EP_PP = {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}
+ALWAYS, FULL, MATRIX = [], [pytest.mark.full], [pytest.mark.matrix]
 # In fp32 against one process in eager mode without checkpointing.
 EXACT = [
-    (FSDP_TP, "full", "", True),
-    (FSDP_TP, "selective_op", "aot_eager", False),
-    (PP, "selective_op", "", False),
-    (PP, "full", "aot_eager", False),
-    ({"pipeline": 2, "schedule": "zbv"}, "none", "aot_eager", False),
-    ({"context": 2}, "selective_layer", "aot_eager", False),
-    (FSDP_TP, "memory_budget", "aot_eager", False),
-    (FSDP_TP, "none", "inductor", False),
-    ({}, "none", "inductor", False),
-    (EP, "none", "aot_eager", False),
-    (EP, "selective_op", "", True),
-    (EP, "exchange kept", "", True),
-    (EP, "full", "aot_eager", False),
-    (EP, "selective_op", "aot_eager", False),
-    (EP, "exchange kept", "aot_eager", False),
-    (EP, "memory_budget", "aot_eager", False),
-    (EP, "none", "inductor", False),
-    (EP, "full", "inductor", False),
-    (EP, "exchange kept", "inductor", False),
-    (EP_TP, "selective_op", "", False),
-    (EP_TP, "none", "aot_eager", False),
-    (EP_TP, "full", "inductor", False),
-    ({"context": 2, "tensor": 2, "expert": 4}, "selective_op", "aot_eager", False),
-    ({"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}, "none", "aot_eager", False),
-    ({"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}, "selective_op", "", False),
-    ({"shard": 4, "expert": 2, "microbatch": 1}, "selective_layer", "aot_eager", False),
+    (FSDP_TP, "full", "", ALWAYS),
+    (FSDP_TP, "selective_op", "aot_eager", FULL),
+    (PP, "selective_op", "", FULL),
+    (PP, "full", "aot_eager", FULL),
+    ({"pipeline": 2, "schedule": "zbv"}, "none", "aot_eager", FULL),
+    ({"context": 2}, "selective_layer", "aot_eager", FULL),
+    (FSDP_TP, "memory_budget", "aot_eager", FULL),
+    (FSDP_TP, "none", "inductor", FULL),
+    ({}, "none", "inductor", FULL),
+    (EP, "selective_op", "", ALWAYS),
+    (EP, "exchange kept", "", ALWAYS),
+    (EP, "none", "aot_eager", FULL),
+    (EP, "full", "aot_eager", MATRIX),
+    (EP, "selective_op", "aot_eager", MATRIX),
+    (EP, "exchange kept", "aot_eager", FULL),
+    (EP, "memory_budget", "aot_eager", MATRIX),
+    (EP, "none", "inductor", MATRIX),
+    (EP, "exchange kept", "inductor", MATRIX),
+    (EP_TP, "selective_op", "", MATRIX),
+    (EP_TP, "none", "aot_eager", FULL),
+    (EP_TP, "full", "inductor", MATRIX),
+    ({"context": 2, "tensor": 2, "expert": 4}, "selective_op", "aot_eager", MATRIX),
+    (EP_PP, "none", "aot_eager", MATRIX),
+    (EP_PP, "selective_op", "", MATRIX),
+    ({"shard": 4, "expert": 2, "microbatch": 1}, "selective_layer", "aot_eager", MATRIX),
 ]
 
 
@@ -81,9 +82,9 @@ def reference(pool, tmp_path_factory):
     [
         pytest.param(
             given, ac, backend, id=f"{OnLayout(given).label}, {ac}, {backend or 'eager'}",
-            marks=[] if always else [pytest.mark.full],
+            marks=layer,
         )
-        for given, ac, backend, always in EXACT
+        for given, ac, backend, layer in EXACT
     ],
 )  # fmt: skip
 def test_a_technique_changes_nothing(pool, reference, tmp_path, given, ac, backend):
@@ -98,20 +99,28 @@ def test_a_technique_changes_nothing(pool, reference, tmp_path, given, ac, backe
     assert {count for _, functions in every for count in functions.values()} == ({1} if backend else set())
 
 
-PRECISIONS = {
-    "bf16": FSDP_TP,
-    "fp16": PP,
-    "bf16_full": FSDP_TP,
-    "float8_rowwise": FSDP_TP,
-    "float8_tensorwise": FSDP_TP,
-}
+PRECISIONS = [
+    ("bf16", FSDP_TP, "", FULL),
+    ("fp16", PP, "", FULL),
+    ("bf16_full", FSDP_TP, "", FULL),
+    ("float8_rowwise", FSDP_TP, "", FULL),
+    ("float8_tensorwise", FSDP_TP, "", FULL),
+    ("bf16", EP_TP, "aot_eager", MATRIX),
+    ("float8_rowwise", EP, "aot_eager", MATRIX),
+]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_precision_trains(pool, reference, tmp_path, precision):
+@pytest.mark.parametrize(
+    ("precision", "given", "backend"),
+    [
+        pytest.param(precision, given, backend, marks=layer, id=f"{precision}, {OnLayout(given).label}")
+        for precision, given, backend, layer in PRECISIONS
+    ],
+)
+def test_a_precision_trains(pool, reference, tmp_path, precision, given, backend):
     """Losses within 2 % of float32: rounded scores choose other experts for some tokens."""
-    found = traces(pool, tmp_path, PRECISIONS[precision], precision=schema_of("precision", precision)())
+    compiled = {"blocks": True, "backend": backend} if backend else {}
+    found = traces(pool, tmp_path, given, precision=schema_of("precision", precision)(), **compiled)
     assert found.losses == pytest.approx(reference.losses, rel=0.02)
 
 
