@@ -27,7 +27,8 @@ OBJECTS = """
     torch.utils._python_dispatch.TorchDispatchMode torch.utils.tensorboard.SummaryWriter
     torch.distributed.ProcessGroup torch.distributed.Work torch.distributed.P2POp torch.distributed.Store
     torch.distributed.device_mesh.DeviceMesh torch.distributed.tensor.DTensor torch.distributed.tensor.Placement
-    torch.distributed.fsdp.FSDPModule torch.nn.parallel.DistributedDataParallel
+    torch.distributed.fsdp.FSDPModule torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState
+    torch.nn.parallel.DistributedDataParallel
     torch.distributed._functional_collectives.AsyncCollectiveTensor
     torch.distributed.pipelining.PipelineStage torch.distributed.pipelining.schedules._Action
     torch.distributed.pipelining.schedules._PipelineScheduleRuntime

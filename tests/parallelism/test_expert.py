@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
+from titanlab.compile.schema import Compile
 from titanlab.costs.account import RoutedExperts
 from titanlab.model.mixture_of_experts import MixtureOfExperts
 from titanlab.parallelism.expert import spread_experts
@@ -42,10 +45,13 @@ def alone(skew, tokens):
 def as_rank(skew, tokens):
     """Each rank has one of the two sequences, and half of the experts."""
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     made = layer(skew)
-    spread_experts(made, init_device_mesh("cpu", (ranks,)))
-    hidden = inputs(tokens)[rank : rank + 1].requires_grad_()
+    spread_experts(made, init_device_mesh("cpu", (2,)))
+    return computed(made, tokens)
+
+
+def computed(made, tokens):
+    hidden = inputs(tokens)[dist.get_rank()].unsqueeze(0).requires_grad_()
     output = made(hidden)
     output.square().sum().backward()
     gradients = {
@@ -54,16 +60,47 @@ def as_rank(skew, tokens):
     return output.detach(), hidden.grad, gradients
 
 
+def as_compiled_rank(skews, tokens, policy):
+    """One layer, compiled, with the router of each skew in turn; and how often it has been compiled after each."""
+    dist.init_process_group("gloo")
+    counters.clear()
+    made = layer(skews[0])
+    spread_experts(made, init_device_mesh("cpu", (2,)))
+    policy.implementation().apply({0: made})
+    Compile(blocks=True, backend="aot_eager").implementation().compile_blocks([made])
+    found, compilations = [], []
+    for skew in skews:
+        made.load_state_dict({"router.weight": layer(skew).router.weight.detach()}, strict=False)
+        made.zero_grad()
+        found.append(computed(made, tokens))
+        compilations.append(counters["stats"]["unique_graphs"])
+    return found, compilations
+
+
 @pytest.mark.parametrize("skew", SKEWS)
 def test_two_ranks_compute_as_one(pool, skew):
     tokens = 7
-    output, of_hidden, gradients = alone(SKEWS[skew], tokens)
-    found = pool.run(2, as_rank, SKEWS[skew], tokens)
+    gradients = check_equal(pool.run(2, as_rank, SKEWS[skew], tokens), SKEWS[skew], tokens)
+    if skew != "even":
+        assert gradients["experts.w1.weight"][1 if "empty" in skew else 2].abs().sum() == 0
+
+
+@pytest.mark.parametrize("policy", [NoCheckpointing(), FullCheckpointing()], ids=lambda policy: policy.kind)
+def test_counts_of_any_size_share_one_compilation(pool, policy):
+    tokens = 7
+    every = pool.run(2, as_compiled_rank, list(SKEWS.values()), tokens, policy)
+    for step, skew in enumerate(SKEWS.values()):
+        check_equal([found[step] for found, _ in every], skew, tokens)
+    assert [compilations for _, compilations in every] == [[1] * len(SKEWS)] * 2
+
+
+def check_equal(found, skew, tokens):
+    """Compare two ranks with one process; returns the gradients of its parameters."""
+    output, of_hidden, gradients = alone(skew, tokens)
     torch.testing.assert_close(torch.cat([each[0] for each in found]), output)
     torch.testing.assert_close(torch.cat([each[1] for each in found]), of_hidden)
     for name, gradient in gradients.items():
         own = [each[2][name] for each in found]
         # Experts get the gradients of all ranks' tokens; the router's are summed by data parallelism.
         torch.testing.assert_close(own[0] + own[1] if "router" in name else own[0], gradient)
-    if skew != "even":
-        assert gradients["experts.w1.weight"][1 if "empty" in skew else 2].abs().sum() == 0
+    return gradients

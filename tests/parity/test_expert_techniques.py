@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests import tiny
+from tests.compile import test_blocks
 from tests.parity.technique_rows import AC
 from tests.parity.test_experts import BAR, MODELS, OnLayout, traced
+from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.options import schema_of
 from titanlab.parity.parity import compare
 
 COMMON = {"steps": 3, "global_batch": 8, "seq_len": 32, "eps": 1e-6}
 FSDP_TP = {"shard": 2, "tensor": 2}
 PP = {"pipeline": 2, "shard": 2}
+EP = {"shard": 2, "expert": 2}
+EP_TP = {"shard": 2, "tensor": 2, "expert": 4}
+EP_PP = {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}
+ALWAYS, FULL, MATRIX = [], [pytest.mark.full], [pytest.mark.matrix]
 # In fp32 against one process in eager mode without checkpointing.
 EXACT = [
-    (FSDP_TP, "full", "", True),
-    (FSDP_TP, "selective_op", "aot_eager", False),
-    (PP, "selective_op", "", False),
-    (PP, "full", "aot_eager", False),
-    ({"pipeline": 2, "schedule": "zbv"}, "none", "aot_eager", False),
-    ({"context": 2}, "selective_layer", "aot_eager", False),
-    (FSDP_TP, "memory_budget", "aot_eager", False),
-    (FSDP_TP, "none", "inductor", False),
-    ({}, "none", "inductor", False),
+    (FSDP_TP, "full", "", ALWAYS),
+    (FSDP_TP, "selective_op", "aot_eager", FULL),
+    (PP, "selective_op", "", FULL),
+    (PP, "full", "aot_eager", FULL),
+    ({"pipeline": 2, "schedule": "zbv"}, "none", "aot_eager", FULL),
+    ({"context": 2}, "selective_layer", "aot_eager", FULL),
+    (FSDP_TP, "memory_budget", "aot_eager", FULL),
+    (FSDP_TP, "none", "inductor", FULL),
+    ({}, "none", "inductor", FULL),
+    (EP, "selective_op", "", ALWAYS),
+    (EP, "exchange kept", "", ALWAYS),
+    (EP, "none", "aot_eager", FULL),
+    (EP, "full", "aot_eager", MATRIX),
+    (EP, "selective_op", "aot_eager", MATRIX),
+    (EP, "exchange kept", "aot_eager", FULL),
+    (EP, "memory_budget", "aot_eager", MATRIX),
+    (EP, "none", "inductor", MATRIX),
+    (EP, "exchange kept", "inductor", MATRIX),
+    (EP_TP, "selective_op", "", MATRIX),
+    (EP_TP, "none", "aot_eager", FULL),
+    (EP_TP, "full", "inductor", MATRIX),
+    ({"context": 2, "tensor": 2, "expert": 4}, "selective_op", "aot_eager", MATRIX),
+    (EP_PP, "none", "aot_eager", MATRIX),
+    (EP_PP, "selective_op", "", MATRIX),
+    ({"shard": 4, "expert": 2, "microbatch": 1}, "selective_layer", "aot_eager", MATRIX),
 ]
 
 
@@ -31,9 +55,21 @@ def recipe(folder, given, **more):
     return tiny.recipe(folder, **{**OnLayout(given).keys(COMMON), "model": MODELS["qwen3"], **more})
 
 
+def policy(name):
+    if name == "exchange kept":
+        return SelectiveOp(saved=["titanlab.exchange.default", "titanlab.grouped_product.default", "aten.mm.default"])
+    return schema_of("ac", name)(**AC.get(name, {}))
+
+
 def traces(pool, folder, given, **more):
     made = recipe(folder, given, **more)
     return pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300.0)[0]
+
+
+def counted(pool, folder, given, **more):
+    """Of each rank, the trace and how often each function was compiled."""
+    made = recipe(folder, given, **more)
+    return pool.run(made.world, test_blocks.traced, made, tiny.begin(made), limit_seconds=300.0)
 
 
 @pytest.fixture(scope="module")
@@ -46,32 +82,45 @@ def reference(pool, tmp_path_factory):
     [
         pytest.param(
             given, ac, backend, id=f"{OnLayout(given).label}, {ac}, {backend or 'eager'}",
-            marks=[] if always else [pytest.mark.full],
+            marks=layer,
         )
-        for given, ac, backend, always in EXACT
+        for given, ac, backend, layer in EXACT
     ],
 )  # fmt: skip
 def test_a_technique_changes_nothing(pool, reference, tmp_path, given, ac, backend):
     compiled = {"blocks": True, "loss": True, "backend": backend} if backend else {}
-    found = traces(pool, tmp_path, given, ac=schema_of("ac", ac)(**AC.get(ac, {})), **compiled)
+    every = counted(pool, tmp_path, given, ac=policy(ac), **compiled)
+    found = every[0][0]
     difference = compare(reference, found)
     assert difference.largest <= BAR, difference
+    assert found.loads == reference.loads
+    # Each step routes in another way, and compiles nothing again.
+    assert all(one != other for one, other in itertools.pairwise(found.loads))
+    assert {count for _, functions in every for count in functions.values()} == ({1} if backend else set())
 
 
-PRECISIONS = {
-    "bf16": FSDP_TP,
-    "fp16": PP,
-    "bf16_full": FSDP_TP,
-    "float8_rowwise": FSDP_TP,
-    "float8_tensorwise": FSDP_TP,
-}
+PRECISIONS = [
+    ("bf16", FSDP_TP, "", FULL),
+    ("fp16", PP, "", FULL),
+    ("bf16_full", FSDP_TP, "", FULL),
+    ("float8_rowwise", FSDP_TP, "", FULL),
+    ("float8_tensorwise", FSDP_TP, "", FULL),
+    ("bf16", EP_TP, "aot_eager", MATRIX),
+    ("float8_rowwise", EP, "aot_eager", MATRIX),
+]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_precision_trains(pool, reference, tmp_path, precision):
+@pytest.mark.parametrize(
+    ("precision", "given", "backend"),
+    [
+        pytest.param(precision, given, backend, marks=layer, id=f"{precision}, {OnLayout(given).label}")
+        for precision, given, backend, layer in PRECISIONS
+    ],
+)
+def test_a_precision_trains(pool, reference, tmp_path, precision, given, backend):
     """Losses within 2 % of float32: rounded scores choose other experts for some tokens."""
-    found = traces(pool, tmp_path, PRECISIONS[precision], precision=schema_of("precision", precision)())
+    compiled = {"blocks": True, "backend": backend} if backend else {}
+    found = traces(pool, tmp_path, given, precision=schema_of("precision", precision)(), **compiled)
     assert found.losses == pytest.approx(reference.losses, rel=0.02)
 
 

@@ -10,13 +10,14 @@ from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, Selecti
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs import flops
 from titanlab.costs.traffic_account import Coordinate, step_traffic
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.planner.efficiencies import Efficiencies
 from titanlab.planner.machine import machine_of
 from titanlab.planner.model_facts import key_of, model_facts
 from titanlab.planner.step_time import freed_and_kept, step_time
 from titanlab.planner.timing.exchange import context_rows, sharding_of, tensor_rows
 from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
-from titanlab.recipe.communication import step_of
+from titanlab.recipe.communication import EXCHANGE, step_of
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 
 # A machine in which only products take time, at 1e12 FLOP/s.
@@ -232,3 +233,17 @@ def test_an_estimate_does_not_depend_on_those_before():
         step_time(made(shard=shard, tensor=2, pipeline=2, batch=32), machine)
     assert step_time(recipe, machine) == alone
     assert step_time(recipe, machine_of(recipe)) == alone
+
+
+def test_an_exchange_that_is_kept_is_not_repeated():
+    """Expert parallelism is all that the tensor axis communicates here."""
+    model = Qwen3Moe(dim=512, layers=4, heads=8, kv_heads=4, head_dim=64, ffn_dim=256, vocab_size=2048, experts=16)
+
+    def sent(ac):
+        recipe = made(model=model, shard=8, expert=8, batch=8, ac=ac)
+        return step_time(recipe, machine_of(recipe)).parts["tensor"]
+
+    kept = SelectiveOp(saved=[EXCHANGE, "titanlab.grouped_product.default"])
+    once, twice = sent(NoCheckpointing()), sent(FullCheckpointing())
+    assert twice == pytest.approx(once * 3 / 2)
+    assert (sent(kept), sent(SelectiveOp())) == (pytest.approx(once), pytest.approx(twice))

@@ -17,10 +17,13 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 from titanlab.model import llama_account
+from titanlab.model.mixture_of_experts import ExpertLinear
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.parallelism.tensor import TensorParallel
 from titanlab.parity import parity
+from titanlab.planner.timing.block_work import Part, work_of
 from titanlab.precision import float8
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
@@ -90,6 +93,33 @@ def test_what_is_left_as_it_is(config, model, left):
     told = config.conversion(account)
     assert {*told.skipped, *told.uneven} == plain
     assert set(told.converted) == set(changed(found))
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_experts_multiply_in_bf16(kind):
+    config = Qwen3Moe(dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn_dim=32, vocab_size=256, experts=8,
+                      active_experts=2)  # fmt: skip
+    model, _ = converted(kind(), model=config)
+    account = config.account()
+    attention = [f"layers.{block}.attention.{name}" for block in (0, 1) for name in ("wq", "wk", "wv", "wo")]
+    assert list(changed(model)) == list(kind().conversion(account).converted) == attention
+    assert {type(part) for name, part in model.named_modules() if name.endswith("experts.w1")} == {ExpertLinear}
+    told = kind().describe(account, accelerator="cpu", device="cpu")
+    assert told == f"{kind().kind}: 8 linear layers, not output, experts in bfloat16, emulated"
+    # The planner's time is that of the same formats.
+    assert set(kind().products(account)) == set(attention)
+    part = Part(
+        tensor=1, context=1, sequence_parallel=True, expert=2, dtype="bfloat16", width=2, fused=False,
+        plan=account.tensor_plan, prefix="layers.0.", products=kind().products(account),
+    )  # fmt: skip
+    rates = {
+        work.name: {kernel.rate for kernels in work[2:] for kernel in kernels if kernel.flops}
+        for work in work_of(config.block_operations(batch=2, seq_len=32), part)
+        if work.kind == "matmul"
+    }
+    assert {name for name, own in rates.items() if own == {"bfloat16"}} == {
+        "feed_forward.router", "feed_forward.experts.w1", "feed_forward.experts.w2", "feed_forward.experts.w3"
+    }  # fmt: skip
 
 
 def test_one_block_can_be_left_out():

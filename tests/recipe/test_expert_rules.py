@@ -32,11 +32,6 @@ NARROW = replace(MODELS["mixtral"], ffn_dim=45)
             "parallelism.expert=2: needs tokens that are divided among the processes of the tensor axis",
         ),
         (
-            {"expert": 2, "shard": 2, "blocks": True},
-            "parallelism.expert=2: sends messages whose sizes the step decides",
-        ),
-        ({"expert": 2, "shard": 2, "ac": SelectiveOp()}, "ac=selective_op: repeats a block operator by operator"),
-        (
             {"expert": 2, "shard": 4, "model": NARROW},
             "parallelism.expert=2: leaves 3 experts to 2 shards of FSDP2, which do not divide them nor the 45 rows of",
         ),
@@ -50,6 +45,11 @@ def test_a_broken_rule_is_one_line(tmp_path, given, line):
     with pytest.raises(ConfigError) as refused:
         tiny.recipe(tmp_path, **{"model": QWEN, **given})
     assert line in str(refused.value)
+
+
+@pytest.mark.parametrize("given", [{"ac": SelectiveOp()}, {"blocks": True}, {"blocks": True, "ac": SelectiveOp()}])
+def test_blocks_are_compiled_and_checkpointed_with_experts(tmp_path, given):
+    assert tiny.recipe(tmp_path, model=QWEN, shard=2, expert=2, **given).layout.expert == 2
 
 
 def test_the_axis_multiplies_nothing_and_has_its_name(tmp_path):

@@ -29,6 +29,12 @@ LAYOUTS = {
     "expert 2 of shard 4": {"model": QWEN, "shard": 4, "expert": 2, "bf16": True, "ac": FullCheckpointing()},
     "expert 4 of shard 2, tensor 2": {"model": QWEN, "shard": 2, "tensor": 2, "expert": 4, "ac": FullCheckpointing()},
     "expert 2 of tensor 2": {"model": QWEN, "tensor": 2, "expert": 2},
+    "expert 2, few results kept": {"model": QWEN, "shard": 2, "tensor": 2, "expert": 2, "bf16": True,
+                                   "ac": SelectiveOp()},
+    "expert 2, the exchange kept": {"model": QWEN, "shard": 2, "expert": 2, "microbatch": 2,
+                                    "ac": SelectiveOp(saved=[*SAVED, "titanlab.exchange.default"])},
+    "expert 2, sorted rows kept": {"model": QWEN, "tensor": 2, "expert": 2,
+                                   "ac": SelectiveOp(saved=["aten.index_select.default"])},
     "expert 2 of context 2, HSDP": {"model": QWEN, "replicate": 2, "context": 2, "expert": 2, "bf16": True},
     "expert 2 of 8 shards": {"model": MIXTRAL, "shard": 8, "expert": 2, "microbatch": 1},
     "expert 8 of 64": {"model": QWEN, "shard": 64, "expert": 8, "global_batch": 64, "bf16": True},
@@ -40,7 +46,8 @@ LAYOUTS = {
 
 
 # Only in `make test-full`.
-FULL = ("expert 2 of context 2, HSDP", "expert 2 of 8 shards", "expert 8 of 64", "expert 2 of tensor 2", "expert 2")
+FULL = ("expert 2 of context 2, HSDP", "expert 2 of 8 shards", "expert 8 of 64", "expert 2 of tensor 2", "expert 2",
+        "expert 2, few results kept", "expert 2, sorted rows kept")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ MATMULS = (
     "aten._scaled_mm.default",
 )
 # Operators that models and axes of this package register when they are imported.
-OWN = ("titanlab.context_attention.default", "titanlab.grouped_product.default")
+OWN = ("titanlab.context_attention.default", "titanlab.grouped_product.default", "titanlab.exchange.default")
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
 PAPER = (
     "aten.mm.default",
@@ -71,16 +71,13 @@ class SelectiveOp(ACConfig):
                 raise ConfigError(KEY, self._typed(), f"names {name} twice", "name it once")
 
     def check(self, setting: Setting) -> None:
-        """Check that torch has the operators, and that a block is computed again as it was.
+        """Check that torch has the operators.
 
         Operators of other packages may be unknown until the model is imported; `apply` checks those.
 
         Raises:
             ConfigError: torch lacks an operator.
         """
-        if setting.layout.expert > 1:
-            rule = "repeats a block operator by operator, and with expert > 1 FSDP2 gathers experts inside of it"
-            raise ConfigError("ac", self.kind, rule, "try ac=full or ac=selective_layer")
         if not set(self.saved) <= set(PAPER):
             # Imports torch, so only for a list other than the default.
             self.check_known(self.implementation().known_operators(), all_imported=False)

@@ -175,7 +175,7 @@ def _lines(found: Plan, *, why: bool) -> list[str]:
     if not found.best:
         return [*lines, "no layout works", *found.advice, *plan_table.left_out(found)]
     lines += aligned(plan_table.HEADINGS, plan_table.table_rows(found), right=plan_table.FIGURES)
-    lines.append(f"the first: {' '.join(plan_table.overrides(found.best[0]))}")
+    lines.append(f"the first: {' '.join(plan_table.overrides(found.best[0], found.base))}")
     if why:
         lines += ["", *plan_table.reasons(found.best), "", *plan_table.left_out(found)]
     return lines

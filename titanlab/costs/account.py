@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup"]
+OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup", "exchange"]
 # A tensor-parallel rank's part of a tensor: `stream`: its tokens if the residual stream is cut, else all; `part`: its
 # heads or columns; `whole`: all of it, for this rank's tokens; `all`: all of it, whatever tokens a rank has.
 Cut = Literal["stream", "part", "whole", "all"]
@@ -33,7 +33,7 @@ class Activation:
         accelerator: the only one on which it exists; empty: all.
         with_experts: its cut with expert parallelism, where each rank of the tensor axis routes its own tokens;
             `only`: it exists only then, cut as the stream; empty: that does not change it. What is cut as `all` is then
-            that of this rank's experts.
+            that of this rank's experts, unless it exists only then.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Share:
             whole = cut == "whole" or (cut == "stream" and not self.sequence_parallel)
             ranks = self.context * (1 if whole else self.tensor)
             if cut == "all":
-                ranks = self.expert if is_moved else 1
+                ranks = self.expert if is_moved and tensor.with_experts != "only" else 1
             sizes[name] = math.prod(tensor.shape) * width // ranks
         return sum(sizes.values())
 
@@ -103,7 +103,8 @@ class Operation:
 
     Attributes:
         name: path in the module: `attention.wq`, `feed_forward.silu`.
-        kind: what bounds it: matrix multiplication, attention, or memory bandwidth.
+        kind: what bounds it: matrix multiplication, attention, or memory bandwidth. `exchange`: it exists only with
+            expert parallelism, and moves rows in memory beside what it communicates.
         flops: forward floating-point operations (a multiply–add counts as two); attention counts
             the full square, without a causal discount. Zero if memory bandwidth dominates.
         output: shape of its result, `[batch, seq, …]`.

@@ -43,7 +43,7 @@ class Repeats:
     Attributes:
         gathers, sums: of the residual stream, by tensor parallelism.
         context: of keys and values, by context parallelism.
-        exchange: of tokens, by expert parallelism, and the gathering of experts by FSDP2.
+        exchange: of tokens, by expert parallelism.
     """
 
     gathers: bool = False

@@ -8,6 +8,7 @@ from titanlab.costs.account import Activation, Operation, Operator, RoutedExpert
 
 _GROUPED = ("titanlab.grouped_product.default",)
 _SELECT = ("aten.index_select.default",)
+EXCHANGE = "titanlab.exchange.default"
 # In place of the plan of a dense feed-forward.
 TENSOR_PLAN = {
     "layers.*.feed_forward": "experts",
@@ -61,6 +62,12 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
         kept.append(replace(kept[0], name="feed_forward.slope", shape=(sequences, experts.count)))
     # Their order among the rows that other ranks have sent, and the inverse.
     travelled = [replace(order, name=f"feed_forward.{name}", with_experts="only") for name in ("arrived", "returned")]
+    # The counts of rows that it sends and that it gets, on the host.
+    counts = Activation(
+        name="feed_forward.counts", shape=(2, experts.count), cut="all", element_bytes=8, with_experts="only"
+    )
+    theirs = replace(counts, name="feed_forward.theirs", shape=(experts.count,))
+    only = replace(spread, with_experts="only")
     combined = replace(fed, name="feed_forward.combine")
     by_token = replace(down, name="feed_forward.by_token")
     return [
@@ -87,17 +94,25 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
             passes=2.0,
             first=(Operator(names=_SELECT, results=(replace(order, name="feed_forward.by_expert"),)),),
         ),
+        _exchange(
+            "feed_forward.exchange",
+            spread,
+            (counts, *travelled[:1]),
+            theirs,
+            replace(only, name="feed_forward.received"),
+        ),
         _grouped(experts, "feed_forward.experts.w1", spread, gate),
         _grouped(experts, "feed_forward.experts.w3", spread, up),
         _moves("feed_forward.experts.silu", silu, "aten.silu.default", keeps=(gate,), passes=2.0),
         _moves("feed_forward.experts.mul", mul, "aten.mul.Tensor", keeps=(silu, up)),
         _grouped(experts, "feed_forward.experts.w2", mul, down),
+        _exchange("feed_forward.return", down, (counts, *travelled[1:]), replace(only, name="feed_forward.results")),
         # Reads a row for each of a token's experts, and writes and reads it again with its weight.
         _moves(
             "feed_forward.combine",
             combined,
             "aten.sum.dim_IntList",
-            keeps=(down, weights, order, inverse, *travelled),
+            keeps=(down, weights, order, inverse),
             passes=4.0 * experts.active + 1,
             first=(Operator(names=_SELECT, results=(by_token,)),),
         ),
@@ -119,6 +134,27 @@ def _grouped(experts: RoutedExperts, name: str, inputs: Activation, result: Acti
         ),
         operators=(Operator(names=_GROUPED, results=(result,)),),
         groups=experts.count,
+    )
+
+
+def _exchange(name: str, rows: Activation, keeps: tuple[Activation, ...], *results: Activation) -> Operation:
+    """Rows that travel to other ranks and are sorted before or after it; only with expert parallelism.
+
+    Args:
+        results: of the exchanges: of counts, and of rows.
+    """
+    sorted_rows = replace(rows, name=f"{name}.sorted", with_experts="only")
+    return Operation(
+        name=name,
+        kind="exchange",
+        flops=0,
+        output=rows.shape,
+        keeps=keeps,
+        operators=(
+            *(Operator(names=(EXCHANGE,), results=(result,)) for result in results),
+            Operator(names=_SELECT, results=(sorted_rows,)),
+        ),
+        passes=2.0,
     )
 
 

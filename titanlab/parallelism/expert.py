@@ -7,7 +7,6 @@ arXiv 2006.16668); no row is dropped, so the sizes of messages are known only wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlab.model.grouped_product import grouped_product
 from titanlab.model.mixture_of_experts import ExpertLinear, MixtureOfExperts
 from titanlab.parallelism.local import local_part
+from titanlab.parallelism.row_exchange import exchange
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
@@ -47,13 +47,15 @@ class Way(NamedTuple):
     """How rows have travelled.
 
     order, inverse: [received] their order by expert among the received rows, and the inverse
-    sent, received: rows by rank
+    sent, received: [experts] int64 on the host: rows of each expert, and those of this rank's experts by rank
+    rows: number of rows that were sent
     """
 
     order: Tensor
     inverse: Tensor
-    sent: Sequence[int]
-    received: Sequence[int]
+    sent: Tensor
+    received: Tensor
+    rows: int
 
 
 class TokenExchange:
@@ -65,7 +67,9 @@ class TokenExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:
-        self._group, self._own = group, count // group.size()
+        # Its name, because compiled code takes no group as a value.
+        self._group: str = group.group_name
+        self._ranks, self._own = group.size(), count // group.size()
 
     def spread(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Way]:
         """This rank's rows by expert → the rows of all ranks for this rank's experts.
@@ -77,46 +81,32 @@ class TokenExchange:
         Returns:
             rows [received, dim], sorted by this rank's experts; their ends; and what `gather` needs.
         """
-        ranks = self._group.size()
         counts = ends.diff(prepend=ends.new_zeros(1)).long()
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self._group)
-        by_rank = torch.stack((counts, theirs)).view(2, ranks, self._own)
+        one_each = torch.ones(self._ranks, dtype=torch.int64, device="cpu")
+        theirs = exchange(counts.view(self._ranks, self._own), one_each, one_each, self._ranks, self._group)
+        # The host has to wait for the counts: it makes the buffers.
+        sent, received = torch.stack((counts, theirs.flatten())).cpu().unbind()
         if isinstance(rows, FakeTensor):
             # Without data nothing is known of the choice: every rank gets as many rows as it sends.
-            sent = received = [rows.shape[0] // ranks + (rank < rows.shape[0] % ranks) for rank in range(ranks)]
-            order = torch.arange(rows.shape[0], device=rows.device)
+            total = rows.shape[0]
+            order = torch.arange(total, device=rows.device)
         else:
-            # The host has to wait for the counts: it makes the buffers.
-            sent, received = by_rank.sum(2).tolist()
-            experts = torch.arange(self._own, device=rows.device).repeat(ranks)
-            order = experts.repeat_interleave(theirs).argsort(stable=True)
-        inverse = torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-        way = Way(order, inverse, sent, received)
-        arrived = Exchange.apply(rows, sent, received, self._group)  # type: ignore[no-untyped-call]
+            # In compiled code a number that the graph does not know, so that other counts compile nothing again.
+            total = int(received.sum().item())
+            torch._check(total >= 0)
+            experts = torch.arange(self._own, device=rows.device).repeat(self._ranks)
+            order = experts.repeat_interleave(theirs.flatten(), output_size=total).argsort(stable=True)
+        inverse = torch.zeros_like(order).scatter(0, order, torch.arange(total, device=order.device))
+        way = Way(order, inverse, sent, received, rows.shape[0])
+        arrived = exchange(rows, sent, received, total, self._group)
         by_expert: Tensor = Reorder.apply(arrived, order, inverse)  # type: ignore[no-untyped-call]
-        return by_expert, by_rank[1].sum(0).cumsum(0).int(), way
+        return by_expert, theirs.sum(0).cumsum(0).int(), way
 
     def gather(self, rows: Tensor, way: Way) -> Tensor:
         """The results of all ranks for their rows → those of this rank's rows, in the order in which it sent them."""
         by_rank = Reorder.apply(rows, way.inverse, way.order)  # type: ignore[no-untyped-call]
-        own: Tensor = Exchange.apply(by_rank, way.received, way.sent, self._group)  # type: ignore[no-untyped-call]
+        own: Tensor = exchange(by_rank, way.received, way.sent, way.rows, self._group)
         return own
-
-
-class Exchange(torch.autograd.Function):
-    """Forward: sends sent[r] rows to each rank r and receives received[r]; backward: the reverse."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 class Reorder(torch.autograd.Function):
@@ -131,9 +121,3 @@ class Reorder(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return gradients[0].index_select(0, inverse), None, None
-
-
-def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty((sum(received), rows.shape[1]))
-    dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=group)
-    return arrived

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -113,8 +114,10 @@ def fully_shard_model(
         for unit in within:
             assert experts is not None
             shard(unit, like=block, over=experts.mesh)
+            _gather_with(block, unit)
     for unit in (*blocks, *apart, model):
         shard(unit, like=unit, over=mesh)
+    _prefetch([[block, *within] for block, within in inner.items() if within])
     root = model
     assert isinstance(root, FSDPModule)
 
@@ -141,6 +144,35 @@ def fully_shard_model(
             unit.reshard()
 
     return Sharded(forward=model, microbatch=microbatch, release=release, divides_by=mesh.size())
+
+
+def _gather_with(block: nn.Module, unit: nn.Module) -> None:
+    """Let a unit of FSDP2 inside of a block gather at the block's begin and free at its end, not within its forward.
+
+    The block's forward is one graph of a compiler, and one function that checkpointing computes again, operator by
+    operator; both without the collectives of FSDP2. Call it before the block itself becomes a unit.
+    """
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    # Private in torch 2.11 to 2.13. No public function gives modules of two meshes the same place in the forward.
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)
+
+
+def _prefetch(blocks: Sequence[Sequence[Any]]) -> None:
+    """Let FSDP2 gather the next block's units while a block computes, in forward and backward.
+
+    By itself FSDP2 gathers only one unit ahead; and with expert parallelism the host waits for the router's counts, so
+    that it issues no gather earlier.
+
+    Args:
+        blocks: by block, its units in the order in which the forward gathers them.
+    """
+    for before, after in itertools.pairwise(blocks):
+        before[-1].set_modules_to_forward_prefetch(list(after))
+        # In backward the first hook is that of the last unit.
+        after[0].set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 class _NoView(torch.autograd.Function):

@@ -49,6 +49,8 @@ class Conversion:
 class Float8(Bf16):
     """Linear layers multiply in float8; everything else is as in bf16, with float32 master weights.
 
+    Experts are no linear layers: they multiply in bf16.
+
     Attributes:
         skip: linear layers that are not converted; `*` matches any text, and one or more steps of a path are
             enough: `output`, `wk`, `feed_forward.w2`, `layers.0`.
@@ -148,7 +150,9 @@ class Float8(Bf16):
         """The option, the converted layers, and whether the device emulates."""
         capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
         emulated = ", emulated" if self.emulates(capability) else ""
-        return f"{self.kind}: {self.conversion(model)}{emulated}"
+        # torchao's grouped float8 product has kernels for GPUs only, and none that can be emulated.
+        experts = f", experts in {self.formats().compute}" if model.experts is not None else ""
+        return f"{self.kind}: {self.conversion(model)}{experts}{emulated}"
 
     def emulates(self, capability: tuple[int, int] | None) -> bool:
         """Whether to emulate on a GPU of this compute capability; None: on a CPU."""

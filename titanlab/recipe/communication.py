@@ -59,6 +59,8 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
 _COMPILED = ("_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default")
 _GATHERS = "c10d._allgather_base_.default"
 _SCATTERS = {"cuda": "c10d._reduce_scatter_base_.default", "cpu": "c10d.alltoall_base_.default"}
+# Of rows by expert parallelism, on every device.
+EXCHANGE = "titanlab.exchange.default"
 _ALL_REDUCES = {True: "_c10d_functional.all_reduce.default", False: "c10d.allreduce_.default"}
 
 
@@ -92,7 +94,7 @@ def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
             found[treatment] = Repeats(
                 gathers=ac.repeats_collective(gather, number=number),
                 sums=ac.repeats_collective(total, number=number),
-                exchange=layout.expert > 1 and ac.recomputes(number),
+                exchange=layout.expert > 1 and ac.repeats_collective(EXCHANGE, number=number),
                 context=bool(attention.intersection(ac.recomputed(block, number=number))),
             )
         if found[treatment] != Repeats():

@@ -108,11 +108,8 @@ def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
         raise ConfigError(key, degree, rule, cure)
 
 
-def check_expert(layout: Layout, config: Parallelism, account: ModelAccount, *, compiled: bool) -> None:
+def check_expert(layout: Layout, config: Parallelism, account: ModelAccount) -> None:
     """Check that expert parallelism can divide the experts among the processes of shard, context and tensor.
-
-    Args:
-        compiled: whether blocks are compiled.
 
     Raises:
         ConfigError: it cannot.
@@ -136,9 +133,6 @@ def check_expert(layout: Layout, config: Parallelism, account: ModelAccount, *, 
         rule = "needs tokens that are divided among the processes of the tensor axis"
         cure = "try parallelism.sequence_parallel=true"
         raise ConfigError(key, degree, f"{rule}, and sequence_parallel=false", cure)
-    if compiled:
-        rule = "sends messages whose sizes the step decides, and compiled blocks have fixed sizes"
-        raise ConfigError(key, degree, rule, "try compile=off, or parallelism.expert=1")
     for name, shape in account.parameters.items():
         if account.is_of_experts(name) and count % (degree * layout.expert_shard) and shape[1] % layout.expert_shard:
             rule = (

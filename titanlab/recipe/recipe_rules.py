@@ -99,7 +99,7 @@ def _layout_fits(recipe: Recipe) -> None:
     account = recipe.model.account()
     kernel = recipe.model.attention
     layout_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
-    layout_rules.check_expert(layout, config, account, compiled=recipe.compile.blocks)
+    layout_rules.check_expert(layout, config, account)
     account = account_for(account, layout)
     layout_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
     layout_rules.check_async_tensor(

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from titanlab.parallelism.local import local_part
-
 Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
 
@@ -36,7 +34,7 @@ class SavedBytes:
             number: [
                 block.register_forward_pre_hook(lambda _, inputs: self._begin(inputs)),
                 block.register_forward_hook(
-                    lambda block, __, output, number=number: self._end(number, block, output), prepend=True
+                    lambda _, __, output, number=number: self._end(number, output), prepend=True
                 ),
             ]
             for number, block in blocks.items()
@@ -47,7 +45,7 @@ class SavedBytes:
         self._made = _Made()
         self._made.__enter__()  # type: ignore[no-untyped-call]
 
-    def _end(self, number: int, block: nn.Module, output: Tensor) -> None:
+    def _end(self, number: int, output: Tensor) -> None:
         made, given = self._made, self._input
         assert made is not None
         assert given is not None
@@ -56,9 +54,6 @@ class SavedBytes:
         for handle in self._handles.pop(number):
             handle.remove()
         made.storages.pop(output.untyped_storage()._cdata, None)
-        for parameter in block.parameters():
-            # Experts are a unit of FSDP2 inside of the block.
-            made.storages.pop(local_part(parameter).untyped_storage()._cdata, None)
         storages = [*made.storages.values(), given]
 
         def count(_: Tensor) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.planner.layouts import planned, ranking_of
 from titanlab.ac.block_schema import SelectiveLayer
+from titanlab.costs.layout import Layout
+from titanlab.planner.search.choices import choices_of
 from titanlab.planner.search.plan_table import overrides
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 
@@ -14,7 +16,7 @@ def printed(recipe, *, pipeline, ac, schedule):
     layout = next(layout for layout in ranking.space.layouts() if layout.pipeline == pipeline)
     points = ranking.space.points(layout)
     point = next(one for one in points if (one.ac.name, one.schedule.name) == (ac, schedule))
-    return overrides(ranking.estimate(point))
+    return overrides(ranking.estimate(point), recipe)
 
 
 def test_options_have_their_numbers_also_those_that_are_defaults():
@@ -29,3 +31,14 @@ def test_a_layout_without_a_pipeline_needs_no_schedule():
     arguments = printed(planned(), pipeline=1, ac="none", schedule="")
     assert "ac=none" in arguments
     assert not [one for one in arguments if one.startswith("schedule")]
+
+
+def test_what_varies_is_said_if_it_is_not_the_requests():
+    recipe = planned()
+    choices = choices_of(recipe, vary=("precision", "compile"))
+    ranking = ranking_of(recipe, precisions=choices.precisions, compiles=choices.compiles)
+    points = {(one.precision.name, one.compile.name): one for one in ranking.space.points(Layout(shard=8))}
+    own = overrides(ranking.estimate(points["bf16", "off"]), recipe)
+    assert not [one for one in own if one.startswith(("precision", "compile"))]
+    other = overrides(ranking.estimate(points["float8_rowwise", "block+loss"]), recipe)
+    assert {"precision=float8_rowwise", "compile.blocks=true", "compile.loss=true", "compile.mode=default"} < set(other)

@@ -8,11 +8,16 @@ import math
 import pytest
 
 from tests.planner.layouts import planned, ranking_of
+from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.planner.search.choices import choices_of
 from titanlab.planner.search.plan_table import summary
 from titanlab.planner.search.space import BEYOND_NODE, all_layouts
 from titanlab.recipe.recipe_rules import check_all_but_data
+
+MIXTURE = Qwen3Moe(dim=256, layers=2, heads=8, kv_heads=4, head_dim=32, ffn_dim=64, vocab_size=512, experts=8,
+                   active_experts=2)  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [1, 2, 12, 16])
@@ -47,6 +52,22 @@ def _points(space, layout):
     if space.recipe.training.global_batch % layout.data:
         return []
     return space.points(layout)
+
+
+def test_expert_parallelism_goes_with_every_policy_and_with_compilation():
+    recipe = planned(world=4, batch=4, model=MIXTURE)
+    choices = choices_of(recipe, vary=("compile",))
+    space = ranking_of(recipe, compiles=choices.compiles).space
+    layout = Layout(shard=4, expert=2)
+    assert layout in space.layouts()
+    legal = {
+        (point.ac.name, point.compile.name)
+        for point in space.points(layout)
+        if not space.broken_rule(space.recipe_of(point))
+    }
+    assert legal == {(ac.name, compiled.name) for ac in choices.acs for compiled in choices.compiles}
+    assert {name for name, _ in legal} >= {"none", "full", "selective_op"}
+    assert {name for _, name in legal} == {"off", "block+loss"}
 
 
 def test_tensor_parallelism_stays_in_a_node_if_something_does():

@@ -10,6 +10,7 @@ from typing import Any
 from titanlab.planner.search.plan import MARGIN, Plan
 from titanlab.planner.search.ranking import Ranked
 from titanlab.planner.step_time import StepTime
+from titanlab.recipe.recipe import Recipe
 from titanlab.terminal.numerals import counted, grouped, significant
 
 HEADINGS = (
@@ -118,11 +119,11 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "dropped_layouts": dict(plan.dropped),
         "refused": dict(plan.refused),
         "advice": list(plan.advice),
-        "best": [_values(one) for one in plan.best],
+        "best": [_values(one, plan.base) for one in plan.best],
     }
 
 
-def _values(one: Ranked) -> dict[str, Any]:
+def _values(one: Ranked, base: Recipe) -> dict[str, Any]:
     return {
         "layout": one.recipe.layout.label,
         "degrees": one.recipe.layout.degrees(),
@@ -132,7 +133,7 @@ def _values(one: Ranked) -> dict[str, Any]:
         "ac": one.point.ac.name,
         "precision": one.point.precision.name,
         "compile": one.point.compile.name,
-        "overrides": overrides(one),
+        "overrides": overrides(one, base),
         "allocated_bytes": one.memory.allocated,
         "reserved_bytes": one.reserved,
         "memory": dict(one.memory.items),
@@ -143,24 +144,34 @@ def _values(one: Ranked) -> dict[str, Any]:
     }
 
 
-def overrides(one: Ranked) -> list[str]:
-    """The arguments that make the recipe of the request this one; precision and compile only if they vary."""
+def overrides(one: Ranked, base: Recipe) -> list[str]:
+    """The arguments that make the recipe of the request this one; precision and compile only if they differ.
+
+    Args:
+        base: the recipe of the request.
+    """
     degrees = [f"parallelism.{axis}={degree}" for axis, degree in one.recipe.layout.degrees().items()]
     if one.recipe.model.account().experts is not None:
         degrees.append(f"parallelism.expert={one.recipe.layout.expert}")
     found = [*degrees, f"training.microbatch={one.point.microbatch}", *_chosen("ac", one.point.ac.value)]
     if one.recipe.layout.pipeline > 1:
         found += _chosen("schedule", one.point.schedule.value)
+    if one.recipe.precision != base.precision:
+        found += _chosen("precision", one.recipe.precision)
+    if one.recipe.compile != base.compile:
+        found += _fields("compile", one.recipe.compile, bool | str)
     return found
 
 
 def _chosen(group: str, option: Any) -> list[str]:
     """An option with its numbers, also those that are defaults: the recipe of the request may have others."""
+    return [f"{group}={option.kind}", *_fields(group, option, int | float)]
+
+
+def _fields(group: str, option: Any, types: Any) -> list[str]:
+    """The fields of these types, as arguments."""
     values = {field.name: getattr(option, field.name) for field in dataclasses.fields(option)}
-    numbers = [
-        f"{group}.{name}={str(value).lower()}" for name, value in values.items() if isinstance(value, int | float)
-    ]
-    return [f"{group}={option.kind}", *numbers]
+    return [f"{group}.{name}={str(value).lower()}" for name, value in values.items() if isinstance(value, types)]
 
 
 def summary(dropped: Mapping[str, int], limit: int) -> list[str]:

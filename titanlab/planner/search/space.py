@@ -227,10 +227,9 @@ class Space:
     def _tensor_broken(self, layout: Layout) -> str:
         layout = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
         seq_len = self.recipe.training.seq_len
-        # Whether blocks are compiled is no fact of a layout.
-        experts = self._asked("expert", layout, lambda: layout_rules.check_expert(
-            layout, self.recipe.parallelism, self._account, compiled=False
-        ))  # fmt: skip
+        experts = self._asked(
+            "expert", layout, lambda: layout_rules.check_expert(layout, self.recipe.parallelism, self._account)
+        )
         return experts or self._asked("tensor", layout, lambda: layout_rules.check_tensor(
             layout, self._whole_sequences, account_for(self._account, layout), seq_len=seq_len, microbatch=1
         ))  # fmt: skip

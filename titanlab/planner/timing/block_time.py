@@ -32,7 +32,7 @@ from titanlab.planner.timing.exchange import (
     seconds_of,
     tensor_rows,
 )
-from titanlab.recipe.communication import repeats_in_block, step_of
+from titanlab.recipe.communication import EXCHANGE, repeats_in_block, step_of
 from titanlab.recipe.recipe import Recipe
 
 # Bytes that the loss moves for each logit. Separate kernels in float32: cast 2 + 4, log-softmax 4 + 4, its backward 8 +
@@ -219,7 +219,7 @@ class _Shaped:
             tensor_backward = self._exposed(inputs + repeated + weights - self.ring[1], tensor_backward)
         # The rows of experts are needed at once, so nothing hides their way.
         tensor_forward += self.exchange
-        tensor_backward += self.exchange * (2 if ac.recomputes(number) else 1)
+        tensor_backward += self.exchange * (2 if ac.repeats_collective(EXCHANGE, number=number) else 1)
         return PieceTime(
             forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward
         )

@@ -114,6 +114,9 @@ def work_of(operations: Sequence[Operation], part: Part) -> list[Work]:
             cast.add(source)
         elif operation.kind == "attention":
             kernels = _attention(operation, part)
+        elif operation.kind == "exchange":
+            found.append(Work(operation.name, operation.kind, *_sorting(operation, part)))
+            continue
         else:
             kernel = _memory_kernel(operation, part, follows=follows)
             kernels = [kernel], [kernel._replace(moved=_POINTWISE_BACKWARD * kernel.moved)], []
@@ -127,6 +130,15 @@ def _attention(operation: Operation, part: Part) -> _Passes:
     moved = 4 * math.prod(operation.output) * part.width / (part.tensor * part.context)
     backward = Kernel(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
     return [Kernel(flops, "attention", moved, 1, True)], [backward], []
+
+
+def _sorting(operation: Operation, part: Part) -> _Passes:
+    """Rows that travel are sorted beside it, in the backward pass too; without expert parallelism none travels."""
+    if part.expert == 1:
+        return [], [], []
+    moved = operation.passes * math.prod(operation.output) * part.width / (part.context * part.tensor)
+    kernels = [Kernel(0.0, "", moved, 1, part.fused)]
+    return kernels, kernels, []
 
 
 def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel:
