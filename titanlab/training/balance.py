@@ -41,6 +41,26 @@ class Load(NamedTuple):
         return sum(self.entropies) / max(tokens, 1.0)
 
 
+def routers_of(model: nn.Module) -> dict[int, Router]:
+    """The routers of a model or a stage, by the number of their block."""
+    return {
+        int(layer): module
+        for layer, block in model.get_submodule("layers").named_children()
+        for module in block.modules()
+        if isinstance(module, Router)
+    }
+
+
+def set_biases(model: nn.Module, biases: Mapping[str, Sequence[float]]) -> None:
+    """Give routers the biases of a checkpoint, so that they choose as in training and evaluation.
+
+    Args:
+        biases: by block, as in `Balance.state`; empty: the routers have none.
+    """
+    for layer, router in routers_of(model).items() if biases else ():
+        router.bias = torch.tensor(biases[f"layers.{layer}"], dtype=torch.float32, device=router.weight.device)
+
+
 class NoBalance:
     """A model without experts."""
 
@@ -93,13 +113,7 @@ class Balance(NoBalance):
         self._counts, number = counts, self._experts.count
         # Biases, or the shares of the last step's tokens.
         self._values = torch.full((account.layers, number), self._initial, dtype=torch.float32, device=device)
-        self._routers = {
-            int(layer): module
-            for model in models
-            for layer, block in model.get_submodule("layers").named_children()
-            for module in block.modules()
-            if isinstance(module, Router)
-        }
+        self._routers = {layer: router for model in models for layer, router in routers_of(model).items()}
         for layer, router in self._routers.items():
             router.tally = torch.zeros(number + 1, dtype=torch.float32, device=device, requires_grad=True)
             if self._experts.balance == "bias":
