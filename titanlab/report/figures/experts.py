@@ -63,8 +63,8 @@ class ExpertLoad:
         (most, *high), (least, *low) = self.extreme(most=True), self.extreme(most=False)
         idle = f"; {counted(self.idle, 'expert')} without a token" if self.idle else ""
         return (
-            f"{self.label}, {self.span}: at most {most:.2f} of an equal share (block {high[0]}, expert {high[1]}), at least "
-            f"{least:.2f} (block {low[0]}, expert {low[1]}){idle}"
+            f"{self.label}, {self.span}: at most {most:.2f} of an equal share (block {high[0]}, expert {high[1]}), "
+            f"at least {least:.2f} (block {low[0]}, expert {low[1]}){idle}"
         )
 
 
