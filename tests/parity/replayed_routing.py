@@ -85,16 +85,22 @@ def _numbered_routers() -> Iterator[None]:
 def _recording(unpatched, calls):
     def choose(router, tokens, weight):
         choice = unpatched(router, tokens, weight)
-        calls.setdefault(router.layer, []).append(choice.experts)
+        if not _computes_again():
+            calls.setdefault(router.layer, []).append(choice.experts)
         return choice
 
     return choose
 
 
+def _computes_again() -> bool:
+    """Whether this call is in a backward pass: checkpointing computes a block again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _replaying(unpatched, record, tokens):
     def choose(router, given, weight):
-        # A block that is computed again is called in the backward pass; both take the microbatches in order.
-        again = torch._C._current_graph_task_id() != -1
+        # Both take the microbatches in order.
+        again = _computes_again()
         experts = tokens.of(record[router.layer], router.calls[again])
         router.calls[again] += 1
         before = router.bias

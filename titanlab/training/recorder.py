@@ -36,7 +36,7 @@ from titanlab.terminal.progress import Progress
 from titanlab.tracker.contract import Tracker
 from titanlab.tracker.tracked_run import open_tracker
 from titanlab.training import facts
-from titanlab.training.expert_rows import ExpertRows
+from titanlab.training.balance import ExpertRows
 from titanlab.training.held_rows import HeldRows
 from titanlab.training.memory import memory, peak_memory_gib
 from titanlab.training.totals import Totals

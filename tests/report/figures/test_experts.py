@@ -66,7 +66,19 @@ def test_a_sweep_without_experts_has_no_such_figure(made, tmp_path):
 
 @pytest.mark.parametrize(
     "counts",
-    [None, 3, [], [[]], [[1, 2], [3]], [[1, "x"]], [[1, -1]], [[True, 1]], [[float("inf"), 1]], [{"a": 1}]],
+    [
+        None,
+        3,
+        [],
+        [[]],
+        [[1, 2], [3]],
+        [[1, "x"]],
+        [[1, -1]],
+        [[True, 1]],
+        [[float("inf"), 1]],
+        [[1e308, 1e308]],
+        [{"a": 1}],
+    ],
 )
 def test_counts_that_no_run_writes_are_passed_over(made, counts):
     run = run_of(made, "fsdp", (4, counts), shard=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from titanlab.report.figures.style import INK, WIDTH, empty_figure, label_text, set_axis
@@ -44,15 +45,16 @@ class ExpertLoad:
         """The steps that the counts are sums of."""
         return f"step {self.step}" if self.steps == 1 else f"steps {self.step - self.steps + 1:,} to {self.step:,}"
 
-    def share(self, block: int, expert: int) -> float:
-        """Tokens of an expert relative to an equal share of its block's."""
-        return self.counts[block][expert] * len(self.counts[block]) / max(sum(self.counts[block]), 1)
+    @cached_property
+    def shares(self) -> list[list[float]]:
+        """Tokens by block and expert, relative to an equal share of the block's."""
+        means = [sum(row) / len(row) or 1.0 for row in self.counts]
+        return [[count / mean for count in row] for row, mean in zip(self.counts, means, strict=True)]
 
     def extreme(self, *, most: bool) -> tuple[float, int, int]:
         """The largest or the smallest share, with its block and expert."""
-        places = [(block, expert) for block, row in enumerate(self.counts) for expert in range(len(row))]
-        block, expert = (max if most else min)(places, key=lambda place: self.share(*place))
-        return self.share(block, expert), block, expert
+        places = ((share, block, expert) for block, row in enumerate(self.shares) for expert, share in enumerate(row))
+        return (max if most else min)(places, key=lambda place: place[0])
 
     @property
     def idle(self) -> int:
@@ -83,8 +85,7 @@ def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
     # From purple through pale to orange, without the darkest ends, so that black is another colour.
     colours = ListedColormap(colormaps["PuOr_r"](np.linspace(0.12, 0.88, 256))).with_extremes(under=_NO_TOKEN)
     for axis, load in zip(axes, loads, strict=True):
-        counts = np.asarray(load.counts, dtype=float)
-        shares = counts * counts.shape[1] / np.maximum(counts.sum(1, keepdims=True), 1)
+        shares = np.asarray(load.shares)
         with np.errstate(divide="ignore"):
             powers = np.where(shares > 0, np.clip(np.log2(shares), -_END, _END), -math.inf)
         image = axis.imshow(powers, cmap=colours, vmin=-_END, vmax=_END, aspect="auto", interpolation="none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from titanlab.report.page.tables import Cell, Table, number, run_cell
 from titanlab.terminal.numerals import counted
 
 # A row of a stranger's run may have any number of either.
-_MOST_BLOCKS, _MOST_EXPERTS = 1024, 4096
+_MOST_BLOCKS, _MOST_EXPERTS, _MOST_TOKENS = 1024, 4096, 2**53
 _MOST_NAMED = 4
 _CAPTION = (
     "A map has a row for each block and a column for each expert: its tokens over all processes, relative to an equal "
@@ -73,7 +72,7 @@ def _load(metrics: Mapping[str, Any]) -> ExpertLoad | None:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
 
 
 def _label(labels: list[str]) -> str:
@@ -85,8 +84,7 @@ def _table(loads: list[ExpertLoad]) -> Table:
     """A row for each block of each load."""
     rows = []
     for load in loads:
-        for block, counts in enumerate(load.counts):
-            shares = [load.share(block, expert) for expert in range(len(counts))]
+        for block, (counts, shares) in enumerate(zip(load.counts, load.shares, strict=True)):
             most, least = (shares.index(end) for end in (max(shares), min(shares)))
             rows.append(
                 [
