@@ -51,6 +51,7 @@ def test_a_layout_trains_as_one_process(pool, reference, tmp_path, given):
     assert max(difference.gradient[0], difference.parameter[0]) <= TENSOR, difference
 
 
+@pytest.mark.full
 def test_what_is_replayed_is_the_routing_and_nothing_else(pool, reference, tmp_path):
     """In fp32 a replayed layout is as near as others: each token got the experts of that token."""
     wanted, record = reference(False)
