@@ -12,6 +12,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import hydra
 import pytest
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 
 from tests import tiny
 from tests.cover import marks
+from tests.parity.replayed_routing import Record, recorded, replayed
 from titanlab.costs.flops import per_token
 from titanlab.costs.layout import SHORT
 from titanlab.data import source
@@ -56,6 +58,7 @@ SLOWEST = (
     "llama3_1_8b_256gpus_3d_cpu",
     "llama3_1_8b_256gpus_4d_cpu",
     "llama3_70b_128gpus_cpu",
+    "qwen3_moe_30b_a3b_128gpus_cpu",
 )
 
 # By model: parameters as published (docs/models.md says where) and tokens of a sequence.
@@ -71,6 +74,8 @@ PARAMETERS = {
     "llama2_13b": 13_015_864_320,
     "llama2_34b": 33_743_970_304,
     "llama2_70b": 68_976_648_192,
+    "qwen3_moe_30b_a3b": 30_532_122_624,
+    "qwen3_moe_235b_a22b": 235_093_634_560,
 }
 # Tokens of one step, in sequences × their length: of the published run, or what the recipe's comments say.
 TOKENS = {
@@ -101,6 +106,10 @@ TOKENS = {
     "llama3_1_405b_512gpus_131k": 16 * 131_072,
     "llama3_1_405b_512gpus_262k": 8 * 262_144,
     "llama3_1_405b_2048gpus": 1024 * 8192,
+    "qwen3_moe_30b_a3b_8gpus": 128 * 4096,
+    "qwen3_moe_30b_a3b_32gpus": 512 * 4096,
+    "qwen3_moe_30b_a3b_128gpus": 1024 * 4096,
+    "qwen3_moe_235b_a22b_512gpus": 2048 * 4096,
 }
 # What the comments of recipes offer for shorter contexts.
 SHORTER = {
@@ -183,7 +192,14 @@ STEP_SECONDS = {
     "llama3_1_405b_512gpus_131k": 80,
     "llama3_1_405b_512gpus_262k": 136,
     "llama3_1_405b_2048gpus": 37,
+    "qwen3_moe_235b_a22b_512gpus": 12.5,
 }
+
+
+def state_bytes(recipe: Recipe) -> float:
+    """Bytes of a save: masters in fp32, and the optimizer's averages."""
+    by_parameter = 6 if recipe.optimizer.kind == "adamw_8bit" else 12
+    return by_parameter * sum(map(math.prod, recipe.model.account().parameters.values()))
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -194,9 +210,8 @@ def test_a_recipe_for_gpus_saves_at_the_interval_of_least_cost(composed, name):
     assert 0 < every <= steps // 2
     assert steps % every == 0
     assert recipe.checkpoint.keep >= 2
-    account = recipe.model.account()
     # At 1 GB/s from each host of 8 GPUs; a failure in 50,700 hours of a GPU.
-    save = 12 * sum(map(math.prod, account.parameters.values())) / (recipe.layout.world / 8 * 1e9)
+    save = state_bytes(recipe) / (recipe.layout.world / 8 * 1e9)
     interval = math.sqrt(2 * save * 50_700 * 3600 / recipe.layout.world)
     if name in STEP_SECONDS:
         assert every * STEP_SECONDS[name] == pytest.approx(interval, rel=0.25)
@@ -209,7 +224,7 @@ def test_saves_of_a_recipe_for_gpus_cost_less_than_a_hundredth_of_its_time(compo
     recipe = on_gpus(composed(name))
     account, world = recipe.model.account(), recipe.layout.world
     assert recipe.checkpoint.kind == "async"
-    states = 12 * sum(map(math.prod, account.parameters.values()))
+    states = state_bytes(recipe)
     # The least that a step can take: 60 % of the peak of an H100 in bf16, which is 989 TFLOP/s.
     flops = per_token(account, seq_len=recipe.training.seq_len) * recipe.tokens_per_step
     between = recipe.checkpoint.every * flops / (world * 989e12 * 0.6)
@@ -328,19 +343,22 @@ def test_a_twin_has_the_shape_of_its_recipe(composed, gpu_host, name):
     check(twin)
     assert twin.cluster.accelerator == "cpu"
     assert twin.layout.world <= 16
-    axes = [{axis for axis, degree in each.layout.degrees().items() if degree > 1} for each in (large, twin)]
+    degrees = [{**each.layout.degrees(), "expert": each.layout.expert} for each in (large, twin)]
+    axes = [{axis for axis, degree in of_one.items() if degree > 1} for of_one in degrees]
     assert axes[0] == axes[1]
-    assert set(twin.layout.degrees().values()) <= {1, 2, 4}
+    assert set(degrees[1].values()) <= {1, 2, 4}
     for group in ("precision", "ac", "schedule"):
         assert getattr(twin, group) == getattr(large, group)
+    assert twin.optimizer.kind == large.optimizer.kind
     assert (twin.compile.blocks, twin.compile.loss) == (large.compile.blocks, large.compile.loss)
     assert (
-        dataclasses.replace(twin.parallelism, async_tensor=large.parallelism.async_tensor).with_degrees(
-            large.layout.degrees()
-        )
+        dataclasses.replace(
+            twin.parallelism, async_tensor=large.parallelism.async_tensor, expert=large.parallelism.expert
+        ).with_degrees(large.layout.degrees())
         == large.parallelism
     )
-    own = ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size")
+    own = ["dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size"]
+    own += ["head_dim", "experts", "active_experts"] if large.model.account().experts is not None else []
     assert dataclasses.replace(twin.model, **{key: getattr(large.model, key) for key in own}) == large.model
     # The pipeline has at least as many microbatches as stages, like the large one.
     if twin.layout.pipeline > 1:
@@ -365,12 +383,19 @@ def short(recipe: Recipe, folder: Path) -> Recipe:
     )
 
 
+class Alone(NamedTuple):
+    """Losses of one process; with experts, what its routers have chosen."""
+
+    losses: list[float]
+    record: Record | None
+
+
 @pytest.fixture(scope="module")
 def alone(pool, tmp_path_factory):
-    """Losses of one process; twins that differ in their layout only share them."""
+    """Losses of one process and its routing; twins that differ in their layout only share them."""
     known = {}
 
-    def losses(recipe):
+    def trained(recipe):
         single = dataclasses.replace(
             recipe,
             name="alone",
@@ -383,10 +408,14 @@ def alone(pool, tmp_path_factory):
         key = repr(dataclasses.replace(single, runs="", schedule=None))
         if key not in known:
             made = on_cpu(dataclasses.replace(single, runs=str(tmp_path_factory.mktemp("alone"))))
-            known[key] = pool.run(1, traced, made, tiny.begin(made))[0].losses
+            if made.model.account().experts is None:
+                known[key] = Alone(pool.run(1, traced, made, tiny.begin(made))[0].losses, None)
+            else:
+                trace, record = pool.run(1, recorded, made, tiny.begin(made))[0]
+                known[key] = Alone(trace.losses, record)
         return known[key]
 
-    return losses
+    return trained
 
 
 @pytest.mark.parametrize(
@@ -396,14 +425,18 @@ def alone(pool, tmp_path_factory):
 def test_a_twin_trains_as_one_process(pool, composed, alone, tmp_path, name):
     made = on_cpu(short(composed(name), tmp_path))
     source.prepare(made.data, report=lambda line: None)
-    every = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300.0)
+    reference = alone(made)
+    # With experts the routing of one process is replayed: rounding in another order chooses others for some tokens.
+    run = (traced, made, tiny.begin(made)) if reference.record is None else (
+        replayed, made, tiny.begin(made), reference.record
+    )  # fmt: skip
+    every = pool.run(made.world, *run, limit_seconds=300.0)
     losses = every[0].losses
     assert len(losses) == 3
     assert all(each.losses == losses for each in every)
     assert losses[2] < losses[0]
-    reference = alone(made)
     bands = BANDS_OF_TENSOR if made.layout.tensor > 1 else BANDS
-    assert losses == pytest.approx(reference, rel=bands[made.precision.kind])
+    assert losses == pytest.approx(reference.losses, rel=bands[made.precision.kind])
 
 
 # The page
@@ -437,9 +470,15 @@ def page(composed) -> str:
     )
 
 
-def order(name: str) -> tuple[bool, int, int, str]:
+def order(name: str) -> tuple[bool, bool, int, int, str]:
     family = next(each for each in PARAMETERS if name.startswith(each))
-    return (name.startswith("llama2"), PARAMETERS[family], int(name.partition("gpus")[0].rpartition("_")[2]), name)
+    return (
+        name.startswith(("llama2", "qwen3")),
+        name.startswith("qwen3"),
+        PARAMETERS[family],
+        int(name.partition("gpus")[0].rpartition("_")[2]),
+        name,
+    )
 
 
 def row(name: str, recipe: Recipe) -> str:
@@ -467,7 +506,8 @@ def twin_row(name: str, recipe: Recipe) -> str:
 
 def label(recipe: Recipe) -> str:
     degrees = recipe.layout.degrees()
-    return " ".join(f"{short} {degrees[axis]}" for axis, short in SHORT.items() if degrees[axis] > 1)
+    experts = [f"ep {recipe.layout.expert}"] if recipe.layout.expert > 1 else []
+    return " ".join([*(f"{short} {degrees[axis]}" for axis, short in SHORT.items() if degrees[axis] > 1), *experts])
 
 
 def origin(name: str) -> str:

@@ -111,6 +111,19 @@ def test_event_files_of_tensorboard(made):
     assert tracker_gap(run) is None
 
 
+def test_counts_of_experts_are_no_metrics(made):
+    run = tracked(made, TensorBoard())
+    with run.open_metrics(1) as metrics:
+        metrics.write("experts", 6, {"steps": 5, "counts": [[3, 4], [5, 2]]})
+    end(run)
+    rebuild.rebuild(run)
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert meter.LOSS in events.Tags()["scalars"]
+    assert not {"steps", "counts"} & {*events.Tags()["scalars"]}
+    assert run.metrics("experts")
+
+
 @pytest.mark.parametrize(
     ("record", "gap"),
     [

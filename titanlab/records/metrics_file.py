@@ -20,6 +20,8 @@ from titanlab.system.regular_file import read_bytes
 ATTEMPT = "attempt"
 TRAIN = "train"
 VALIDATION = "validation"
+EXPERTS = "experts"
+"""Counts of tokens by block and expert; no metrics, so that trackers do not get these rows."""
 # A million rows have 0.6 GB.
 _MOST_BYTES = 1 << 34
 

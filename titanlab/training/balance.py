@@ -1,4 +1,4 @@
-"""How the load of experts is counted and balanced, over all ranks and microbatches of a step.
+"""How the load of experts is counted, balanced and recorded, over all ranks and microbatches of a step.
 
 Routers count in the backward pass (`titanlab.model.mixture_of_experts`). The counts travel in the step's only
 reduction, so every rank knows those of all blocks and computes the same biases (arXiv 2408.15664).
@@ -6,15 +6,19 @@ reduction, so every rank knows those of all blocks and computes the same biases 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from titanlab.costs.account import ModelAccount, RoutedExperts
 from titanlab.errors import ConfigError
 from titanlab.model.mixture_of_experts import Auxiliary, Router
+
+# In a run, beside those of its first and its last step.
+_MOST_ROWS = 20
 
 
 class Load(NamedTuple):
@@ -39,6 +43,26 @@ class Load(NamedTuple):
         """Mean entropy of a token in a block."""
         tokens = sum(map(sum, self.counts)) / self.active
         return sum(self.entropies) / max(tokens, 1.0)
+
+
+def routers_of(model: nn.Module) -> dict[int, Router]:
+    """The routers of a model or a stage, by the number of their block."""
+    return {
+        int(layer): module
+        for layer, block in model.get_submodule("layers").named_children()
+        for module in block.modules()
+        if isinstance(module, Router)
+    }
+
+
+def set_biases(model: nn.Module, biases: Mapping[str, Sequence[float]]) -> None:
+    """Give routers the biases of a checkpoint, so that they choose as in training and evaluation.
+
+    Args:
+        biases: by block, as in `Balance.state`; empty: the routers have none.
+    """
+    for layer, router in routers_of(model).items() if biases else ():
+        router.bias = torch.tensor(biases[f"layers.{layer}"], dtype=torch.float32, device=router.weight.device)
 
 
 class NoBalance:
@@ -93,13 +117,7 @@ class Balance(NoBalance):
         self._counts, number = counts, self._experts.count
         # Biases, or the shares of the last step's tokens.
         self._values = torch.full((account.layers, number), self._initial, dtype=torch.float32, device=device)
-        self._routers = {
-            int(layer): module
-            for model in models
-            for layer, block in model.get_submodule("layers").named_children()
-            for module in block.modules()
-            if isinstance(module, Router)
-        }
+        self._routers = {layer: router for model in models for layer, router in routers_of(model).items()}
         for layer, router in self._routers.items():
             router.tally = torch.zeros(number + 1, dtype=torch.float32, device=device, requires_grad=True)
             if self._experts.balance == "bias":
@@ -161,3 +179,39 @@ class Balance(NoBalance):
                 rule = f"has {len(known)} numbers of the balance of block {layer}, which has {len(values)} experts"
                 raise ConfigError("run", "its checkpoint", rule, "choose the model that it was trained as")
             values.copy_(torch.tensor(known, dtype=torch.float32))
+
+
+class ExpertRows:
+    """Sums the counts of tokens over steps, and writes them from time to time: a row of a large model has 80 KB.
+
+    A row has `counts`, tokens by block and expert over all ranks and microbatches, and `steps`, the number of steps
+    that they are sums of. The steps of rows depend on the length of the run only: runs of several layouts compare.
+
+    Args:
+        steps: of the run.
+        write: takes the step and the row.
+    """
+
+    def __init__(self, steps: int, write: Callable[[int, Mapping[str, Any]], None]) -> None:
+        self._last, self._every = steps, -(-steps // _MOST_ROWS)
+        self._write = write
+        self._steps = 0
+        self._counts = np.zeros((0, 0))
+
+    def after_step(self, step: int, load: Load) -> None:
+        """Add the counts of a step."""
+        counts = np.asarray(load.counts)
+        self._counts = counts if not self._steps else self._counts + counts
+        self._steps += 1
+        if step % self._every == 0 or step in (1, self._last):
+            self.at_end(step)
+
+    def go_back(self) -> None:
+        """Forget the counts of steps that are done again."""
+        self._steps = 0
+
+    def at_end(self, step: int) -> None:
+        """Write what was counted since the last row."""
+        if self._steps:
+            self._write(step, {"steps": self._steps, "counts": np.rint(self._counts).astype(int).tolist()})
+        self._steps = 0

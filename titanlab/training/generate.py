@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.folders import find
 from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.store import load_model
@@ -21,7 +22,9 @@ from titanlab.model.shapes import shapes_only
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
+from titanlab.training.balance import set_biases
 from titanlab.training.stage import default_dtype, dtypes_of
+from titanlab.weights.biases import biases_of
 from titanlab.weights.fill import fill
 from titanlab.weights.folder import is_weights_folder
 from titanlab.weights.huggingface.folder import is_hf_folder
@@ -60,6 +63,7 @@ def generate(
             seq_len = min(int(source.about.get("max_position_embeddings") or _MOST_CONTEXT), _MOST_CONTEXT)
             model = _empty(source.model, seq_len, getattr(torch, usual_dtype(source)), world.device)
             fill(model, source)
+            set_biases(model, source.biases)
         else:
             checkpoint = find(str(run), "run")
             recipe = frozen_recipe(RunFolder(run))
@@ -99,6 +103,9 @@ def _tokenizer_folder(run: Path) -> Path:
 def _load(recipe: Recipe, checkpoint: Place, device: torch.device) -> LanguageModel:
     model = _empty(recipe.model, recipe.training.seq_len, dtypes_of(recipe).master, device)
     load_model(checkpoint, "run", model)
+    if recipe.model.account().experts is not None:
+        routing = read_contents(checkpoint, "run").saved.position.routing
+        set_biases(model, biases_of(recipe.model, routing, "run", checkpoint))
     return model
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe
+from titanlab.records.metrics_file import EXPERTS
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_folder import RunFolder
 from titanlab.tracker.contract import TrackerConfig
@@ -38,7 +39,7 @@ def rebuild(run: RunFolder) -> list[Record]:
         attempt = max(run.attempts(), default=1)
         has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
         recipe = frozen_recipe(run, attempt=attempt if has_own else None)
-        rows = run.metrics()
+        rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
         parts = recipe.tracker.parts()
         configs = [made for config in parts.values() if (made := config.for_rebuild(len(rows))) is not None]
         if not configs:

@@ -6,6 +6,7 @@ Only the rank that logs writes. The other ranks have a recorder that does nothin
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -26,6 +27,7 @@ from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import World
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.failure_signs import is_secondary
+from titanlab.records.metrics_file import EXPERTS
 from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
@@ -34,6 +36,7 @@ from titanlab.terminal.progress import Progress
 from titanlab.tracker.contract import Tracker
 from titanlab.tracker.tracked_run import open_tracker
 from titanlab.training import facts
+from titanlab.training.balance import ExpertRows
 from titanlab.training.held_rows import HeldRows
 from titanlab.training.memory import memory, peak_memory_gib
 from titanlab.training.totals import Totals
@@ -115,6 +118,7 @@ class LoggingRecorder(Recorder):
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         self._validation_loss: float | None = None
+        self._experts = ExpertRows(self._steps, functools.partial(self._metrics.write, EXPERTS))
         self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
         console.start(f"titanlab · {recipe.name}", facts.start_rows(recipe, run, world.device, work, position))
 
@@ -155,6 +159,7 @@ class LoggingRecorder(Recorder):
 
     def go_back(self, step: int) -> None:
         self._step = step
+        self._experts.go_back()
         if self._held is not None:
             self._held.go_back(step)
 
@@ -187,6 +192,8 @@ class LoggingRecorder(Recorder):
         self._meter.leave_out(self._watch.after_step(step, first=self._meter.steps == 0))
         seconds = self._meter.end_step(totals.tokens)
         self._step = step
+        if totals.load is not None:
+            self._experts.after_step(step, totals.load)
         self._last_loss = totals.loss
         if self._first_loss is None:
             self._first_loss = totals.loss
@@ -234,6 +241,7 @@ class LoggingRecorder(Recorder):
     def finish(self, outcome: Outcome) -> Outcome:
         summary = {**self._summary(), **memory(self._world.device), **self._ranks}
         outcome = replace(outcome, metrics=summary)
+        self._experts.at_end(self._step)
         self._metrics.close()
         self._tracker.finish({**summary, "outcome": outcome.kind.value}, exit_code=outcome.kind.exit_code)
         self._run.write_result(outcome)

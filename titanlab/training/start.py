@@ -46,5 +46,6 @@ def load_start(
         # The checkpoint's tracker id belongs to the other run.
         return replace(position, tracker=None), warnings
     if recipe.init_from is not None:
-        fill_start(recipe, model)
+        biases = fill_start(recipe, model)
+        return Position(routing={name: list(block) for name, block in biases.items()}), warnings
     return Position(), warnings

@@ -16,6 +16,7 @@ from titanlab.checkpoint.reader import Reader, read_into, reader_of
 from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
+from titanlab.weights.biases import Biases, biases_of
 from titanlab.weights.source import DTYPES, Entry
 
 # Before the names of parameters: in titanlab's checkpoints, and in those of torchtitan.
@@ -33,8 +34,10 @@ def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSou
     Raises:
         ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
     """
-    reader = reader_of(checkpoint, read_contents(checkpoint, key), key)
-    return CheckpointSource(reader, reader.read_metadata(), PREFIXES[0], model)
+    contents = read_contents(checkpoint, key)
+    reader = reader_of(checkpoint, contents, key)
+    biases = biases_of(model, contents.saved.position.routing, key, checkpoint)
+    return CheckpointSource(reader, reader.read_metadata(), PREFIXES[0], model, biases)
 
 
 def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
@@ -70,13 +73,17 @@ class CheckpointSource:
         metadata: of the reader. It is read once: that of a run on hundreds of ranks has 100,000 entries.
         prefix: before the names of parameters.
         model: config of the model.
+        biases: of its routers.
 
     Raises:
         ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
     """
 
-    def __init__(self, reader: Reader, metadata: Metadata, prefix: str, model: ModelConfig) -> None:
+    def __init__(
+        self, reader: Reader, metadata: Metadata, prefix: str, model: ModelConfig, biases: Biases | None = None
+    ) -> None:
         self.model = model
+        self.biases: Biases = biases or {}
         self.entries: dict[str, Entry] = {}
         self._name, self._whole = "", torch.empty(0)
         self._reader, self._metadata, self._prefix = reader, metadata, prefix

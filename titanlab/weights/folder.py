@@ -1,6 +1,6 @@
 """A weights folder: a model's parameters under titanlab's names, with the files that a recipe needs. Torch-free.
 
-weights.json                     the model, its context, a digest of the content
+weights.json                     the model, its context, the biases of routers, a digest of the content
 weights-00001-of-00003.safetensors …, weights.index.json
 conf/model/NAME.yaml             the model as an option: --config-dir FOLDER/conf model=NAME
 tokenizer/                       if the source has one
@@ -10,6 +10,7 @@ generation_config.json           if the source has one
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import schema_of
 from titanlab.system.foreign import Foreign
+from titanlab.weights.biases import biases_of
 from titanlab.weights.source import SafetensorsSource, check_entries, read_entries
 
 MANIFEST = "weights.json"
@@ -43,6 +45,7 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
     try:
         model = model_of(manifest["model"])
         about, digest = dict(manifest.get("about", {})), str(manifest["digest"])
+        biases = biases_of(model, _lists(manifest.get("biases", {})), key, path)
         if manifest["schema"] != SCHEMA:
             raise ValueError("another version of titanlab's")
     except (KeyError, TypeError, ValueError) as error:
@@ -58,7 +61,20 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
         foreign={name: Foreign(name=name) for name in expected},
         about=about,
         digest=digest,
+        biases=biases,
     )
+
+
+def _lists(value: Any) -> dict[str, list[float]]:
+    """Lists of finite numbers by name.
+
+    Raises:
+        TypeError, ValueError: the value is none.
+    """
+    lists = {name: [float(number) for number in numbers] for name, numbers in dict(value).items()}
+    if not all(math.isfinite(number) for numbers in lists.values() for number in numbers):
+        raise ValueError("a bias is not finite")
+    return lists
 
 
 def model_of(mapping: Mapping[str, Any]) -> ModelConfig:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 from titanlab.data.tokenizers import tokenizer as tokenizers
@@ -18,6 +20,7 @@ from titanlab.records.config_file import config_text
 from titanlab.system.atomic_file import write_json
 from titanlab.system.foreign import Foreign
 from titanlab.weights import folder as ours
+from titanlab.weights.biases import left_out
 from titanlab.weights.folder_writer import whole_folder
 from titanlab.weights.huggingface import folder as hf
 from titanlab.weights.huggingface.tokenizer_files import copy_tokenizer, write_tokenizer_config
@@ -40,6 +43,7 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
     """
     write_weights = importlib.import_module("titanlab.weights.copy").write_weights
     model = origin.source.model
+    biases = {name: list(block) for name, block in origin.source.biases.items()}
     with whole_folder(into) as part:
         _check_copies(origin)
         digest = write_weights(
@@ -61,8 +65,10 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
             "made_from": origin.title,
             "model": dataclasses.asdict(model),
             "about": dict(origin.about),
-            "digest": digest,
+            "digest": digest if not biases else sha256(json.dumps([digest, biases]).encode()).hexdigest(),
         }
+        if biases:
+            manifest["biases"] = biases
         write_json(part / ours.MANIFEST, manifest, durable=True)
     _report_size(origin, into, report)
     command = ["titanlab", "train", "--config-dir", str(into / "conf"), f"model={name}", _override("init_from", into)]
@@ -111,6 +117,8 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
         # Written last: without a config.json no library reads the folder as a model.
         write_json(part / hf.CONFIG, config, durable=True)
     _report_size(origin, into, report)
+    if line := left_out(source.biases):
+        report(f"{line}; --format titanlab keeps them")
 
 
 def _check_copies(origin: Origin) -> None:

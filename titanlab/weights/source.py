@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.system.foreign import Foreign
+from titanlab.weights.biases import Biases
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +50,11 @@ class Source(Protocol):
         """Every parameter by titanlab's name, in the model's order."""
         ...
 
+    @property
+    def biases(self) -> Biases:
+        """Biases of the routers; empty: there are none."""
+        ...
+
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A box of one parameter, with rows in titanlab's order, on the CPU, in the dtype of the source."""
         ...
@@ -65,6 +71,7 @@ class SafetensorsSource:
         about: other values of the folder's config: `max_position_embeddings`, ids of special tokens.
         digest: hash of the content; empty if it is not known.
         copies: tensors that must equal another tensor and are not read: name → the other's name, both in the files.
+        biases: as in Source.
     """
 
     model: ModelConfig
@@ -74,6 +81,7 @@ class SafetensorsSource:
     about: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
+    biases: Biases = field(default_factory=dict)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """As in Source."""

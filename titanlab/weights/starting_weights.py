@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed
+from titanlab.checkpoint.contents import check_checkpoint, check_step, check_whole, indexed, read_contents
 from titanlab.checkpoint.folders import find, has_pickle
 from titanlab.checkpoint.remote.address_schema import Place, is_address
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
+from titanlab.weights.biases import Biases, biases_of
 from titanlab.weights.folder import is_weights_folder, model_of, open_weights
 from titanlab.weights.huggingface.folder import CONFIG, is_hf_folder, open_hf
 from titanlab.weights.source import SafetensorsSource
@@ -109,15 +110,25 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     return digest.hexdigest()
 
 
-def fill_start(recipe: Recipe, model: nn.Module) -> None:
-    """Fill a materialised model, or this rank's part of it, with the weights of `init_from`; all ranks call it."""
+def fill_start(recipe: Recipe, model: nn.Module) -> Biases:
+    """Fill a materialised model, or this rank's part of it, with the weights of `init_from`; all ranks call it.
+
+    Returns:
+        the biases that belong to the weights, for the routers of a recipe that has biases.
+    """
     assert recipe.init_from is not None
     source = _folder(recipe.init_from)
     if source is not None:
         importlib.import_module("titanlab.weights.fill").fill(model, source)
-    else:
-        store = importlib.import_module("titanlab.checkpoint.store")
-        store.load_model(_checkpoint(recipe.init_from), KEY, model)
+        return biases_of(recipe.model, source.biases, KEY, recipe.init_from)
+    store = importlib.import_module("titanlab.checkpoint.store")
+    checkpoint = _checkpoint(recipe.init_from)
+    store.load_model(checkpoint, KEY, model)
+    if not recipe.model.account().experts:
+        return {}
+    routing = read_contents(checkpoint, KEY).saved.position.routing
+    saved = biases_of(_model_of_run(checkpoint) or recipe.model, routing, KEY, checkpoint)
+    return biases_of(recipe.model, saved, KEY, checkpoint)
 
 
 def _checkpoint(text: str) -> Place:

@@ -13,6 +13,7 @@ from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.files.import_weights import option_name
 from titanlab.errors import ConfigError
+from titanlab.weights.biases import left_out
 from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.interchange import is_weights, write_hf, write_ours
 from titanlab.weights.origin import from_folder, from_run
@@ -79,8 +80,11 @@ def _export_dcp(given: argparse.Namespace) -> int:
     if given.into.exists() and (not given.into.is_dir() or any(given.into.iterdir())):
         raise ConfigError("--into", given.into, "is not an empty folder", "give a new folder")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
-    importlib.import_module("titanlab.checkpoint.dcp_export").write_dcp(
-        checkpoint, given.into, "run", prefix=_PREFIXES[given.names]
-    )
+    prefix = _PREFIXES[given.names]
+    importlib.import_module("titanlab.checkpoint.dcp_export").write_dcp(checkpoint, given.into, "run", prefix=prefix)
+    # With titanlab's names the folder has a position.json, which has them.
+    line = left_out(from_run(str(checkpoint), given.runs, step=None).source.biases) if prefix == "" else ""
+    if line:
+        print(line)
     print(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(given.into)!r})")
     return 0

@@ -158,7 +158,8 @@ def _rename(root: ElementTree.Element, *, prefix: str) -> None:
         if name in used:
             one.set("id", prefix + name)
         if (link := one.attrib.pop(_LINK, None)) is not None:
-            one.set("href", f"#{prefix}{link.removeprefix('#')}")
+            # An image has its bytes in the address.
+            one.set("href", f"#{prefix}{link.removeprefix('#')}" if link.startswith("#") else link)
         for key, value in list(one.attrib.items()):
             if key == "style":
                 value = _FONT_FAMILY.sub("", _COLOUR.sub(_colour, value))
@@ -175,7 +176,7 @@ def _rename(root: ElementTree.Element, *, prefix: str) -> None:
 def _references(root: ElementTree.Element) -> Iterator[str]:
     for one in root.iter():
         for key, value in one.attrib.items():
-            if key == _LINK:
+            if key == _LINK and value.startswith("#"):
                 yield value.removeprefix("#")
             else:
                 yield from _REFERENCE.findall(value)

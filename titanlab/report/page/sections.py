@@ -13,6 +13,7 @@ from titanlab.records.provenance import redact
 from titanlab.report.page import panels
 from titanlab.report.page.answer import Answer
 from titanlab.report.page.differences import Differences, differences
+from titanlab.report.page.expert_panel import expert_panel
 from titanlab.report.page.facts import Facts, representative
 from titanlab.report.page.panels import Panel
 from titanlab.report.page.parity_file import Parity, read_parity
@@ -58,6 +59,7 @@ def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> l
     Args:
         figures: as `panels_of` returns them.
     """
+    has_experts = "experts" in figures
     found = [
         Section(id="pareto", title=figures["pareto"].title, panel=figures["pareto"]),
         Section(
@@ -70,6 +72,8 @@ def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> l
             figures, "step-time", "Where the time of a step goes", "Neither measured nor estimated for any recipe."
         ),
         Section(id="loss", title=figures["loss"].title, panel=figures["loss"]),
+        # Of models with experts only.
+        *([Section(id="experts", title=figures["experts"].title, panel=figures["experts"])] if has_experts else []),
         _figure(figures, "timeline", "Pipeline timelines", "No recipe has a pipeline that can be drawn."),
         _figure(figures, "estimate", "Estimate against measurement", _no_estimate(facts)),
         _differences(facts, answer),
@@ -92,6 +96,7 @@ def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
         panels.throughput_panel(facts, answer),
         panels.split_panel(facts),
         panels.loss_panel(facts),
+        expert_panel(facts),
         panels.timeline_panel(facts),
         panels.estimate_panel(facts),
     ]
