@@ -148,7 +148,7 @@ def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel
 
 def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     """Kernels of a linear layer: forward, gradient of the input, gradient of the weight."""
-    path = f"{part.prefix}{operation.name}"
+    path = f"{part.prefix}{operation.layer or operation.name}"
     rows = math.prod(operation.output[:-1]) / part.context
     columns = operation.output[-1]
     inner = operation.flops / (2 * math.prod(operation.output))
