@@ -194,7 +194,7 @@ ROWS = [
     _row("gaps in the labels", pipeline=2, shard=2),
     _row("gaps in the labels", shard=2, tensor=2, microbatch=2),
     # Held to one process whose projections are not fused and whose attention is not in tiles.
-    _row("fused, in tiles", always=True),
+    _row("fused, in tiles"),
     _row("fused, in tiles", tensor=2, always=True),
     _row("fused, in tiles", tensor=2, sequence_parallel=False),
     _row("fused, in tiles", shard=2),

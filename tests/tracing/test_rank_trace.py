@@ -26,6 +26,8 @@ LAYOUTS = {
     "1D, uneven": {"shard": 4, "microbatch": 1, "vocab_size": 257, "ac": SelectiveLayer(every=2)},
     "HSDP": {"replicate": 4, "shard": 8, "global_batch": 64, "microbatch": 1, "bf16": True},
     "2D, float8": {"shard": 8, "tensor": 4, "kv_heads": 4, "global_batch": 16, "precision": Float8Tensorwise()},
+    "2D, fused": {"shard": 2, "tensor": 2, "fused": True, "seq_len": 192, "global_batch": 4, "ac": SelectiveOp()},
+    "2D, fused, split backward": {"pipeline": 2, "tensor": 2, "fused": True, "layers": 4, "schedule": ZBV()},
     "2D, context": {"shard": 2, "context": 8, "seq_len": 64, "global_batch": 4, "ac": FullCheckpointing()},
     "2D, pipeline": {"pipeline": 2, "shard": 4, "schedule": ZBV(), "layers": 4},
     "3D": {**WIDE, "pipeline": 8, "shard": 8, "tensor": 8, "layers": 16, "global_batch": 64, "bf16": True,
@@ -51,7 +53,12 @@ def accounts(made, ranks):
     return [trace_rank(made, rank) for rank in ranks]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+FULL = ("2D, fused, split backward",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in LAYOUTS]
+)
 def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     made = recipe(tmp_path, LAYOUTS[name])
     # The last rank has other shards, other chunks of sequences, and another stage of the pipeline than the first one.

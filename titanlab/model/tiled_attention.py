@@ -31,34 +31,20 @@ class Tiling(NamedTuple):
     in_float32: bool
 
 
-class _Sizes(NamedTuple):
-    """Sizes for which a tiling is faster than torch's kernel; `shortest` and `longest` are tokens of a sequence."""
-
-    dtype: torch.dtype
-    widest_head: int
-    shortest: int
-    longest: int
-
-
-# The first that fits; benchmarks/results/attention_tiles.json has the measurements. Narrow heads are faster in float32,
-# because in bfloat16 torch's kernel packs all keys anew for every few rows.
-_TABLE = {
-    _Sizes(torch.float32, widest_head=128, shortest=192, longest=1024): Tiling(64, in_float32=True),
-    _Sizes(torch.bfloat16, widest_head=32, shortest=128, longest=767): Tiling(64, in_float32=True),
-    _Sizes(torch.bfloat16, widest_head=128, shortest=384, longest=767): Tiling(256, in_float32=False),
-}
+# The lengths of sequences, from and to, that are faster in tiles than with torch's kernel: for heads of 32, 64 and 128,
+# shared or not, by benchmarks/results/attention_tiles.json. In bfloat16 torch's kernel packs all keys anew for every
+# few rows, so that short sequences are faster in float32.
+_LENGTHS = {torch.float32: (128, 1024), torch.bfloat16: (128, 767)}
+_WIDEST_HEAD = 128
+_FASTEST = Tiling(rows=64, in_float32=True)
 
 
 def tiling(q: Tensor, k: Tensor, v: Tensor) -> Tiling | None:
     """The fastest tiling for q, k, v [batch, heads, seq, head_dim]; None: torch's kernel for the whole square."""
     if q.device.type != "cpu" or not (q.dtype == k.dtype == v.dtype and q.shape[2:] == k.shape[2:] == v.shape[2:]):
         return None
-    seq_len, head_dim = q.shape[2:]
-    for sizes, chosen in _TABLE.items():
-        fits = head_dim <= sizes.widest_head and sizes.shortest <= seq_len <= sizes.longest
-        if q.dtype == sizes.dtype and fits:
-            return chosen
-    return None
+    first, last = _LENGTHS.get(q.dtype, (1, 0))
+    return _FASTEST if first <= q.shape[2] <= last and q.shape[3] <= _WIDEST_HEAD else None
 
 
 @torch.library.custom_op("titanlab::tiled_attention", mutates_args=())

@@ -34,14 +34,15 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
         for path, module in list(model.named_modules()):
             if path.count(".") == each.module.count(".") and fnmatch.fnmatchcase(path, each.module):
                 assert isinstance(module, Projections), path
-                owner, _, _ = path.rpartition(".")
+                owner, _, own_name = path.rpartition(".")
+                parent = model.get_submodule(owner)
                 for name in each.layers:
-                    layer = model.get_submodule(f"{owner}.{name}")
+                    layer = parent.get_submodule(name)
                     # A bias would be added to each part, for which there is no code.
                     assert getattr(layer, "bias", None) is None, f"{owner}.{name}"
                     setattr(layer, JOINED, path)
                 copied = tuple(name in each.copied for name in each.layers)
-                model.get_submodule(owner).add_module(path.rpartition(".")[2], JoinedProjections(copied, cut))
+                parent.add_module(own_name, JoinedProjections(copied, cut))
 
 
 class JoinedProjections(Projections):
@@ -67,11 +68,11 @@ def joined_product(layers: Sequence[nn.Module], inputs: Tensor, copied: tuple[bo
     product = product_of(layers[0])
     weights = [cast(Tensor, layer.weight) for layer in layers]
     if torch.compiler.is_compiling():
-        taps = [pair for layer in layers if (pair := taps_of(layer)) is not None]
-        if len(taps) < len(layers):
+        taps = [taps_of(layer) for layer in layers]
+        if any(pair is None for pair in taps):
             return _apply(inputs, product, copied, None, [local_part(weight) for weight in weights])
         outputs = _apply(inputs, product, copied, None, [local_part(weight.detach()) for weight in weights])
-        return tuple(tap(output, inputs, pair) for output, pair in zip(outputs, taps, strict=True))
+        return tuple(tap(output, inputs, cast(Any, pair)) for output, pair in zip(outputs, taps, strict=True))
     deferred = deferred_of(layers[0])
     if deferred is not None and deferred.probe is None and torch.is_grad_enabled():
         return _apply(inputs, product, copied, deferred, weights)
