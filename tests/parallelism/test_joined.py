@@ -55,7 +55,7 @@ def test_outputs_and_gradients(twice):
     owner, x = Owner(), torch.randn(2, 3, 8, requires_grad=True)
     expected = outputs_and_gradients(owner, x, twice=twice)
     before = dict(owner.named_parameters())
-    join_products(owner, [Joined(module="projections", layers=("a", "b"), copied=("b",))], None)
+    join_products(owner, [Joined(caller="projections", layers=("a", "b"), copied=("b",))], None)
     assert isinstance(owner.projections, JoinedProjections)
     assert all(parameter is before[name] for name, parameter in owner.named_parameters())
     torch.testing.assert_close(outputs_and_gradients(owner, x, twice=twice), expected)
@@ -68,7 +68,7 @@ def test_outputs_and_gradients(twice):
 def test_frozen_layers_get_no_gradient():
     owner = Owner()
     owner.a.weight.requires_grad_(False)
-    join_products(owner, [Joined(module="projections", layers=("a", "b"))], None)
+    join_products(owner, [Joined(caller="projections", layers=("a", "b"))], None)
     sum(each.sum() for each in owner(torch.randn(3, 8))).backward()
     assert owner.a.weight.grad is None
     assert owner.b.weight.grad is not None
@@ -129,7 +129,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_kind(pool, tmp_path, befor
 @pytest.mark.parametrize("config", [replace(QWEN3, fused=True), replace(EXPERTS, fused=True)])
 def test_accounts_name_modules_that_exist(config):
     found = config.account().joined
-    assert found[0].module == "layers.*.attention.projections"
+    assert found[0].caller == "layers.*.attention.projections"
     # Experts are not fused.
     assert len(found) == (1 if config.routed else 2)
     assert not [fault for fault in faults(config) if "joined" in fault]

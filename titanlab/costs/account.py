@@ -175,18 +175,18 @@ class Joined:
     """Linear layers with the same input that the trainer computes as one product; see `titanlab.parallelism.joined`.
 
     Attributes:
-        module: path of the `Projections` that calls them; `layers.*` matches every block.
+        caller: path of the `Projections` that calls them; `layers.*` matches every block.
         layers: names of the linear layers beside it, without biases.
         copied: those whose output is copied, because the backward pass keeps it longer than the others'.
     """
 
-    module: str
+    caller: str
     layers: tuple[str, ...]
     copied: tuple[str, ...] = ()
 
     def paths(self, layers: int) -> list[tuple[str, ...]]:
         """Paths of the linear layers of each product, in a model with so many blocks."""
-        owner = self.module.rpartition(".")[0]
+        owner = self.caller.rpartition(".")[0]
         return [
             tuple(f"{owner.replace('*', str(number), 1)}.{name}" for name in self.layers) for number in range(layers)
         ]

@@ -63,8 +63,8 @@ def account(config: Llama) -> ModelAccount:
 def _joined(config: Llama) -> tuple[Joined, ...]:
     # Without norms of heads, attention keeps only the values of this product: queries and keys are rotated first.
     copied = () if config.has_head_norms else ("wv",)
-    attention = Joined(module="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)
-    feed_forward = Joined(module="layers.*.feed_forward.projections", layers=("w1", "w3"))
+    attention = Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)
+    feed_forward = Joined(caller="layers.*.feed_forward.projections", layers=("w1", "w3"))
     return (attention,) if config.routed is not None else (attention, feed_forward)
 
 

@@ -153,7 +153,7 @@ def _tiles(q: Tensor, rows: int) -> list[tuple[int, int]]:
 def _mask(q: Tensor, rows: int) -> Tensor:
     """What is added to the scores of the last tile, if it is full: [rows, keys]."""
     last = _tiles(q, rows)[-1][0]
-    return torch.full((rows, last + rows), -math.inf, dtype=q.dtype, device=q.device).triu_(last + 1)
+    return torch.triu(torch.full((rows, last + rows), -math.inf, dtype=q.dtype, device=q.device), last + 1)
 
 
 def _part(mask: Tensor, start: int, end: int) -> Tensor | None:

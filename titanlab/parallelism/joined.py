@@ -32,7 +32,7 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
     """
     for each in joined:
         for path, module in list(model.named_modules()):
-            if path.count(".") == each.module.count(".") and fnmatch.fnmatchcase(path, each.module):
+            if path.count(".") == each.caller.count(".") and fnmatch.fnmatchcase(path, each.caller):
                 assert isinstance(module, Projections), path
                 owner, _, own_name = path.rpartition(".")
                 parent = model.get_submodule(owner)

@@ -84,7 +84,7 @@ def _pieces(model: LanguageModel, account: ModelAccount) -> Iterator[str]:
             if not any(name.startswith(f"{piece}.") for piece in account.pieces):
                 yield f"pieces: none of them has {name}"
     for joined in account.joined:
-        for path, layers in zip(_blocks_of(joined.module, account), joined.paths(account.layers), strict=True):
+        for path, layers in zip(_blocks_of(joined.caller, account), joined.paths(account.layers), strict=True):
             for name in {path, *layers} - set(modules):
                 yield f"joined: there is no module {name}"
     if account.attention:
