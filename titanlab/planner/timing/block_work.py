@@ -176,6 +176,9 @@ def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
             formats, ((rows / groups, columns), (rows / groups, inner), (inner, columns)), strict=True
         )
     ]
+    if operation.layer:
+        # The weights of several layers are concatenated: read 1 and write 1.
+        kernels[0].append(Kernel(0.0, "", 2 * inner * columns * part.width, 1, False))
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
         values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2
