@@ -288,6 +288,7 @@ def lacking(name: str, entry: Entry) -> str | None:
         arguments = found[name]._schema.arguments
         least = sum(not argument.has_default_value() for argument in arguments)
         taken = {f"#{count}" for count in range(least, len(arguments) + 1)}
+        taken |= {argument.name for argument in arguments if argument.kwarg_only}
     else:
         taken = parameters(found[name], last)
     missing = entry.arguments - taken

@@ -31,7 +31,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "8 heads share 4": {"heads": 8, "kv_heads": 4},
     "8 layers": {"layers": 8},
     "gaps in the labels": {"data": Planted(gaps=True)},
+    # With fused projections, and sequences that are long enough for tiles of attention.
+    "fused, in tiles": {"fused": True, "seq_len": 192},
 }
+# What the reference of a kind has instead.
+REFERENCES: dict[str, dict[str, Any]] = {"fused, in tiles": {"fused": False, "attention": "flash"}}
 SCHEDULES = {
     "gpipe": GPipe(),
     "interleaved_1f1b": Interleaved1F1B(),
@@ -104,6 +108,9 @@ class Row(OnLayout):
 
     def recipe_keys(self) -> dict[str, Any]:
         return self.keys({**COMMON, **KINDS[self.kind]})
+
+    def reference_keys(self) -> dict[str, Any]:
+        return {**COMMON, **KINDS[self.kind], **REFERENCES.get(self.kind, {})}
 
 
 def _row(kind: str = "plain", *, always: bool = False, **given: Any) -> Row:
@@ -186,6 +193,21 @@ ROWS = [
     _row("gaps in the labels", context=2, tensor=2),
     _row("gaps in the labels", pipeline=2, shard=2),
     _row("gaps in the labels", shard=2, tensor=2, microbatch=2),
+    # Held to one process whose projections are not fused and whose attention is not in tiles.
+    _row("fused, in tiles"),
+    _row("fused, in tiles", tensor=2, always=True),
+    _row("fused, in tiles", tensor=2, sequence_parallel=False),
+    _row("fused, in tiles", shard=2),
+    _row("fused, in tiles", replicate=2, microbatch=2),
+    _row("fused, in tiles", context=2),
+    _row("fused, in tiles", pipeline=2),
+    _row("fused, in tiles", pipeline=2, schedule="zbv"),
+    _row("fused, in tiles", shard=2, tensor=2),
+    _row("fused, in tiles", shard=2, context=2),
+    _row("fused, in tiles", pipeline=2, shard=2, schedule="interleaved_zero_bubble"),
+    _row("fused, in tiles", pipeline=2, tensor=2, schedule="zbv"),
+    _row("fused, in tiles", replicate=2, context=2, tensor=2),
+    _row("fused, in tiles", pipeline=2, shard=2, tensor=2),
 ]
 ALWAYS = [row for row in ROWS if row.always]
 COVERING = cover(ROWS, Row.options, always=ALWAYS, cost=lambda row: row.layout.world)

@@ -36,7 +36,7 @@ def references(pool, tmp_path_factory):
 
     def reference(kind):
         if kind not in known:
-            made = tiny.recipe(tmp_path_factory.mktemp("reference"), **Row({}, kind).recipe_keys())
+            made = tiny.recipe(tmp_path_factory.mktemp("reference"), **Row({}, kind).reference_keys())
             known[kind] = pool.run(1, traced, made, tiny.begin(made))[0]
         return known[kind]
 

@@ -62,6 +62,10 @@ EXACT = [
     row(TENSOR, "chosen operations", shard=2, ac=SelectiveOp(), **COMPILED),
     row(ROW, "chosen operations", ac=SelectiveOp()),
     row(TENSOR, "tied", shard=2, tied_embeddings=True),
+    # Weights that are multiplied as one have one scale, gathered in float8 or not.
+    row(TENSOR, "fused", shard=2, fused=True),
+    row(TENSOR, "fused and compiled", shard=2, fused=True, **COMPILED),
+    row(ROW, "fused, zbv", pipeline=2, fused=True, pipeline_schedule=ZBV()),
 ]
 NOISY = [
     row(TENSOR, tensor=2, always=True),
@@ -77,6 +81,8 @@ NOISY = [
     # What inductor fuses it rounds to bfloat16 once, at the end.
     row(TENSOR, "by inductor", matrix=True, shard=2, blocks=True, backend="inductor"),
     row(TENSOR, "zbv", pipeline=2, tensor=2, pipeline_schedule=ZBV()),
+    row(TENSOR, "fused", fused=True),
+    row(ROW, "fused", tensor=2, fused=True),
 ]
 # Against one column of tensor-parallel ranks instead of one process: exact again.
 BESIDE = [
@@ -107,7 +113,7 @@ def train(pool, tmp_path_factory):
 
 
 def of_model(layout):
-    return {key: value for key, value in layout.items() if key == "tied_embeddings"}
+    return {key: value for key, value in layout.items() if key in ("tied_embeddings", "fused")}
 
 
 @pytest.mark.parametrize(("precision", "layout"), EXACT)

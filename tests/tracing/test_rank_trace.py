@@ -26,6 +26,8 @@ LAYOUTS = {
     "1D, uneven": {"shard": 4, "microbatch": 1, "vocab_size": 257, "ac": SelectiveLayer(every=2)},
     "HSDP": {"replicate": 4, "shard": 8, "global_batch": 64, "microbatch": 1, "bf16": True},
     "2D, float8": {"shard": 8, "tensor": 4, "kv_heads": 4, "global_batch": 16, "precision": Float8Tensorwise()},
+    "2D, fused": {"shard": 2, "tensor": 2, "fused": True, "seq_len": 192, "global_batch": 4, "ac": SelectiveOp()},
+    "2D, fused, split backward": {"pipeline": 2, "tensor": 2, "fused": True, "layers": 4, "schedule": ZBV()},
     "2D, context": {"shard": 2, "context": 8, "seq_len": 64, "global_batch": 4, "ac": FullCheckpointing()},
     "2D, pipeline": {"pipeline": 2, "shard": 4, "schedule": ZBV(), "layers": 4},
     "3D": {**WIDE, "pipeline": 8, "shard": 8, "tensor": 8, "layers": 16, "global_batch": 64, "bf16": True,
@@ -40,7 +42,7 @@ LAYOUTS = {
                "global_batch": 32, "schedule": InterleavedZeroBubble()},
 }  # fmt: skip
 # Their axes, schedules and policies are in the other rows too.
-SLOWER = ("4D", "5 axes", "3D, no sequence parallelism")
+SLOWER = ("4D", "5 axes", "3D, no sequence parallelism", "2D, fused, split backward")
 
 
 def recipe(folder, layout):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from titanlab.ac.block import checkpoint_block
-from titanlab.ac.selective_op_schema import MATMULS, SelectiveOp
+from titanlab.ac.selective_op_schema import MATMULS, SAME, SelectiveOp
 
 
 class SelectedOperators:
@@ -72,4 +72,5 @@ class _Policy:
 
 @functools.cache
 def _name(operator: Any) -> str:
-    return str(operator)
+    name = str(operator)
+    return SAME.get(name, name)

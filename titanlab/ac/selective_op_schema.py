@@ -30,6 +30,8 @@ MATMULS = (
 )
 # Operators that models and axes of this package register when they are imported.
 OWN = ("titanlab.context_attention.default", "titanlab.grouped_product.default", "titanlab.exchange.default")
+# Operators that are saved where another one is: tiles of short sequences are torch's kernel, called several times.
+SAME = {"titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default"}
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
 PAPER = (
     "aten.mm.default",
@@ -127,7 +129,7 @@ class SelectiveOp(ACConfig):
         Raises:
             ConfigError: a name is unknown.
         """
-        known = known | {*PAPER, *OWN}
+        known = (known | {*PAPER, *OWN}) - SAME.keys()
         spaces = {name.partition(".")[0] for name in known}
         for name in self.saved:
             space = name.partition(".")[0]

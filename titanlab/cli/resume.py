@@ -26,6 +26,7 @@ from titanlab.terminal.paths import shown_path
 # The keys that may change between attempts. They do not change what the run computes.
 CHANGEABLE = (
     *LAYOUT,
+    "model.fused",
     "cluster.",
     "launch.",
     "tracker.",

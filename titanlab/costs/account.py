@@ -113,6 +113,8 @@ class Operation:
         passes: how often its forward kernels read or write as many elements as the output has, in the compute
             precision; of operations that memory bandwidth bounds. A sum of two tensors: 3.
         groups: number of matrices of a grouped product, each for some of the rows; 1: one matrix for all rows.
+        layer: path of the linear layer that says how a product of several layers is cut and in which format it
+            multiplies; empty: the layer with the operation's name.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Operation:
     operators: tuple[Operator, ...] = ()
     passes: float = 3.0
     groups: int = 1
+    layer: str = ""
 
 
 def block_input(block: Sequence[Operation]) -> Activation:
@@ -169,6 +172,28 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Joined:
+    """Linear layers with the same input that the trainer computes as one product; see `titanlab.parallelism.joined`.
+
+    Attributes:
+        caller: path of the `Projections` that calls them; `layers.*` matches every block.
+        layers: names of the linear layers beside it, without biases.
+        copied: those whose output is copied, because the backward pass keeps it longer than the others'.
+    """
+
+    caller: str
+    layers: tuple[str, ...]
+    copied: tuple[str, ...] = ()
+
+    def paths(self, layers: int) -> list[tuple[str, ...]]:
+        """Paths of the linear layers of each product, in a model with so many blocks."""
+        owner = self.caller.rpartition(".")[0]
+        return [
+            tuple(f"{owner.replace('*', str(number), 1)}.{name}" for name in self.layers) for number in range(layers)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelAccount:
     """What a model declares about itself.
 
@@ -189,6 +214,7 @@ class ModelAccount:
         tensor_plan: path of a module → name of its style in `titanlab.parallelism.tensor`; `layers.*` matches
             every block. Empty: no tensor parallelism.
         experts: of the blocks; None: every parameter computes every token.
+        joined: linear layers that are computed as one product.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -205,6 +231,7 @@ class ModelAccount:
     attention: str = ""
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
+    joined: tuple[Joined, ...] = ()
 
     @property
     def parameter_count(self) -> int:

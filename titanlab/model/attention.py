@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlab.costs.attention_order import order
+from titanlab.model.tiled_attention import tiled_attention, tiling
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -28,8 +29,9 @@ class InnerAttention(nn.Module):
     It is a separate module so that context parallelism can replace it.
 
     Args:
-        kernel: `auto`: on a CPU torch's choice; on a GPU the fastest kernel that supports the inputs. `flash`,
-            `cudnn`, `efficient`, `math`: only this kernel of torch. `flash_attn`: the kernel of the package.
+        kernel: `auto`: on a CPU torch's kernel, for short sequences in tiles; on a GPU the fastest kernel that supports
+            the inputs. `flash`, `cudnn`, `efficient`, `math`: only this kernel of torch. `flash_attn`: the kernel of
+            the package.
     """
 
     def __init__(self, kernel: str = "auto") -> None:
@@ -57,6 +59,10 @@ class InnerAttention(nn.Module):
             output: Tensor = self._package(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
             return output.transpose(1, 2)
         if not self._backends:
+            chosen = tiling(q, k, v)
+            if chosen is not None:
+                tiled: Tensor = tiled_attention(q, k, v, *chosen)[0]
+                return tiled
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         if self._repeats(q) and q.shape[1] != k.shape[1]:
             # Only this kernel does not support shared key/value heads (torch's sdp_utils.cpp).

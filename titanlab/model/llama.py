@@ -18,6 +18,7 @@ from titanlab.model.attention import InnerAttention
 from titanlab.model.contract import ModelBuilder
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.mixture_of_experts import MixtureOfExperts
+from titanlab.model.projections import Projections
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,13 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.has_head_norms else None for _ in range(2)
         )
+        self.projections = Projections()
         self.inner = InnerAttention(config.attention)
 
     def forward(self, hidden: Tensor, rope: Tensor) -> Tensor:
         # The number of heads is that of the projections' outputs: under tensor parallelism, this rank's heads.
-        q, k, v = (w(hidden).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        projected = self.projections(hidden, self.wq, self.wk, self.wv)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rope), rotate(k, rope)
@@ -158,9 +161,10 @@ class FeedForward(nn.Module):
         self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.projections = Projections()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.w1(hidden), self.w3(hidden)
+        gate, up = self.projections(hidden, self.w1, self.w3)
         output: Tensor = self.w2(F.silu(gate) * up)
         return output
 

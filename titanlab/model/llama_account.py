@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from titanlab.costs.account import HIDDEN, Activation, Init, ModelAccount, Operation
+from titanlab.costs.account import HIDDEN, Activation, Init, Joined, ModelAccount, Operation
 from titanlab.model import moe_account
 from titanlab.model.llama_block_account import matmul, norm
 
@@ -56,7 +56,16 @@ def account(config: Llama) -> ModelAccount:
         attention="attention.inner",
         tensor_plan=_tensor_plan(config),
         experts=config.routed,
+        joined=_joined(config) if config.fused else (),
     )
+
+
+def _joined(config: Llama) -> tuple[Joined, ...]:
+    # Without norms of heads, attention keeps only the values of this product: queries and keys are rotated first.
+    copied = () if config.has_head_norms else ("wv",)
+    attention = Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)
+    feed_forward = Joined(caller="layers.*.feed_forward.projections", layers=("w1", "w3"))
+    return (attention,) if config.routed is not None else (attention, feed_forward)
 
 
 def _tensor_plan(config: Llama) -> dict[str, str]:

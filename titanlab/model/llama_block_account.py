@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,16 +34,14 @@ def block_operations(config: Llama, *, batch: int, seq_len: int) -> list[Operati
     """
     dim = config.dim
     q_shape, k_shape = ((batch, seq_len, heads, config.head_dim) for heads in (config.heads, config.kv_heads))
-    tokens = (batch, seq_len)
+    tokens, kv_dim = (batch, seq_len), math.prod(k_shape[2:])
     stream, after_attention = (Activation(name=name, shape=(*tokens, dim)) for name in (HIDDEN, "attention_residual"))
     normed, fed = (Activation(name=f"{name}_norm", shape=(*tokens, dim), cut="whole") for name in ("attention", "ffn"))
     fed = fed if config.routed is None else replace(fed, with_experts="stream")
     attention = _attention(config, batch, seq_len)
     return [
         norm("attention_norm", stream),
-        matmul("attention.wq", normed, config.attention_dim, "part"),
-        matmul("attention.wk", normed, math.prod(k_shape[2:]), "part"),
-        matmul("attention.wv", normed, math.prod(k_shape[2:]), "part"),
+        *_projections(config, "attention", normed, {"wq": config.attention_dim, "wk": kv_dim, "wv": kv_dim}),
         *_head_norms(config, q_shape, k_shape),
         _rotation("attention.rope_q", q_shape),
         _rotation("attention.rope_k", k_shape),
@@ -65,12 +63,21 @@ def _feed_forward(config: Llama, fed: Activation) -> list[Operation]:
         for name in ("w1", "w3", "silu", "mul")
     )
     return [
-        matmul("feed_forward.w1", fed, config.ffn_dim, "part"),
-        matmul("feed_forward.w3", fed, config.ffn_dim, "part"),
+        *_projections(config, "feed_forward", fed, dict.fromkeys(("w1", "w3"), config.ffn_dim)),
         _pointwise(silu, "aten.silu.default", keeps=(gate,), passes=2.0),
         _pointwise(mul, "aten.mul.Tensor", keeps=(silu, up)),
         matmul("feed_forward.w2", mul, config.dim, "whole"),
     ]
+
+
+def _projections(config: Llama, module: str, inputs: Activation, outputs: Mapping[str, int]) -> list[Operation]:
+    """Products of one input with several layers, or one product if they are fused."""
+    if not config.fused:
+        return [matmul(f"{module}.{name}", inputs, width, "part") for name, width in outputs.items()]
+    # `wqkv` and `w13`.
+    first, *others = outputs
+    name = f"{module}.{first}{''.join(other.removeprefix('w') for other in others)}"
+    return [replace(matmul(name, inputs, sum(outputs.values()), "part"), layer=f"{module}.{first}")]
 
 
 def matmul(name: str, inputs: Activation, outputs: int, cut: Cut) -> Operation:
@@ -161,6 +168,10 @@ def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
             # This kernel gets the key/value heads repeated for every query head.
             k, v = (replace(x, name=f"attention.inner.{name}", shape=q.shape) for x, name in ((k, "k"), (v, "v")))
         kept, operators = (q, k, v, mixed, lse), (Operator(names=FUSED_ATTENTION, results=(mixed, lse)),)
+    if config.fused and config.has_head_norms:
+        # The values are a part of one tensor with queries and keys as they were before their norms.
+        before = (replace(x, name=f"attention.{name}") for x, name in ((q, "wq"), (k, "wk")))
+        kept = (*kept, *(replace(x, shape=(batch, seq_len, *x.shape[1::2])) for x in before))
     return Operation(
         name="attention.inner",
         kind="attention",

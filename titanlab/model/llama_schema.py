@@ -39,6 +39,8 @@ class Llama(ModelConfig):
         tied_embeddings: the output head uses the embedding's weight (Llama 3.2).
         attention: kernel of the attention: auto, the fastest that supports the inputs; flash, cudnn, efficient, math,
             a kernel of torch; flash_attn, the kernel of the package flash-attn.
+        fused: one matrix product for queries, keys and values, and one for gate and up of the feed-forward. Parameters
+            keep their names, shapes and initial values. The experts of models with experts are not fused.
 
     Raises:
         ConfigError: a value breaks a rule.
@@ -63,6 +65,7 @@ class Llama(ModelConfig):
     rope_original_context: int = 8192
     tied_embeddings: bool = False
     attention: str = "auto"
+    fused: bool = field(default=False, metadata={"before": False})
 
     @property
     def routed(self) -> RoutedExperts | None:

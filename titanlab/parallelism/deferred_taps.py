@@ -107,12 +107,23 @@ class TappedForward:
 
 def tapped(layer: nn.Module, inputs: Tensor, bias: Tensor | None) -> Tensor:
     """A layer's product inside compiled code; see the module's docstring."""
-    weight, product, taps = layer.weight, product_of(layer), getattr(layer, _TAPS, None)
+    weight, product, taps = layer.weight, product_of(layer), taps_of(layer)
     assert isinstance(weight, Tensor)
     if taps is None:
         return product.forward(inputs, local_part(weight), bias)
-    output: Tensor = _Tap.apply(product.forward(inputs, local_part(weight.detach()), bias), inputs, *taps)  # type: ignore[no-untyped-call]
-    return output
+    return tap(product.forward(inputs, local_part(weight.detach()), bias), inputs, taps)
+
+
+def taps_of(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """The two taps of a layer; None: the gradient of its weight is not deferred."""
+    taps: tuple[Tensor, Tensor] | None = getattr(layer, _TAPS, None)
+    return taps
+
+
+def tap(output: Tensor, inputs: Tensor, taps: tuple[Tensor, Tensor]) -> Tensor:
+    """A layer's output, whose backward returns the factors of the weight's gradient as the gradients of the taps."""
+    tapped_output: Tensor = _Tap.apply(output, inputs, *taps)  # type: ignore[no-untyped-call]
+    return tapped_output
 
 
 class _Tap(torch.autograd.Function):

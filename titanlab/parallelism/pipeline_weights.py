@@ -89,7 +89,7 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
     assert isinstance(weight, Tensor)
     if torch.compiler.is_compiling():
         return tapped(layer, inputs, bias)
-    deferred = getattr(layer, _ATTRIBUTE, None)
+    deferred = deferred_of(layer)
     if deferred is not None and deferred.probe is not None:
         probed: Tensor = deferred.probe.note(layer, inputs, product.forward(inputs, local_part(weight), bias))
         return probed
@@ -97,6 +97,12 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
         return product.forward(inputs, local_part(weight), bias)
     output: Tensor = _DeferredLinear.apply(inputs, weight, bias, deferred, product)  # type: ignore[no-untyped-call]
     return output
+
+
+def deferred_of(layer: nn.Module) -> DeferredWeights | None:
+    """What defers the gradient of a layer's weight; None: nothing does."""
+    deferred: DeferredWeights | None = getattr(layer, _ATTRIBUTE, None)
+    return deferred
 
 
 class _Deferred(NamedTuple):

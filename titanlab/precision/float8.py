@@ -7,7 +7,7 @@ torchao's `float8`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlab.precision.cast import Cast
 from titanlab.precision.float8_schema import Float8
-from titanlab.precision.product import ATTRIBUTE, Product, rows
+from titanlab.precision.product import ATTRIBUTE, JOINED, Product, rows
 from titanlab.system.quiet_import import import_quietly
 
 # torchao's lower bound of the largest element; it makes the scale of a zero weight finite.
@@ -68,7 +68,8 @@ class Float8Layers(Cast):
         """
         if not self._config.gathers_float8:
             return
-        weights = [layer.weight for layer in _layers(model) if isinstance(layer.weight, DTensor)]
+        layers = [layer for layer in _layers(model) if isinstance(layer.weight, DTensor)]
+        weights = [layer.weight for layer in layers]
         # torchao looks for the scale on the shards themselves; `to_local` may return another object.
         shards: list[Any] = [weight._local_tensor for weight in weights]
         if not shards:
@@ -79,10 +80,22 @@ class Float8Layers(Cast):
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1 and any(not weight.placements[axis].is_replicate() for weight in weights):
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        largest = _of_joined(largest, layers)
         # In 64 bits, as torchao does when it computes a scale itself.
         scales = torch.finfo(shards[0]._dtype).max / largest.clamp(min=_SMALLEST).double()
         for shard, scale in zip(shards, scales.float(), strict=True):
             shard._precomputed_scale = scale
+
+
+def _of_joined(largest: Tensor, layers: Sequence[nn.Module]) -> Tensor:
+    """The largest element of each layer's weight, or of all weights that are multiplied as one and share a scale."""
+    groups: dict[object, int] = {}
+    # A layer by itself is its own group.
+    numbers = [groups.setdefault(getattr(layer, JOINED, layer), len(groups)) for layer in layers]
+    if len(groups) == len(layers):
+        return largest
+    places = torch.tensor(numbers, device=largest.device)
+    return largest.new_zeros(len(groups)).scatter_reduce(0, places, largest, "amax")[places]
 
 
 def emulates(config: Float8, device: torch.device) -> bool:
@@ -117,6 +130,7 @@ def float8_product(multiplication: Any, config: Any) -> Product:
     scaling = import_quietly("torchao.float8.float8_scaling_utils")
     roles = import_quietly("torchao.float8.float8_training_tensor").GemmInputRole
     is_cast = import_quietly("torchao.float8.distributed_utils").tensor_already_casted_to_fp8
+    tensor_class = import_quietly("torchao.float8.float8_training_tensor").Float8TrainingTensor
     disabled = import_quietly("torchao.float8.config").ScalingType.DISABLED
 
     def cast(tensor: Tensor, how: Any, role: Any, dim: int) -> Tensor:
@@ -149,7 +163,20 @@ def float8_product(multiplication: Any, config: Any) -> Product:
         right = cast(rows(inputs), config.cast_config_input_for_grad_weight, roles.INPUT, 0)
         return torch.mm(left.t(), right)
 
-    return Product(forward, of_inputs, of_weight)
+    @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+    def join_cast(*weights: Any) -> Tensor:
+        # torchao's own concatenation wants one object as the scale of all.
+        first = weights[0]
+        data = torch.cat([weight._data.view(torch.uint8) for weight in weights]).view(first._data.dtype)
+        joined: Tensor = tensor_class(
+            data, first._scale, first._orig_dtype, first._linear_mm_config, first._gemm_input_role
+        )
+        return joined
+
+    def join(weights: Sequence[Tensor]) -> Tensor:
+        return join_cast(*weights) if is_cast(weights[0]) else torch.cat(list(weights))
+
+    return Product(forward, of_inputs, of_weight, join)
 
 
 def _layers(model: nn.Module) -> list[Any]:

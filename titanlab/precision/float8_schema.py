@@ -110,6 +110,7 @@ class Float8(Bf16):
         self._check_device(setting)
         self._check_dims(setting)
         self._check_parts(setting.model)
+        self._check_joined(setting.model)
 
     def conversion(self, model: ModelAccount) -> Conversion:
         """The model's linear layers, sorted into converted and other layers."""
@@ -235,6 +236,17 @@ class Float8(Bf16):
                 rule = f"{piece} has {inside[0]}, which multiplies in {self.format}"
                 cure = f"try precision.skip={_typed([*self.skip, piece])}"
                 raise ConfigError("precision.fp32_parts", _typed(self.fp32_parts), rule, cure)
+
+    def _check_joined(self, model: ModelAccount) -> None:
+        """Check that layers which are multiplied as one are all converted, or none."""
+        converted = self.conversion(model).converted
+        for layers in (paths for joined in model.joined for paths in joined.paths(model.layers)):
+            others = [name for name in layers if name not in converted]
+            if others and len(others) < len(layers):
+                names = ", ".join(name.rpartition(".")[2] for name in layers)
+                rule = f"multiplies {names} as one, and precision={self.kind} does not convert {others[0]}"
+                cure = f"try false, or name all of them in precision.skip: {names}"
+                raise ConfigError("model.fused", "true", rule, cure)
 
     def _check_dims(self, setting: Setting) -> None:
         degree = setting.layout.tensor

@@ -36,8 +36,8 @@ class Mxfp8(Float8):
         """See `Float8.check`.
 
         Raises:
-            ConfigError: also if tokens do not fill blocks, emulated or not; and with schedules that compute gradients
-                of weights later, which torchao's prototype cannot.
+            ConfigError: also if tokens do not fill blocks, emulated or not; and with fused projections, or schedules
+                that compute gradients of weights later, which torchao's prototype cannot.
         """
         super().check(setting)
         if setting.splits_backward:
@@ -45,6 +45,9 @@ class Mxfp8(Float8):
             rule = f"computes gradients of weights with those of inputs, which schedule={schedule} wants apart"
             cure = "try schedule=interleaved_1f1b, or precision=float8_rowwise"
             raise ConfigError("precision", self.kind, rule, cure)
+        if setting.model.joined:
+            rule = "multiplies the weights of several layers as one, which torchao's prototype of mxfp8 does not take"
+            raise ConfigError("model.fused", "true", rule, "try false, or precision=float8_rowwise")
         self.check_tokens(setting)
 
     def implementation(self) -> Precision:

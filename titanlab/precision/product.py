@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 # The attribute of a converted layer that has its Product. A layer without it multiplies as its class does.
 ATTRIBUTE = "product"
+# The attribute of a layer that is computed with others as one product: a text that they share.
+JOINED = "joined_as"
 
 # (layer, inputs [..., in], bias or None) → [..., out]. Tensor parallelism has cut `layer.weight`.
 TensorProduct: TypeAlias = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
@@ -24,11 +27,13 @@ class Product:
         forward: (inputs [..., in], weight [out, in], bias or None) → [..., out]; differentiable by autograd.
         of_inputs: (gradient [..., out], weight) → gradient of the inputs.
         of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight.
+        join: (weights [out, in] of several layers) → one weight with the rows of all.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     of_inputs: Callable[[Tensor, Tensor], Tensor]
     of_weight: Callable[[Tensor, Tensor], Tensor]
+    join: Callable[[Sequence[Tensor]], Tensor] = lambda weights: torch.cat(list(weights))
 
 
 def product_of(layer: nn.Module) -> Product:

@@ -20,6 +20,7 @@ from titanlab.model.shapes import shapes_only
 from titanlab.parallelism.context import spread_attention
 from titanlab.parallelism.expert import spread_experts
 from titanlab.parallelism.gradients import scale_gradients, sum_gradients
+from titanlab.parallelism.joined import join_products
 from titanlab.parallelism.shard import Experts, Sharded, fully_shard_model, keep_whole, replicate_model
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision.dtypes import Dtypes
@@ -76,6 +77,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         thin(model, account.pieces, pieces)
     precision.convert(model, world.device)
     summands: frozenset[str] = frozenset()
+    cut = None
     if layout.tensor > 1:
         cut = TensorParallel(
             mesh=mesh.axis("tensor"),
@@ -85,6 +87,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
             products=precision.tensor_styles(),
         )
         summands = parallelise(model, account_for(account, layout).tensor_plan, cut)
+    join_products(model, account.joined, cut)
     if layout.context > 1:
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
     experts = spread_experts(model, mesh.expert_axis) if layout.expert > 1 else []

@@ -45,6 +45,15 @@ def test_a_schedule_and_a_policy_are_presets_and_the_rest_of_the_recipe_stays(tm
     assert set(changes(config, to_mapping(recipe))) == {"schedule", "ac"}
 
 
+def test_projections_may_be_fused_from_now_on_and_no_other_field_of_a_model_changes(tmp_path):
+    config = config_of(tmp_path)
+    recipe, _ = changed(config, "model.fused=true")
+    assert recipe.model.fused
+    assert set(changes(config, to_mapping(recipe))) == {"model"}
+    with pytest.raises(ConfigError, match="^model.layers=3: is not to be changed"):
+        changed(config, "model.layers=3")
+
+
 @pytest.mark.parametrize(
     ("before", "overrides", "microbatch", "passes"),
     [

@@ -160,7 +160,7 @@ def _memory_kernel(operation: Operation, part: Part, *, follows: bool) -> Kernel
 
 def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     """Kernels of a linear layer: forward, gradient of the input, gradient of the weight."""
-    path = f"{part.prefix}{operation.name}"
+    path = f"{part.prefix}{operation.layer or operation.name}"
     rows = math.prod(operation.output[:-1]) / part.context
     columns = operation.output[-1]
     inner = operation.flops / (2 * math.prod(operation.output))
@@ -188,6 +188,9 @@ def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
             formats, ((rows / groups, columns), (rows / groups, inner), (inner, columns)), strict=True
         )
     ]
+    if operation.layer:
+        # The weights of several layers are concatenated: read 1 and write 1.
+        kernels[0].append(Kernel(0.0, "", 2 * inner * columns * part.width, 1, False))
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
         values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2

@@ -1,0 +1,145 @@
+"""Layers that are computed as one product give the outputs, gradients and parameters of separate ones."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests import tiny
+from tests.precision.test_float8_refusals import given
+from titanlab.costs.account import Joined
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.errors import ConfigError
+from titanlab.model.projections import Projections
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
+from titanlab.model.qwen3_schema import Qwen3
+from titanlab.optimizer.muon_schema import Muon
+from titanlab.parallelism.joined import JoinedProjections, join_products
+from titanlab.parity import parity
+from titanlab.parity.parity import compare
+from titanlab.precision.float8_schema import Float8Rowwise
+from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.schedule.zbv_schema import ZBV
+from titanlab.training.conformance import faults
+
+BAR = 1e-5
+COMMON = {"steps": 3, "global_batch": 4, "eps": 1e-6}
+QWEN3 = Qwen3(dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn_dim=192, vocab_size=256)
+EXPERTS = Qwen3Moe(
+    dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn_dim=64, vocab_size=256, experts=4, active_experts=2
+)
+
+
+class Owner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(8, 4, bias=False)
+        self.projections = Projections()
+
+    def forward(self, x):
+        return self.projections(x, self.a, self.b)
+
+
+def outputs_and_gradients(owner, x, *, twice=True):
+    first, second = owner(x)
+    # Both outputs are used, and one also in another way than the other.
+    total = (first.sin().sum() + second.square().sum()) if twice else second.square().sum()
+    return [first, second, *torch.autograd.grad(total, [x, *owner.parameters()], materialize_grads=True)]
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_outputs_and_gradients(twice):
+    torch.manual_seed(0)
+    owner, x = Owner(), torch.randn(2, 3, 8, requires_grad=True)
+    expected = outputs_and_gradients(owner, x, twice=twice)
+    before = dict(owner.named_parameters())
+    join_products(owner, [Joined(caller="projections", layers=("a", "b"), copied=("b",))], None)
+    assert isinstance(owner.projections, JoinedProjections)
+    assert all(parameter is before[name] for name, parameter in owner.named_parameters())
+    torch.testing.assert_close(outputs_and_gradients(owner, x, twice=twice), expected)
+    first, second = owner(x)
+    # Of `b` only its own output is kept.
+    assert first.untyped_storage().nbytes() == 2 * 3 * (6 + 4) * 4
+    assert second.untyped_storage().nbytes() == 2 * 3 * 4 * 4
+
+
+def test_frozen_layers_get_no_gradient():
+    owner = Owner()
+    owner.a.weight.requires_grad_(False)
+    join_products(owner, [Joined(caller="projections", layers=("a", "b"))], None)
+    sum(each.sum() for each in owner(torch.randn(3, 8))).backward()
+    assert owner.a.weight.grad is None
+    assert owner.b.weight.grad is not None
+
+
+def traced(made, run):
+    return parity.trace(made, run, joined(os.environ) or ALONE)
+
+
+def trained(pool, folder, **keys):
+    made = tiny.recipe(folder, **{**COMMON, **keys})
+    return pool.run(made.world, traced, made, tiny.begin(made))[0]
+
+
+# What the rows of the parity matrix do not have. Muon orthogonalises each matrix by itself.
+ROWS = {
+    "muon": ({"optimizer": Muon(lr=1e-3)}, {}),
+    "head norms": ({"model": QWEN3}, {"shard": 2, "tensor": 2}),
+    "experts": ({"model": EXPERTS}, {"tensor": 2}),
+    "compiled, split backward": ({}, {"pipeline": 2, "pipeline_schedule": ZBV(), "layers": 4, "backend": "aot_eager", "blocks": True}),
+    "compiled by inductor": ({}, {"tensor": 2, "blocks": True}),
+}  # fmt: skip
+DEFAULT = ("muon",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.full]) for name in ROWS]
+)
+def test_training_is_the_same(pool, tmp_path, name):
+    common, others = ROWS[name]
+    fused = (
+        {**common, "model": replace(common["model"], fused=True)} if "model" in common else {**common, "fused": True}
+    )
+    layers = {key: value for key, value in others.items() if key == "layers"}
+    # Muon computes in bfloat16, whose rounding of nearly equal inputs may differ.
+    bar = 1e-2 if name == "muon" else BAR
+    difference = compare(trained(pool, tmp_path, **common, **layers), trained(pool, tmp_path, **fused, **others))
+    assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= BAR, difference
+    assert difference.largest <= bar, difference
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+def test_a_run_goes_on_from_a_checkpoint_of_the_other_kind(pool, tmp_path, before, after):
+    """Its losses are those of a run that was not interrupted."""
+    common = {**COMMON, "steps": 4, "at_end": True}
+    whole = tiny.recipe(tmp_path / "whole", **common, fused=before)
+    expected = pool.run(1, traced, whole, tiny.begin(whole))[0]
+    first = tiny.recipe(tmp_path / "first", **common, fused=before, every=2)
+    run = tiny.begin(first)
+    pool.run(1, tiny.as_rank, first, run)
+    checkpoint = next(path for path in (run.path / "checkpoints").iterdir() if path.name.endswith("2"))
+    second = tiny.recipe(tmp_path / "second", **common, fused=after, load_from=str(checkpoint))
+    found = pool.run(1, traced, second, tiny.begin(second))[0]
+    assert len(found.losses) == 2
+    assert found.losses == pytest.approx(expected.losses[2:], rel=BAR)
+
+
+@pytest.mark.parametrize("config", [replace(QWEN3, fused=True), replace(EXPERTS, fused=True)])
+def test_accounts_name_modules_that_exist(config):
+    found = config.account().joined
+    assert found[0].caller == "layers.*.attention.projections"
+    # Experts are not fused.
+    assert len(found) == (1 if config.routed else 2)
+    assert not [fault for fault in faults(config) if "joined" in fault]
+
+
+def test_formats_that_cannot_join_are_refused():
+    model = {"model": {"fused": True}}
+    with pytest.raises(ConfigError, match=r"model.fused=true: multiplies the weights .* try false"):
+        Mxfp8().check(given(**model))
+    with pytest.raises(ConfigError, match="model.fused=true: multiplies wq, wk, wv as one, and precision=float8_row"):
+        Float8Rowwise(skip=["output", "wk"]).check(given(**model))
+    Float8Rowwise(skip=["output", "wq", "wk", "wv"]).check(given(**model))
+    Float8Rowwise(skip=["output", "wk"]).check(given())

@@ -1,0 +1,146 @@
+"""One product for several linear layers with the same input.
+
+The layers keep their parameters. Their weights are concatenated for the forward product and dropped after it; the
+backward multiplies with each layer's own weight, and adds into one gradient of the input. So checkpoints, optimizers,
+FSDP2, tensor parallelism and deferred gradients of weights treat the layers as before: under tensor parallelism a rank
+concatenates its own rows, which are whole heads of queries, keys and values. docs/decisions/0040 has the alternatives.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from titanlab.costs.account import Joined
+from titanlab.model.projections import Projections
+from titanlab.parallelism.deferred_taps import tap, taps_of
+from titanlab.parallelism.local import local_part
+from titanlab.parallelism.pipeline_weights import DeferredWeights, deferred_of
+from titanlab.parallelism.tensor import TensorParallel
+from titanlab.precision.product import JOINED, PLAIN, Product, product_of, rows
+
+
+def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParallel | None) -> None:
+    """Compute layers of a model or stage as one product, in place.
+
+    Args:
+        cut: how tensor parallelism has cut the layers; None: it has not.
+    """
+    for each in joined:
+        for path, module in list(model.named_modules()):
+            if path.count(".") == each.caller.count(".") and fnmatch.fnmatchcase(path, each.caller):
+                assert isinstance(module, Projections), path
+                owner, _, own_name = path.rpartition(".")
+                parent = model.get_submodule(owner)
+                for name in each.layers:
+                    layer = parent.get_submodule(name)
+                    # A bias would be added to each part, for which there is no code.
+                    assert getattr(layer, "bias", None) is None, f"{owner}.{name}"
+                    setattr(layer, JOINED, path)
+                copied = tuple(name in each.copied for name in each.layers)
+                parent.add_module(own_name, JoinedProjections(copied, cut))
+
+
+class JoinedProjections(Projections):
+    """Multiplies an input with the weights of all layers at once.
+
+    Args:
+        copied: for each layer, whether its output gets its own memory; the others are parts of one tensor.
+        cut: see `join_products`.
+    """
+
+    def __init__(self, copied: tuple[bool, ...], cut: TensorParallel | None) -> None:
+        super().__init__()
+        self.copied, self.cut = copied, cut
+
+    def forward(self, inputs: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        outputs = joined_product(layers, inputs, self.copied)
+        cut = self.cut
+        return outputs if cut is None else tuple(cut.by_sequence(output) for output in outputs)
+
+
+def joined_product(layers: Sequence[nn.Module], inputs: Tensor, copied: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    """The outputs of layers for inputs [..., in]; the gradients of their weights may be deferred."""
+    product = product_of(layers[0])
+    weights = [cast(Tensor, layer.weight) for layer in layers]
+    if torch.compiler.is_compiling():
+        taps = [taps_of(layer) for layer in layers]
+        if any(pair is None for pair in taps):
+            return _apply(inputs, product, copied, None, [local_part(weight) for weight in weights])
+        outputs = _apply(inputs, product, copied, None, [local_part(weight.detach()) for weight in weights])
+        return tuple(tap(output, inputs, cast(Any, pair)) for output, pair in zip(outputs, taps, strict=True))
+    deferred = deferred_of(layers[0])
+    if deferred is not None and deferred.probe is None and torch.is_grad_enabled():
+        return _apply(inputs, product, copied, deferred, weights)
+    outputs = _apply(inputs, product, copied, None, [local_part(weight) for weight in weights])
+    if deferred is not None and deferred.probe is not None:
+        for layer, output in zip(layers, outputs, strict=True):
+            deferred.probe.note(layer, inputs, output)
+    return outputs
+
+
+def _apply(
+    inputs: Tensor,
+    product: Product,
+    copied: tuple[bool, ...],
+    deferred: DeferredWeights | None,
+    weights: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = _JoinedProduct.apply(inputs, product, copied, deferred, *weights)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _JoinedProduct(torch.autograd.Function):
+    """Forward: one product; backward: one product of each kind for each weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        product: Product,
+        copied: tuple[bool, ...],
+        deferred: DeferredWeights | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.product, ctx.deferred = product, deferred
+        if deferred is None:
+            ctx.save_for_backward(inputs, *weights)
+        else:
+            # The parameters themselves, because their `grad` is written; saved tensors may be copies.
+            ctx.weights = weights
+            ctx.save_for_backward(inputs)
+        parts = [local_part(weight) for weight in weights]
+        outputs = product.forward(inputs, product.join(parts), None).split([part.shape[0] for part in parts], -1)
+        return tuple(output.clone() if copy else output for output, copy in zip(outputs, copied, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, *weights = ctx.saved_tensors
+        product, deferred = ctx.product, ctx.deferred
+        if deferred is not None:
+            weights = ctx.weights
+        of_inputs = _of_inputs(product, gradients, [local_part(weight) for weight in weights])
+        of_weights: list[Tensor | None] = []
+        for number, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+            if not ctx.needs_input_grad[4 + number]:
+                of_weights.append(None)
+            elif deferred is None:
+                of_weights.append(product.of_weight(gradient, inputs))
+            else:
+                of_weights.append(deferred.weight_gradient(product, weight, inputs, gradient))
+        return of_inputs, None, None, None, *of_weights
+
+
+def _of_inputs(product: Product, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    total = product.of_inputs(gradients[0], weights[0])
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        if product is PLAIN:
+            # One operation, which neither makes another tensor of the input's size nor reads it.
+            total = torch.addmm(rows(total), rows(gradient), weight).view(total.shape)
+        else:
+            total = total + product.of_inputs(gradient, weight)
+    return total
