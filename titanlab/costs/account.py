@@ -188,6 +188,8 @@ class ModelAccount:
         tensor_plan: path of a module → name of its style in `titanlab.parallelism.tensor`; `layers.*` matches
             every block. Empty: no tensor parallelism.
         experts: of the blocks; None: every parameter computes every token.
+        head: path of the last module, a linear layer whose output the model returns unchanged as logits. It is called
+            with the hidden state, and with tied embeddings the table. Empty: unknown, and logits always exist whole.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -204,6 +206,7 @@ class ModelAccount:
     attention: str = ""
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
+    head: str = ""
 
     @property
     def parameter_count(self) -> int:

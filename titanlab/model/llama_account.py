@@ -56,6 +56,7 @@ def account(config: Llama) -> ModelAccount:
         attention="attention.inner",
         tensor_plan=_tensor_plan(config),
         experts=config.routed,
+        head="output",
     )
 
 
