@@ -8,7 +8,6 @@ docs/loss-in-chunks.md shows the rows that CI does not always run too; `make tes
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests import tiny
 from tests.parity.parity_rows import COMMON, OnLayout
 from tests.planted_schema import Planted
 from titanlab.distributed.ranks import ALONE, joined
-from titanlab.options import schema_of
 from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import compare
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 AUTO = "auto"
-# The rule of `auto`, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of 128,256: large
-# enough for full matrix products, and few enough chunks that the weight's gradient is summed up seldom
+# The rule of `auto`, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of 128,256:
+# enough for full matrix products, and few enough chunks that the weight's gradient is read and written seldom
 # (benchmarks/results/loss_chunk.json).
 LARGE_BYTES = 2**30
 CHUNK_BYTES = 2**29
+# In eager mode the loss of a chunk is computed for some rows at a time: what fits into a cache of a CPU, and what keeps
+# a GPU busy for longer than it takes to start a kernel.
+_PART_BYTES = {"cpu": 2**23, "cuda": 2**26}
 _FLOAT = 4
 
 
@@ -23,6 +26,32 @@ def automatic(*, tokens: int, columns: int) -> int:
     return 1 << max(0, (CHUNK_BYTES // (columns * _FLOAT)).bit_length() - 1)
 
 
-def chunk_of(tokens: int, chunk: int) -> int:
-    """Tokens whose logits exist together, of those that one process has in a microbatch."""
-    return min(tokens, chunk) if chunk else tokens
+def part_rows(columns: int, accelerator: str) -> int:
+    """Tokens of a chunk whose loss is computed at once in eager mode."""
+    return max(1, _PART_BYTES.get(accelerator, _PART_BYTES["cuda"]) // (_FLOAT * columns))
+
+
+def chunk_bytes(
+    *, tokens: int, chunk: int, columns: int, dim: int, width: int, accelerator: str, compiled: bool
+) -> int:
+    """Bytes that head and loss need beside the parameters, their gradients and the head's input.
+
+    In eager mode the gradient of a chunk's logits takes their place, and some rows of them are copied in float32:
+    log-probabilities, and in 16 bits logits too. Compiled code writes the gradient beside the logits. The gradient of
+    the head's input takes as much as the input.
+
+    Args:
+        tokens: that one process has in a microbatch.
+        chunk: tokens of a chunk.
+        columns: of the vocabulary that it has.
+        width: bytes of an element of the head's input.
+        accelerator: `cpu` or `cuda`.
+        compiled: the loss is compiled.
+    """
+    chunks = width * min(chunk, tokens) * columns
+    if compiled:
+        chunks *= 2
+    else:
+        copies = 1 if width == _FLOAT else 2
+        chunks += copies * _FLOAT * min(chunk, tokens, part_rows(columns, accelerator)) * columns
+    return chunks + tokens * dim * width

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlab.costs.loss_chunk import part_rows
 from titanlab.parallelism.collectives import all_gather_single
 from titanlab.parallelism.local import local_part
 from titanlab.parallelism.loss import IGNORE
@@ -35,7 +36,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, vocab_size: int) -> Columns:
-        """This rank's columns, split as DTensor splits them: parts of ceil(vocab_size / ranks), the last ones smaller."""
+        """This rank's columns, cut as DTensor cuts them: parts of ceil(vocab_size / ranks), the last ones smaller."""
         return cls(min(group.rank() * -(-vocab_size // group.size()), vocab_size), group)
 
 
@@ -65,7 +66,8 @@ class ChunkedLoss:
             tokens: of a chunk.
             scale: the caller runs the backward pass of scale · loss; a tensor may change between steps.
             columns: of the head's weight on this rank, which may be a DTensor.
-            gathered: the head's input → all tokens of the microbatch, [tokens, dim]; None: it has all, [batch, seq, dim].
+            gathered: the head's input → all tokens of the microbatch, [tokens, dim]; None: the input [batch, seq, dim]
+                has all.
             compiled: compiles a function of tensors that does not communicate; None: nothing is compiled.
             writes_gradient: the forward pass adds the gradient of the weight to `weight.grad` itself, instead of the
                 backward pass. A pipeline needs it: a schedule may run many forward passes before the first backward
@@ -78,8 +80,8 @@ class ChunkedLoss:
             scale=scale,
             product=product_of(head),
             columns=columns,
-            statistics=_statistics if compiled is None else compiled(_statistics),
-            slope=_slope if compiled is None else compiled(_slope),
+            statistics=_statistics_in_parts if compiled is None else compiled(_statistics),
+            slope=_slope_in_parts if compiled is None else compiled(_slope),
             # Compiled code exists for chunks of one size.
             pads=compiled is not None,
             writes_gradient=writes_gradient,
@@ -170,21 +172,21 @@ class _Work:
             missing = self.tokens - rows.shape[0]
             if self.pads and missing:
                 rows, wanted = F.pad(rows, (0, 0, 0, missing)), F.pad(wanted, (0, missing), value=IGNORE)
-            logits = self.product.forward(rows, weight, bias)
-            if logits.device.type == "cpu" and not self.pads:
-                logits = logits.float()
-            loss, slope = self._cross_entropy(logits, wanted, tokens.dtype, differentiates=gradients is not None)
-            del logits
-            total += loss
-            if gradients is not None:
-                assert slope is not None
-                gradients.add(self.product, start, rows, weight, slope)
+            # No variable keeps the logits of a chunk until the next one.
+            total += self._chunk(rows, weight, bias, wanted, start, gradients)
         return total
 
-    def _cross_entropy(
-        self, logits: Tensor, labels: Tensor, dtype: torch.dtype, *, differentiates: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The loss of a chunk, and the gradient of its logits."""
+    def _chunk(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        start: int,
+        gradients: _Gradients | None,
+    ) -> Tensor:
+        """The loss of a chunk that begins at token `start`; its gradients are added."""
+        logits = self.product.forward(rows, weight, bias)
         first, group = self.columns
         statistics = self.statistics(logits, labels, first)
         if group is not None:
@@ -193,28 +195,54 @@ class _Work:
             gathered = gathered.unflatten(0, (-1, 2))
             statistics = torch.stack([gathered[:, 0].logsumexp(dim=0), gathered[:, 1].sum(dim=0)])
         valid = labels != IGNORE
-        loss = (statistics[0] - statistics[1]).where(valid, 0.0).sum()
-        if not differentiates:
-            return loss, None
-        return loss, self.slope(logits, statistics[0], labels, first, valid * self.scale, dtype)
+        if gradients is not None:
+            slope = self.slope(logits, statistics[0], labels, first, valid * self.scale)
+            del logits
+            gradients.add(self.product, start, rows, weight, slope)
+        return (statistics[0] - statistics[1]).where(valid, 0.0).sum()
 
 
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """By token, the log-sum-exp of this rank's columns, and the label's logit if it has that column, else 0: [2, n]."""
     values = logits.float()
     mine, column = _columns(labels, first, logits.shape[1])
-    return torch.stack([values.logsumexp(dim=-1), values.gather(1, column).squeeze(1).where(mine, 0.0)])
+    # One kernel, and log-sum-exp has four.
+    own_sum = values[:, 0] - torch.log_softmax(values, dim=-1)[:, 0]
+    return torch.stack([own_sum, values.gather(1, column).squeeze(1).where(mine, 0.0)])
 
 
-def _slope(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _slope(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int, factor: Tensor) -> Tensor:
     """The gradient of this rank's columns: softmax over the whole vocabulary, minus one at the label, times a factor.
 
     log_sum: of the whole vocabulary, [n]; factor: [n], 0 where the label does not count.
     """
     mine, column = _columns(labels, first, logits.shape[1])
-    slope = (logits - log_sum.unsqueeze(1)).exp_()
-    slope.scatter_add_(1, column, -mine.to(slope.dtype).unsqueeze(1))
-    return slope.mul_(factor.unsqueeze(1)).to(dtype)
+    slope = (logits.float() - log_sum.unsqueeze(1)).exp()
+    slope = slope.scatter_add(1, column, -mine.to(slope.dtype).unsqueeze(1))
+    return (slope * factor.unsqueeze(1)).to(logits.dtype)
+
+
+def _statistics_in_parts(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    """`_statistics` in eager mode: some rows at a time, so that copies are small and stay in a CPU's cache."""
+    size = part_rows(logits.shape[1], logits.device.type)
+    parts = zip(logits.split(size), labels.split(size), strict=True)
+    return torch.cat([_statistics(part, wanted, first) for part, wanted in parts], dim=1)
+
+
+def _slope_in_parts(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int, factor: Tensor) -> Tensor:
+    """`_slope` in eager mode: some rows at a time, in the place of the logits."""
+    size = part_rows(logits.shape[1], logits.device.type)
+    for part, *numbers in zip(*(tensor.split(size) for tensor in (logits, log_sum, labels, factor)), strict=True):
+        part_sum, wanted, part_factor = numbers
+        mine, column = _columns(wanted, first, part.shape[1])
+        # In float32 this is the part itself.
+        values = part.float()
+        values.sub_(part_sum.unsqueeze(1)).exp_()
+        values.scatter_add_(1, column, -mine.to(values.dtype).unsqueeze(1))
+        values.mul_(part_factor.unsqueeze(1))
+        if values is not part:
+            part.copy_(values)
+    return logits
 
 
 def _columns(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
