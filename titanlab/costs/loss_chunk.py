@@ -26,6 +26,14 @@ def automatic(*, tokens: int, columns: int) -> int:
     return 1 << max(0, (CHUNK_BYTES // (columns * _FLOAT)).bit_length() - 1)
 
 
+def chunks_of(tokens: int, chunk: int, *, pads: bool) -> list[int]:
+    """Tokens of each chunk; with `pads` the last one is as large as the others."""
+    if not chunk:
+        return [tokens]
+    sizes = [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
+    return [chunk] * len(sizes) if pads else sizes
+
+
 def part_rows(columns: int, accelerator: str) -> int:
     """Tokens of a chunk whose loss is computed at once in eager mode."""
     return max(1, _PART_BYTES.get(accelerator, _PART_BYTES["cuda"]) // (_FLOAT * columns))
