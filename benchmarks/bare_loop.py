@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -128,16 +129,27 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor, *, bf16: bool) -> float:
-    """Train one step and return its loss."""
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        logits = model(tokens)
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]], *, bf16: bool
+) -> Iterator[float]:
+    """Train on (tokens, labels) and yield the loss of every step."""
+    for tokens, labels in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def windows(steps: int, batch: int, seq: int, vocab: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random tokens and their labels."""
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    for _ in range(steps):
+        window = torch.randint(0, vocab, (batch, seq + 1), generator=generator)
+        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def main() -> None:
@@ -155,15 +167,13 @@ def main() -> None:
     if args.fsdp:
         _shard(model)
     optimizer = adamw(model)
-    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    losses = train(model, optimizer, windows(args.steps, args.batch, args.seq, args.vocab), bf16=args.bf16)
     seconds = []
     first_step_at = None
     loss = 0.0
     for _ in range(args.steps):
         start = time.perf_counter()
-        window = torch.randint(0, args.vocab, (args.batch, args.seq + 1), generator=generator)
-        tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-        loss = step(model, optimizer, tokens, labels, bf16=args.bf16)
+        loss = next(losses)
         seconds.append(time.perf_counter() - start)
         first_step_at = first_step_at or time.time()
     if os.environ.get("RANK", "0") == "0":

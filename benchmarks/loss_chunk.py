@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--chunks", type=int, nargs="+", help="tokens of a chunk; by default what `auto` chooses")
+    parser.add_argument("--chunks", type=int, nargs="+", help="tokens of a chunk; by default what -1 chooses")
     parser.add_argument("--pairs", type=int, default=3, help="passes in turn; 0: measure memory only")
     parser.add_argument("--precision", choices=tuple(DTYPES), nargs="+", default=["fp32"])
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")

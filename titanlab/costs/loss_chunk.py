@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-AUTO = "auto"
-# The rule of `auto`, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of 128,256:
+# The value of training.loss_chunk that leaves the choice to `automatic`.
+AUTO = -1
+# Its rule, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of 128,256:
 # enough for full matrix products, and few enough chunks that the weight's gradient is read and written seldom
 # (benchmarks/results/loss_chunk.json).
 LARGE_BYTES = 2**30

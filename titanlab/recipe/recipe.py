@@ -244,8 +244,8 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
     )
 
 
-def _resolved_chunk(recipe: Recipe) -> int | str | None:
-    """The number of tokens; `auto` stays where the batch cannot be divided, which a rule reports."""
+def _resolved_chunk(recipe: Recipe) -> int | None:
+    """The number of tokens; -1 stays where the batch cannot be divided, which a rule reports."""
     if recipe.training.global_batch < recipe.layout.data:
         return recipe.training.loss_chunk
     return recipe.loss_chunk

@@ -23,7 +23,7 @@ class Training:
         microbatch: sequences in one forward pass of one process; null: all sequences that the process has in a
             step. With a smaller number, gradients are accumulated.
         loss_chunk: the head and the loss are computed in chunks of this many tokens, so that the logits of a microbatch
-            never exist whole; 0 or null: they do. `auto`: in chunks where a process's logits of a microbatch are more
+            never exist whole; 0 or null: they do. -1: in chunks where a process's logits of a microbatch are more
             than 1 GiB in float32, and then the largest power of two whose logits are at most 512 MiB.
         max_grad_norm: gradients are scaled down to this norm; null: never.
         deterministic: use only algorithms that give the same bits every time.
@@ -49,7 +49,7 @@ class Training:
     seq_len: int = 512
     global_batch: int = 8
     microbatch: int | None = None
-    loss_chunk: int | str | None = field(default=AUTO, metadata={"before": 0})
+    loss_chunk: int | None = field(default=AUTO, metadata={"before": 0})
     max_grad_norm: float | None = 1.0
     deterministic: bool = False
     validate_every: int = field(default=0, metadata={"identity": False})
@@ -86,8 +86,8 @@ class Training:
             raise ConfigError("training.microbatch", self.microbatch, "must be at least 1", "try 1, or null for all")
         if self.loss_chunk is None:
             self.loss_chunk = 0
-        if self.loss_chunk != AUTO and not (isinstance(self.loss_chunk, int) and self.loss_chunk >= 0):
-            rule = "is a number of tokens, or auto"
-            raise ConfigError("training.loss_chunk", self.loss_chunk, rule, "try auto, 1024, or 0 for whole logits")
+        if self.loss_chunk < AUTO:
+            cure = "try 1024, 0 for whole logits, or -1 to choose by their size"
+            raise ConfigError("training.loss_chunk", self.loss_chunk, "is a number of tokens", cure)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError("training.max_grad_norm", self.max_grad_norm, "must be positive", "try 1.0, or null")
