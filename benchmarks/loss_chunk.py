@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -59,14 +58,16 @@ class Work:
 
         return run
 
-    def peak_bytes(self, chunk: int) -> int:
-        """The peak of what forward and backward allocate, without the gradient of the weight."""
+    def measured(self, chunk: int) -> tuple[int, float]:
+        """The peak of what forward and backward allocate, without the gradient of the weight; processor seconds."""
         run = self.passes(chunk)
         self.head.weight.grad = self.hidden.grad = None
         # One cycle has nothing to accumulate, but torch 2.11 warns without acc_events.
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+            started = time.process_time()
             run()
-        return _peak(_events(profiled), without=self.head.weight.nbytes)
+            seconds = time.process_time() - started
+        return _peak(_events(profiled), without=self.head.weight.nbytes), seconds
 
 
 def _events(profiled: Any) -> list[tuple[str, int]]:
@@ -95,41 +96,32 @@ def _peak(events: list[tuple[str, int]], *, without: int) -> int:
 
 
 def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
-    """Whole logits, and each size of a chunk."""
+    """Each size of a chunk, in turn with whole logits."""
     work = Work(args, dtype)
     width = torch.finfo(dtype).bits // 8
-    whole = work.peak_bytes(0)
-    found: dict[str, Any] = {"whole": {"peak_bytes": whole}, "chunks": {}}
+    found = {}
     for chunk in args.chunks:
-        peak = work.peak_bytes(chunk)
+        pairs = [_pair(work, chunk, swapped=bool(number % 2)) for number in range(args.pairs)]
         shape = {"tokens": args.tokens, "chunk": chunk, "columns": args.vocab, "dim": args.dim}
         declared = chunk_bytes(**shape, width=width, accelerator="cpu", compiled=False)
-        found["chunks"][str(chunk)] = {
+        peak, whole = (max(pair[each][0] for pair in pairs) for each in (chunk, 0))
+        seconds, whole_seconds = ([pair[each][1] for pair in pairs] for each in (chunk, 0))
+        found[str(chunk)] = {
             "peak_bytes": peak,
             "declared_bytes": declared,
+            "whole_peak_bytes": whole,
             "peak_over_declared": peak / declared,
             "peak_over_whole": peak / whole,
-        }
-    for chunk in args.chunks if args.pairs else ():
-        pairs = [_pair(work, chunk, swapped=bool(number % 2)) for number in range(args.pairs)]
-        print(f"  chunks of {chunk}: {', '.join(f'{a:.1f} / {b:.1f} s' for a, b in pairs)}", file=sys.stderr)
-        found["chunks"][str(chunk)] |= {
-            "seconds": statistics.median(ours for ours, _ in pairs),
-            "whole_seconds": statistics.median(theirs for _, theirs in pairs),
-            "speed_over_whole": statistics.median(theirs / ours for ours, theirs in pairs),
+            "seconds": statistics.median(seconds),
+            "whole_seconds": statistics.median(whole_seconds),
+            "speed_over_whole": statistics.median(b / a for a, b in zip(seconds, whole_seconds, strict=True)),
         }
     return found
 
 
-def _pair(work: Work, chunk: int, *, swapped: bool) -> tuple[float, float]:
-    """Processor seconds of one pass in chunks, and of one with whole logits."""
-    seconds = {}
-    for each in (0, chunk) if swapped else (chunk, 0):
-        run = work.passes(each)
-        started = time.process_time()
-        run()
-        seconds[each] = time.process_time() - started
-    return seconds[chunk], seconds[0]
+def _pair(work: Work, chunk: int, *, swapped: bool) -> dict[int, tuple[int, float]]:
+    """Peak bytes and processor seconds of one pass in chunks, and of one with whole logits (0)."""
+    return {each: work.measured(each) for each in ((0, chunk) if swapped else (chunk, 0))}
 
 
 def main() -> None:
@@ -139,7 +131,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--chunks", type=int, nargs="+", help="tokens of a chunk; by default what -1 chooses")
-    parser.add_argument("--pairs", type=int, default=3, help="passes in turn; 0: measure memory only")
+    parser.add_argument("--pairs", type=int, default=3, help="passes in turn")
     parser.add_argument("--precision", choices=tuple(DTYPES), nargs="+", default=["fp32"])
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")
     args = parser.parse_args()
@@ -154,7 +146,6 @@ def main() -> None:
         "dim": args.dim,
     }
     for name in args.precision:
-        print(name, file=sys.stderr)
         figures[name] = measure(args, DTYPES[name])
     text = json.dumps(figures, indent=2)
     print(text)

@@ -29,12 +29,11 @@ KINDS = {
     "tied": {"tied_embeddings": True},
     "gaps": {"data": Planted(gaps=True)},
     "uneven": {"vocab_size": 257},
-    "validated": {"validate_every": 2, "validation_sequences": 5},
 }
 ROWS = [
     ("plain", {}, []),
-    ("tied", {"shard": 2}, []),
-    ("gaps", {"replicate": 2, "microbatch": 2}, []),
+    ("tied", {"shard": 2}, MATRIX),
+    ("gaps", {"replicate": 2, "microbatch": 2}, MATRIX),
     ("uneven", {"tensor": 2}, []),
     ("plain", {"pipeline": 2, "schedule": "zbv"}, []),
     ("plain", {"context": 2}, MATRIX),
