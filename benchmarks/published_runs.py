@@ -123,7 +123,11 @@ def recipe_of(row: Row) -> Recipe:
         name=f"published {row['id']}",
         world=_number(row, "gpus"),
         training=Training(
-            seq_len=_number(row, "seq_len"), global_batch=sharded * microbatch * accumulated, microbatch=microbatch
+            # The published programs had whole logits.
+            loss_chunk=0,
+            seq_len=_number(row, "seq_len"),
+            global_batch=sharded * microbatch * accumulated,
+            microbatch=microbatch,
         ),
         model=_model(row),
         parallelism=Parallelism(

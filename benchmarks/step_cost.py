@@ -66,7 +66,6 @@ def bare(steps: int, *arguments: str) -> Timing:
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"PYTHONPATH": str(HERE.parent)},
     )
     told = json.loads(done.stdout.splitlines()[-1])
     return Timing(told["first_step_at"] - started, statistics.median(told["step_seconds"][UNMEASURED:]))

@@ -342,7 +342,7 @@ def test_without_the_package_the_frozen_recipe_is_told_from_ours(site):
         ("titanlab sweep +sweeps=quickstart_", ["+sweeps=quickstart_layouts"]),
         ("titanlab sweep launch=l", ["launch=local"]),
         ("titanlab train +recipe=", [f"+recipe={name}" for name in options("recipe")]),
-        ("titanlab train model=llama_5m training.lo", ["training.log_every="]),
+        ("titanlab train model=llama_5m training.lo", ["training.log_every=", "training.loss_chunk="]),
         ("titanlab train data=files data.f", ["data.files="]),
         ("titanlab train optimizer.schedule.d", ["optimizer.schedule.decay=", "optimizer.schedule.decay_fraction="]),
         ("/some/where/titanlab train parall", ["parallelism.", "parallelism="]),

@@ -84,6 +84,8 @@ LAYOUTS = [
     {"tensor": 2},
     {"tensor": 2, "sequence_parallel": False},
     {"tensor": 2, "loss_parallel": False, "vocab_size": 257},
+    # 32 tokens of a microbatch in three chunks, the last of which is smaller.
+    {"tensor": 2, "microbatch": 1, "loss_chunk": 12},
     {"shard": 2, "tensor": 2, "microbatch": 3, "bf16": True},
     {"context": 2},
     {"context": 4, "bf16": True},

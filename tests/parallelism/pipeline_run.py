@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlab.model import llama
 from titanlab.model.llama_schema import Llama
-from titanlab.parallelism.loss import loss_sum
+from titanlab.parallelism.loss import loss_sum, of_logits
 from titanlab.parallelism.pipeline import Pipeline
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
@@ -123,7 +123,7 @@ class Run:
             placement=self.placement,
             group=mesh["pipeline"].get_group(),
             device=torch.device("cpu"),
-            loss=loss,
+            loss=of_logits(loss),
             scale=scale * data,
             hidden_shape=(MICROBATCH, SEQ, DIM),
             hidden_dtype=dtype,

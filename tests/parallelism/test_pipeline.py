@@ -23,7 +23,7 @@ from tests.parallelism.pipeline_run import (
     shard,
     total,
 )
-from titanlab.parallelism.loss import loss_sum
+from titanlab.parallelism.loss import loss_sum, of_logits
 from titanlab.parallelism.pipeline import Pipeline
 from titanlab.parallelism.pipeline_weights import DeferredWeights
 
@@ -149,7 +149,7 @@ def misused():
             placement=run.placement,
             group=dist.group.WORLD,
             device=torch.device("cpu"),
-            loss=loss_sum,
+            loss=of_logits(loss_sum),
             scale=1.0,
             hidden_shape=(MICROBATCH, SEQ, DIM),
             hidden_dtype=torch.float32,

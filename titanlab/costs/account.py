@@ -215,6 +215,8 @@ class ModelAccount:
             every block. Empty: no tensor parallelism.
         experts: of the blocks; None: every parameter computes every token.
         joined: linear layers that are computed as one product.
+        head: path of the last module, a linear layer whose output the model returns unchanged as logits. It is called
+            with the hidden state, and with tied embeddings the table. Empty: unknown, and logits always exist whole.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -232,6 +234,7 @@ class ModelAccount:
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     experts: RoutedExperts | None = None
     joined: tuple[Joined, ...] = ()
+    head: str = ""
 
     @property
     def parameter_count(self) -> int:

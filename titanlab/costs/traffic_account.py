@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.context_traffic import context_of_block, forward_context_of_block
 from titanlab.costs.layout import Layout, hidden_shape
+from titanlab.costs.loss_chunk import chunks_of
 from titanlab.costs.shard_account import STACK, cuts_of, gathered_part
 from titanlab.costs.tensor_styles import STYLES, cut_dim, has_partial_gradient, parameter_style
 from titanlab.costs.traffic_table import Row, Traffic
@@ -69,6 +70,8 @@ class Step:
         mixed: parameters are cast before they compute: then FSDP2 does the replication, not DDP.
         reshards: blocks free gathered parameters between forward and backward.
         sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
+        loss_chunk: tokens for which the loss is computed at once; 0: all of a microbatch.
+        pads_chunks: the last chunk is as large as the others.
         accelerator: `cpu` or `cuda`. On CPU an all-to-all replaces gloo's reduce-scatter, which has twice the traffic.
         stages: by stage of a pipeline, the pieces of the model; empty: one stage has all.
         placement: by stage, its rank on the pipeline axis.
@@ -91,6 +94,8 @@ class Step:
     reshards: bool = True
     sequence_parallel: bool = True
     loss_parallel: bool = True
+    loss_chunk: int = 0
+    pads_chunks: bool = False
     context_method: str = "ring"
     accelerator: str = "cuda"
     stages: Sequence[Sequence[str]] = ()
@@ -229,8 +234,11 @@ def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tra
     if step.account.pieces[-1] in pieces:
         part = -(-step.account.vocab_size // ranks)
         logits = step.tokens * part * ranks * step.element_bytes(step.account.pieces[-1])
-        size = step.tokens * ranks * _LOSS_BYTES if step.loss_parallel else logits
-        traffic.add(axis, "all_gather", size, ranks=ranks, times=times)
+        if step.loss_parallel:
+            for tokens in chunks_of(step.tokens, step.loss_chunk, pads=step.pads_chunks):
+                traffic.add(axis, "all_gather", tokens * ranks * _LOSS_BYTES, ranks=ranks, times=times)
+        else:
+            traffic.add(axis, "all_gather", logits, ranks=ranks, times=times)
 
 
 def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:

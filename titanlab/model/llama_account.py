@@ -57,6 +57,7 @@ def account(config: Llama) -> ModelAccount:
         tensor_plan=_tensor_plan(config),
         experts=config.routed,
         joined=_joined(config) if config.fused else (),
+        head="output",
     )
 
 

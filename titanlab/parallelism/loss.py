@@ -22,6 +22,16 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+# (runs the model and returns its output, labels [batch, seq]) → the loss, a float32 scalar
+Loss = Callable[[Callable[[], torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+def of_logits(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Loss:
+    """The loss of a model that returns logits, by a function of (logits, labels)."""
+    # No variable refers to the logits, so that they are freed as soon as the loss is known.
+    return lambda compute, labels: function(compute(), labels)
+
+
 class Parts(NamedTuple):
     """The functions of a split loss that compute without communication; each may be compiled."""
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 # Private, but torch's only executor of arbitrary lists of actions; its public schedules are built on it.
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from titanlab.parallelism.loss import IGNORE
-from titanlab.parallelism.pipeline_stage import Loss, ScheduledStage
+from titanlab.parallelism.loss import IGNORE, Loss
+from titanlab.parallelism.pipeline_stage import ScheduledStage
 from titanlab.profiler.contract import Phase, nothing
 from titanlab.schedule.action import Action, Kind
 
@@ -48,11 +48,11 @@ class Pipeline:
 
         Args:
             stages: this rank's stages by number. The first takes tokens [microbatch, seq], the others hidden states;
-                all take positions [seq] as well. The last returns logits. They may be under FSDP.
+                all take positions [seq] as well. The last returns what `loss` expects. They may be under FSDP.
             actions: by rank of the group, its actions in order.
             placement: by stage, the rank of the group that has it.
-            loss: (logits, labels [microbatch, seq]) → float32 scalar, summed over the microbatch's labels. It is
-                called once per microbatch, and the logits are not used after it.
+            loss: (runs the last stage, labels [microbatch, seq]) → float32 scalar, summed over the microbatch's
+                labels. It is called once per microbatch.
             hidden_shape: of the hidden states between stages: [microbatch, seq, dim], or under sequence parallelism
                 [1, this rank's tokens of a microbatch, dim].
             microbatch: sequences of a microbatch; None: the first number of hidden_shape.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from titanlab.parallelism.loss import Loss
 from titanlab.parallelism.pipeline_weights import DeferredWeights
 from titanlab.profiler.contract import Phase, nothing
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 _WAITS = "exposed_pipeline"
 
 
@@ -67,7 +67,7 @@ class ScheduledStage(PipelineStage):
         Args:
             placement: by stage, the rank of the group that has it.
             hidden: shape and dtype of the hidden states between stages.
-            loss: (logits, labels) → a scalar, in the last stage only.
+            loss: computes a scalar with the last stage's module, in the last stage only.
             scale: gradients are those of scale · loss.
             split_backward: some backwards compute the gradients of inputs first and those of weights later.
             phase: opens a phase of the profiler.
@@ -142,9 +142,12 @@ class ScheduledStage(PipelineStage):
             hidden.requires_grad_(torch.is_grad_enabled())
         output: Tensor
         if self.is_last:
-            # No variable refers to the logits, so that they are freed as soon as the loss is known.
+            given = tokens if hidden is None else hidden
             with self._phase("forward"):
-                output = self._loss(self.submod(tokens if hidden is None else hidden, positions), labels)
+                output = self._loss(lambda: self.submod(given, positions), labels)
+            # A chunked loss has written the gradient of the head's weight.
+            if torch.is_grad_enabled():
+                _sum_in_reduce_dtype(self.submod)
             loss = output.detach()
             self.loss_sum = loss if self.loss_sum is None else self.loss_sum + loss
             output = output * self._scale

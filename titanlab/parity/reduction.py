@@ -71,6 +71,7 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         seq_len=sizes.seq_len,
         global_batch=sizes.global_batch,
         microbatch=sizes.global_batch // layout.data // each.microbatches,
+        loss_chunk=_chunk(recipe, each, sizes),
         max_grad_norm=None if recipe.training.max_grad_norm is None else min(recipe.training.max_grad_norm, _NORM),
         validate_every=2 if saves and recipe.training.validate_every else 0,
         validation_sequences=sizes.global_batch,
@@ -115,6 +116,15 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
     return Reduced(recipe=made, notes=tuple(notes.lines))
 
 
+def _chunk(recipe: Recipe, each: Folded, sizes: Sizes) -> int:
+    """Tokens of a chunk of the loss: if the original has chunks, about three in a microbatch."""
+    if not recipe.loss_chunk:
+        return 0
+    layout = each.layout
+    microbatch = sizes.global_batch // layout.data // each.microbatches
+    return -(-microbatch * sizes.seq_len // layout.context // 3)
+
+
 def in_fp32(recipe: Recipe) -> Recipe:
     """A reduced recipe in fp32."""
     return replace(recipe, precision=Fp32())
@@ -126,7 +136,7 @@ def on_one_process(recipe: Recipe) -> Recipe:
         recipe,
         name="reference",
         world=1,
-        training=replace(recipe.training, microbatch=None),
+        training=replace(recipe.training, microbatch=None, loss_chunk=0),
         parallelism=Parallelism(),
         schedule=OneFOneB(),
         ac=NoCheckpointing(),

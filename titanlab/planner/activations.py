@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from titanlab.costs.account import Activation, Operation, Share, kept
-from titanlab.planner.model_facts import Key, block_operations, edge_operations, treatments
+from titanlab.costs.loss_chunk import chunk_bytes
+from titanlab.planner.model_facts import Key, block_operations, edge_operations, model_facts, treatments
 
 # Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
 # their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the
@@ -93,12 +94,21 @@ def _factors(operations: Iterable[Operation]) -> Iterator[Activation]:
 
 
 def loss_bytes(
-    model: Key, share: Share, microbatch: int, seq_len: int, *, last: str, loss_parallel: bool, compiled: bool
+    model: Key,
+    share: Share,
+    microbatch: int,
+    seq_len: int,
+    *,
+    last: str,
+    loss_parallel: bool,
+    compiled: bool,
+    chunk: int = 0,
 ) -> int:
     """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch.
 
     Args:
         last: name of the piece whose output are the logits.
+        chunk: tokens for which they are computed at once; 0: all.
     """
     edges = {edge.name: edge for edge in edge_operations(model, microbatch, seq_len)}
     if last not in edges:
@@ -107,6 +117,16 @@ def loss_bytes(
     splits = share.tensor if loss_parallel else 1
     logits = math.prod(output[:-1]) // share.context * -(-output[-1] // splits)
     width = share.element_bytes
+    if chunk:
+        return chunk_bytes(
+            tokens=math.prod(output[:-1]) // share.context,
+            chunk=chunk,
+            columns=-(-output[-1] // share.tensor),
+            dim=model_facts(model).account.dim,
+            width=width,
+            accelerator=share.accelerator,
+            compiled=compiled,
+        )
     copy = _FLOAT if width != _FLOAT else 0
     if splits > 1:
         forward = width + (0 if compiled else copy) + _FLOAT

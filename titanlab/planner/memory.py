@@ -253,6 +253,9 @@ class _Ranks:
     def _deferred(self, number: int) -> int:
         """Bytes that a stage keeps of one microbatch between the halves of a split backward."""
         known = deferred_bytes(*self.shape)
+        if self.recipe.loss_chunk:
+            # The forward pass has computed the gradient of the head's weight.
+            known = {**known, self.account.head: 0}
         return sum(known.get("" if piece.startswith("layers.") else piece, 0) for piece in self.stages[number])
 
     def _block(self, piece: str) -> BlockBytes:
@@ -273,6 +276,7 @@ class _Ranks:
             last=edge,
             loss_parallel=self.config.loss_parallel,
             compiled=self.recipe.compile.fuses_loss,
+            chunk=self.recipe.loss_chunk,
         )
 
     def _messages(self) -> int:

@@ -24,12 +24,15 @@ class PrecisionConfig(Protocol):
     Attributes:
         mfu_note: what an MFU means whose products are faster than the peak that it divides by; empty: none is.
         layer_class: full name of the class of the layers of `products`; empty: it replaces no layer.
+        splits_products: whether these layers compute the gradients of their input and their weight separately
+            (`titanlab.precision.product`).
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: str
     mfu_note: ClassVar[str] = ""
     layer_class: ClassVar[str] = ""
+    splits_products: ClassVar[bool] = True
 
     @abstractmethod
     def formats(self) -> Formats:

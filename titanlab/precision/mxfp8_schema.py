@@ -28,6 +28,7 @@ class Mxfp8(Float8):
     format: ClassVar[str] = "mxfp8"
     layer_class: ClassVar[str] = "titanlab.precision.mxfp8.Mxfp8Linear"
     emulates_on_gpu: ClassVar[bool] = False
+    splits_products: ClassVar[bool] = False
     # Scales along both dims of an operand: each time read 2 and write 1, and the scales.
     cast_bytes: ClassVar[float] = 6.1
     cast_kernels: ClassVar[int] = 2

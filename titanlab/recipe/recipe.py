@@ -15,6 +15,7 @@ from titanlab.checkpoint.remote.address_schema import check_address, is_address
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.costs.layout import Layout, resolve_layout
+from titanlab.costs.loss_chunk import AUTO, automatic
 from titanlab.errors import ConfigError
 from titanlab.optimizer.schedule_schema import WARMUP_STEPS
 from titanlab.options import discover, schema_of
@@ -109,9 +110,31 @@ class Recipe:
         return self.local_batch // self.microbatch
 
     @property
+    def loss_chunk(self) -> int:
+        """Tokens for which the head and the loss are computed at once; 0: for all of a microbatch."""
+        if self.training.loss_chunk != AUTO:
+            return int(self.training.loss_chunk or 0)
+        tokens = self.microbatch * self.training.seq_len // self.layout.context
+        chunk = automatic(tokens=tokens, columns=-(-self.model.vocab_size // self.layout.tensor))
+        return 0 if chunk and needs_whole_logits(self) is not None else chunk
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step, over all processes."""
         return self.training.global_batch * self.training.seq_len
+
+
+def needs_whole_logits(recipe: Recipe) -> tuple[str, str] | None:
+    """Why the head and the loss of a resolved recipe cannot be computed in chunks, and the cure; None: they can."""
+    account = recipe.model.account()
+    if not account.head:
+        return "the model does not name its head", "try 0, or name it in the model's account"
+    if recipe.layout.tensor > 1 and not recipe.parallelism.loss_parallel:
+        return "loss_parallel=false gathers whole logits", "try 0, or parallelism.loss_parallel=true"
+    if account.head in recipe.precision.products(account) and not recipe.precision.splits_products:
+        rule = f"the head multiplies in {recipe.precision.kind}, which computes both of its gradients at once"
+        return rule, f"try 0, or precision.skip=[{account.head}]"
+    return None
 
 
 def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
@@ -138,8 +161,10 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         ConfigError: an option is not installed, a key is unknown or a value has the wrong type.
     """
     groups = discover()
-    # Runs of earlier versions have no such group.
+    # Runs of earlier versions have no such group and no such key.
     mapping = {"profiler": {"kind": "off"}, **mapping}
+    if isinstance(mapping.get("training"), Mapping):
+        mapping["training"] = {"loss_chunk": 0, **mapping["training"]}
     nodes: dict[str, Any] = {}
     for key, value in mapping.items():
         if key in groups:
@@ -207,13 +232,23 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
         cluster = dataclasses.replace(cluster, device=device if cluster.accelerator == accelerator else "cpu")
     schedule = recipe.optimizer.schedule
     schedule = dataclasses.replace(schedule, warmup_steps=schedule.warmup(recipe.training.steps))
-    return dataclasses.replace(
+    resolved = dataclasses.replace(
         recipe,
         world=layout.world,
         optimizer=dataclasses.replace(recipe.optimizer, schedule=schedule),
         parallelism=recipe.parallelism.with_degrees(layout.degrees()),
         cluster=cluster,
     )
+    return dataclasses.replace(
+        resolved, training=dataclasses.replace(recipe.training, loss_chunk=_resolved_chunk(resolved))
+    )
+
+
+def _resolved_chunk(recipe: Recipe) -> int | None:
+    """The number of tokens; -1 stays where the batch cannot be divided, which a rule reports."""
+    if recipe.training.global_batch < recipe.layout.data:
+        return recipe.training.loss_chunk
+    return recipe.loss_chunk
 
 
 def shortened_warmup(recipe: Recipe) -> str:

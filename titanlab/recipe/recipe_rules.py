@@ -12,7 +12,7 @@ from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.recipe import layout_rules
 from titanlab.recipe.memory_rules import check_addressable
-from titanlab.recipe.recipe import Recipe, pieces_by_stage
+from titanlab.recipe.recipe import Recipe, needs_whole_logits, pieces_by_stage
 from titanlab.records.run_name import check_name
 
 SEEDS = 2**63
@@ -37,7 +37,7 @@ def check_all_but_data(recipe: Recipe) -> None:
         ConfigError: the first rule that it breaks.
     """
     rules = (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _nan, _offload, _attention)
-    for rule in (*rules, _check_every, _options):
+    for rule in (*rules, _check_every, _loss_chunk, _options):
         rule(recipe)
     # Otherwise a missing package would be noticed only after the model has been built.
     recipe.tracker.check_installed()
@@ -159,6 +159,12 @@ def _nan(recipe: Recipe) -> None:
     if recipe.training.on_nan == "rollback" and recipe.checkpoint.every == 0:
         rule = "goes back to a checkpoint, and checkpoint.every=0 saves none on the way"
         raise ConfigError("training.on_nan", "rollback", rule, "try checkpoint.every=100, or training.on_nan=skip")
+
+
+def _loss_chunk(recipe: Recipe) -> None:
+    reason = needs_whole_logits(recipe) if recipe.loss_chunk else None
+    if reason is not None:
+        raise ConfigError("training.loss_chunk", recipe.training.loss_chunk, *reason)
 
 
 def _options(recipe: Recipe) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from titanlab.costs.loss_chunk import AUTO
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
@@ -21,6 +22,9 @@ class Training:
         global_batch: sequences in one optimizer step, over all processes.
         microbatch: sequences in one forward pass of one process; null: all sequences that the process has in a
             step. With a smaller number, gradients are accumulated.
+        loss_chunk: the head and the loss are computed in chunks of this many tokens, so that the logits of a microbatch
+            never exist whole; 0 or null: they do. -1: in chunks where a process's logits of a microbatch are more
+            than 1 GiB in float32, and then the largest power of two whose logits are at most 512 MiB.
         max_grad_norm: gradients are scaled down to this norm; null: never.
         deterministic: use only algorithms that give the same bits every time.
         validate_every: steps between validations; 0: never.
@@ -45,6 +49,7 @@ class Training:
     seq_len: int = 512
     global_batch: int = 8
     microbatch: int | None = None
+    loss_chunk: int | None = field(default=AUTO, metadata={"before": 0})
     max_grad_norm: float | None = 1.0
     deterministic: bool = False
     validate_every: int = field(default=0, metadata={"identity": False})
@@ -79,5 +84,10 @@ class Training:
             raise ConfigError("training.first_step_timeout_seconds", self.first_step_timeout_seconds, rule, cure)
         if self.microbatch is not None and self.microbatch < 1:
             raise ConfigError("training.microbatch", self.microbatch, "must be at least 1", "try 1, or null for all")
+        if self.loss_chunk is None:
+            self.loss_chunk = 0
+        if self.loss_chunk < AUTO:
+            cure = "try 1024, 0 for whole logits, or -1 to choose by their size"
+            raise ConfigError("training.loss_chunk", self.loss_chunk, "is a number of tokens", cure)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError("training.max_grad_norm", self.max_grad_norm, "must be positive", "try 1.0, or null")

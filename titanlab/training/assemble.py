@@ -16,16 +16,15 @@ from titanlab.costs.layout import hidden_shape
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
+from titanlab.parallelism.chunked_loss import ChunkedLoss, Columns
 from titanlab.parallelism.context import positions
-from titanlab.parallelism.loss import IGNORE, SplitLoss, loss_sum
+from titanlab.parallelism.loss import IGNORE, Loss, SplitLoss, loss_sum, of_logits
 from titanlab.precision.loss_scale import LossScale
 from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.training.bad_steps import with_policy
 from titanlab.training.balance import Balance, NoBalance
-from titanlab.training.stage import Stage, build_stage, dtypes_of, together
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from titanlab.training.stage import Stage, build_stage, dtypes_of, tensor_cut, together
 
 
 class StepBatch(NamedTuple):
@@ -84,11 +83,11 @@ class Assembled:
 
 def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing) -> Assembled:
     """Build, parallelise, materialise and initialise the recipe's model; `phase` opens a phase of the profiler."""
-    loss, check = _loss(recipe, mesh), _first_step_check(recipe, world)
+    check = _first_step_check(recipe, world)
     loss_scale = recipe.precision.implementation().loss_scale(world.device)
     loss_scale = with_policy(loss_scale, recipe.training, world.device)
     if recipe.layout.pipeline > 1:
-        return replace(_pipelined(recipe, world, mesh, loss, loss_scale, phase), after_first_step=check)
+        return replace(_pipelined(recipe, world, mesh, loss_scale, phase), after_first_step=check)
     stage = build_stage(recipe, world, mesh)
     reports_loss = mesh.coordinate("tensor") == 0
     # Without positions a model takes 0, 1, …, which is right for whole sequences.
@@ -96,6 +95,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
     # them exactly if fewer labels were valid.
     scale = loss_scale.multiplier(stage.sharded.divides_by / recipe.tokens_per_step)
+    loss = _loss(recipe, mesh, stage.model, scale)
     balance = _balance(recipe, world, mesh, [stage.model], scale)
     trainer = _trainer(stage, recipe, loss, scale, positions, phase, reports_loss=reports_loss)
     return Assembled(
@@ -111,7 +111,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     )
 
 
-def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale: LossScale, phase: Phase) -> Assembled:
+def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> Assembled:
     """Build this rank's stages of the pipeline, and the schedule that runs them."""
     # Imported here: it takes 0.5 s, and only pipelines need it.
     from titanlab.parallelism.pipeline import Pipeline
@@ -126,6 +126,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
     }
     divides_by = next(iter(built.values())).sharded.divides_by
     scale = loss_scale.multiplier(divides_by / recipe.tokens_per_step)
+    last = built.get(len(placement) - 1)
     balance = _balance(recipe, world, mesh, [stage.model for stage in built.values()], scale)
     pipeline = Pipeline(
         {number: stage.model for number, stage in built.items()},
@@ -133,7 +134,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss: Loss, loss_scale:
         placement=placement,
         group=mesh.axis("pipeline").get_group(),
         device=world.device,
-        loss=loss,
+        loss=_loss(recipe, mesh, None if last is None else last.model, scale),
         scale=scale,
         hidden_shape=hidden_shape(
             recipe.layout,
@@ -219,12 +220,31 @@ def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
     return functools.partial(FusionCheck().check_fused, world.gather)
 
 
-def _loss(recipe: Recipe, mesh: Mesh) -> Loss:
+def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | torch.Tensor) -> Loss:
+    """The loss of a model whose last piece is on this rank; None: another rank has it, and nobody calls the loss."""
     compiled = recipe.compile.implementation().compile_loss
+    if recipe.loss_chunk and model is not None:
+        return _chunked_loss(recipe, mesh, model, scale)
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
         group = mesh.axis("tensor").get_group()
-        return SplitLoss(group, vocab_size=recipe.model.vocab_size, compiled=compiled)
-    return compiled(loss_sum)
+        return of_logits(SplitLoss(group, vocab_size=recipe.model.vocab_size, compiled=compiled))
+    return of_logits(compiled(loss_sum))
+
+
+def _chunked_loss(recipe: Recipe, mesh: Mesh, model: nn.Module, scale: float | torch.Tensor) -> ChunkedLoss:
+    columns, gathered = Columns(), None
+    if recipe.layout.tensor > 1:
+        columns = Columns.of(mesh.axis("tensor").get_group(), recipe.model.vocab_size)
+        gathered = tensor_cut(recipe, mesh).whole
+    return ChunkedLoss(
+        model.get_submodule(recipe.model.account().head),
+        tokens=recipe.loss_chunk,
+        scale=scale,
+        columns=columns,
+        gathered=gathered,
+        compiled=recipe.compile.implementation().compile_loss if recipe.compile.loss else None,
+        writes_gradient=recipe.layout.pipeline > 1,
+    )
 
 
 def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
@@ -271,7 +291,7 @@ def _trainer(
             rows = slice(start, start + size)
             with sharded.microbatch(last=start + size >= count):
                 with phase("forward"):
-                    part = loss(sharded.forward(batch.tokens[rows], positions), batch.labels[rows])
+                    part = loss(functools.partial(sharded.forward, batch.tokens[rows], positions), batch.labels[rows])
                 with phase("backward"):
                     (part * scale).backward()
             part = part.detach()
@@ -294,7 +314,7 @@ def _evaluator(
             # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-        total = loss(stage.sharded.forward(tokens, positions), labels)
+        total = loss(functools.partial(stage.sharded.forward, tokens, positions), labels)
         stage.sharded.release()
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 

@@ -79,13 +79,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     summands: frozenset[str] = frozenset()
     cut = None
     if layout.tensor > 1:
-        cut = TensorParallel(
-            mesh=mesh.axis("tensor"),
-            seq_len=recipe.training.seq_len // layout.context,
-            sequence_parallel=config.sequence_parallel,
-            loss_parallel=config.loss_parallel,
-            products=precision.tensor_styles(),
-        )
+        cut = tensor_cut(recipe, mesh)
         summands = parallelise(model, account_for(account, layout).tensor_plan, cut)
     join_products(model, account.joined, cut)
     if layout.context > 1:
@@ -103,6 +97,17 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     # They are few numbers, so a wide dtype costs little and avoids another rounding.
     summed_in = torch.promote_types(dtypes.master, dtypes.reduce)
     return Stage(model=model, sharded=sharded, summands=summed, summed_in=summed_in, mesh=mesh, experts=scaled)
+
+
+def tensor_cut(recipe: Recipe, mesh: Mesh) -> TensorParallel:
+    """How tensor parallelism cuts the recipe's model."""
+    return TensorParallel(
+        mesh=mesh.axis("tensor"),
+        seq_len=recipe.training.seq_len // recipe.layout.context,
+        sequence_parallel=recipe.parallelism.sequence_parallel,
+        loss_parallel=recipe.parallelism.loss_parallel,
+        products=recipe.precision.implementation().tensor_styles(),
+    )
 
 
 def _apply_data_parallelism(

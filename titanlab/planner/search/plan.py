@@ -82,7 +82,10 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         degrees = {**dict.fromkeys(AXES, 1), "shard": world}
         own = dataclasses.replace(recipe.parallelism.with_degrees(degrees), expert=1)
         recipe = dataclasses.replace(recipe, world=world, parallelism=own)
-    return resolve(recipe, world=None, accelerator="cpu", device="cpu")
+    resolved = resolve(recipe, world=None, accelerator="cpu", device="cpu")
+    # Each layout of the search has its own.
+    training = dataclasses.replace(resolved.training, loss_chunk=recipe.training.loss_chunk)
+    return dataclasses.replace(resolved, training=training)
 
 
 def here(cluster: Cluster) -> Cluster:

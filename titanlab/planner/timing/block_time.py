@@ -95,6 +95,7 @@ class Shape:
     fuses_loss: bool
     sequence_parallel: bool
     loss_parallel: bool
+    chunks_loss: bool
     async_tensor: bool
     context_method: str
 
@@ -146,6 +147,7 @@ def shape_of(recipe: Recipe, machine: Machine, model: Key, precision: Key) -> Sh
         fuses_loss=recipe.compile.fuses_loss,
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
+        chunks_loss=recipe.loss_chunk > 0,
         async_tensor=config.async_tensor,
         context_method=config.context_method,
     )
@@ -241,6 +243,9 @@ class _Shaped:
             launches = _COMPILED_LOSS_KERNELS if fused else _LOSS_KERNELS
             loss = kernel_seconds([Kernel(0.0, "", moved / 2, launches / 2, fused)], machine)
             forward, inputs = forward + loss, inputs + loss
+            if shape.chunks_loss:
+                # The forward pass computes the gradients too.
+                return PieceTime(forward + inputs + time.weights, 0.0, 0.0, 0.0, tensor, tensor)
         return PieceTime(forward, inputs, time.weights, 0.0, tensor, tensor)
 
     def once(self) -> float:

@@ -26,7 +26,7 @@ from titanlab.terminal.numerals import counted
 # Groups of which another preset may be chosen. None of them changes what a run computes, except by rounding.
 PRESETS = ("parallelism", "schedule", "ac", "cluster", "tracker", "launch")
 # The keys that say how a step is spread over processes.
-LAYOUT = ("world", "parallelism.", "schedule.", "ac.", "training.microbatch")
+LAYOUT = ("world", "parallelism.", "schedule.", "ac.", "training.microbatch", "training.loss_chunk")
 
 
 def next_recipe(

@@ -92,6 +92,7 @@ class Gpt(ModelConfig):
             dim=width,
             vocab_size=self.vocab_size,
             pieces=("embedding", *(f"layers.{index}" for index in range(self.depth)), "norm", "head"),
+            head="head",
             attention="attn.inner",
             tensor_plan=TENSOR_PLAN,
         )

@@ -1,0 +1,106 @@
+"""The choice of chunks of the loss: by the size of logits, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from tests import tiny
+from titanlab.costs.loss_chunk import automatic, chunk_bytes, chunks_of, part_rows
+from titanlab.errors import ConfigError
+from titanlab.model.llama_schema import Llama
+from titanlab.precision.mxfp8_schema import Mxfp8
+from titanlab.recipe.recipe import from_mapping, needs_whole_logits, resolve, to_mapping
+from titanlab.recipe.recipe_rules import check
+from titanlab.recipe.training_schema import Training
+from titanlab.records.identity import identify
+
+
+def large(folder, **given):
+    """A recipe with 1.5 GiB of logits: 4,096 tokens and a vocabulary of 100,000."""
+    model = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=100_000)
+    data = tiny.Synthetic(vocab_size=100_000)
+    return tiny.recipe(folder, model=model, data=data, global_batch=8, seq_len=512, **given)
+
+
+def hash_of(made):
+    return identify(made, data="tiny", hardware="cpu").sha256
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "chunk"),
+    [(4096, 128_256, 1024), (2048, 128_256, 0), (4096, 65_536, 0), (4097, 65_536, 2048), (2, 2**29, 1), (9, 2**27, 1)],
+)
+def test_the_rule_of_the_default(tokens, columns, chunk):
+    assert automatic(tokens=tokens, columns=columns) == chunk
+
+
+def test_bytes_of_chunks():
+    shape = {"tokens": 4096, "columns": 128_256, "dim": 1024, "accelerator": "cpu"}
+    rows = part_rows(128_256, "cpu") * 128_256 * 4
+    assert rows <= 2**23
+    found = chunk_bytes(**shape, chunk=1024, width=4, compiled=False)
+    assert found == 1024 * 128_256 * 4 + rows + 4096 * 1024 * 4
+    assert chunk_bytes(**shape, chunk=1024, width=2, compiled=False) == (found - rows) // 2 + 2 * rows
+    assert chunk_bytes(**shape, chunk=1024, width=4, compiled=True) == 2 * 1024 * 128_256 * 4 + 4096 * 1024 * 4
+    # A chunk is no larger than the microbatch.
+    assert chunk_bytes(**shape, chunk=2**20, width=4, compiled=False) == (4096 * 128_256 * 4 + rows + 4096 * 1024 * 4)
+
+
+def test_sizes_of_chunks():
+    assert chunks_of(10, 0, pads=False) == [10]
+    assert chunks_of(10, 4, pads=False) == [4, 4, 2]
+    assert chunks_of(10, 4, pads=True) == [4, 4, 4]
+
+
+def test_a_resolved_recipe_has_the_number(tmp_path):
+    assert large(tmp_path).training.loss_chunk == 1024
+    # Half of the tokens, or half of the columns, are less than 1 GiB.
+    assert large(tmp_path, context=2).training.loss_chunk == 0
+    assert large(tmp_path, tensor=2).training.loss_chunk == 0
+    assert large(tmp_path, microbatch=4).training.loss_chunk == 0
+    assert large(tmp_path, loss_chunk=0).training.loss_chunk == 0
+    assert large(tmp_path, loss_chunk=100).training.loss_chunk == 100
+    assert tiny.recipe(tmp_path).training.loss_chunk == 0
+
+
+def test_only_runs_with_chunks_have_other_names(tmp_path):
+    small = tiny.recipe(tmp_path)
+    assert (
+        hash_of(small)
+        == hash_of(tiny.recipe(tmp_path, loss_chunk=0))
+        == hash_of(tiny.recipe(tmp_path, loss_chunk=None))
+    )
+    assert "loss_chunk" not in str(identify(small, data="tiny", hardware="cpu").content)
+    assert (
+        hash_of(large(tmp_path)) == hash_of(large(tmp_path, loss_chunk=1024)) != hash_of(large(tmp_path, loss_chunk=0))
+    )
+
+
+def test_a_run_of_an_older_version_goes_on_with_whole_logits(tmp_path):
+    older = to_mapping(large(tmp_path))
+    del older["training"]["loss_chunk"]
+    made = resolve(from_mapping(older), world=None, accelerator="cpu", device="cpu")
+    assert made.training.loss_chunk == 0
+
+
+def test_a_model_without_a_named_head_has_whole_logits(tmp_path, monkeypatch):
+    made = large(tmp_path, loss_chunk=100)
+    bare = dataclasses.replace(made.model.account(), head="")
+    monkeypatch.setattr(Llama, "account", lambda self: bare)
+    assert dataclasses.replace(made, training=dataclasses.replace(made.training, loss_chunk=-1)).loss_chunk == 0
+    with pytest.raises(ConfigError, match="loss_chunk=100: the model does not name its head"):
+        check(made)
+
+
+def test_whole_logits_that_something_else_needs(tmp_path):
+    with pytest.raises(ConfigError, match="loss_chunk=64: loss_parallel=false gathers whole logits"):
+        tiny.recipe(tmp_path, tensor=2, loss_parallel=False, loss_chunk=64)
+    assert tiny.recipe(tmp_path, tensor=2, loss_parallel=False).loss_chunk == 0
+    made = dataclasses.replace(tiny.recipe(tmp_path, loss_chunk=64), precision=Mxfp8(skip=["wk"]))
+    assert "computes both of its gradients at once" in needs_whole_logits(made)[0]
+    assert needs_whole_logits(dataclasses.replace(made, precision=Mxfp8())) is None
+
+
+def test_a_bad_number():
+    with pytest.raises(ConfigError, match="training.loss_chunk=-2: is a number of tokens"):
+        Training(loss_chunk=-2)
