@@ -169,7 +169,8 @@ class Space:
     def recipe_of(self, point: Point) -> Recipe:
         """The recipe of a point."""
         # A copy: a new recipe would check each of its numbers again.
-        recipe = copy.copy(self.recipe)
+        recipe = object.__new__(Recipe)
+        recipe.__dict__.update(self.recipe.__dict__)
         recipe.world = point.layout.world
         recipe.parallelism = self._parallelism(point.layout)
         recipe.training = self._training(point.microbatch)
@@ -287,7 +288,7 @@ class Space:
         own = self.recipe.parallelism
         return dataclasses.replace(
             own,
-            **layout.degrees(),
+            **layout.degrees(),  # type: ignore[arg-type]
             expert=layout.expert,
             # Without tensor parallelism there is nothing to interleave.
             async_tensor=own.async_tensor and layout.tensor > 1,
