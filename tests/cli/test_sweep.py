@@ -161,6 +161,17 @@ def test_a_plan_counts_what_is_there_already():
     assert lines[6].split() == ["run-ended", "single", "16", "24.0", "oom"]
 
 
+def test_a_plan_marks_the_runs_of_the_control(command, tmp_path):
+    space = {"product": {"ac": ["none", "full"]}}
+    given = write_sweep(tmp_path, sweep_text(space, node={"control": {"precision": "fp32"}}))
+    lines = command(["sweep", *given, "--dry-run"]).out.splitlines()
+    marked = [line.split()[0] for line in lines if line.endswith("  submit, control")]
+    assert [run.rpartition("-")[0] for run in marked] == ["control-1", "control-2", "control-3"]
+    assert sum(line.endswith("  submit") for line in lines) == 2
+    runs = json.loads(command(["sweep", *given, "--dry-run", "--json"]).out)["runs"]
+    assert [run["run"] for run in runs if run["control"]] == marked
+
+
 def test_the_page_shows_what_is_said(command, tmp_path):
     """docs/sweeps.md: its file is a sweep, and what it shows of it is what `titanlab sweep` says."""
     text = PAGE.read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.planner.in_flight import _of_rank, _peaks, peaks, totals
+from titanlab.planner.in_flight import _of_rank, _peaks, _totals, peaks, totals
 from titanlab.planner.model_facts import key_of
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.timeline import peak_in_flight
@@ -14,10 +14,14 @@ from titanlab.schedule.timeline import peak_in_flight
 KINDS = sorted(kind for kind in discover()["schedule"] if kind != "csv")
 
 
+def all_peaks(schedule, *, ranks, microbatches):
+    return [peaks(schedule, ranks=ranks, microbatches=microbatches, rank=rank) for rank in range(ranks)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_sum_is_that_of_the_timeline(kind):
     schedule = discover()["schedule"][kind].schema()
-    found = peaks(key_of(schedule), ranks=4, microbatches=8)
+    found = all_peaks(key_of(schedule), ranks=4, microbatches=8)
     orders = schedule.actions(ranks=4, microbatches=8)
     stages = len(schedule.placement(ranks=4)) // 4
     assert [max(sum(moment) for moment in rank) / stages for rank in found] == [peak_in_flight(o) for o in orders]
@@ -27,7 +31,9 @@ def test_the_largest_sum_is_that_of_the_timeline(kind):
 @pytest.mark.parametrize("microbatches", [13, 16, 30])
 def test_many_microbatches_are_as_all_their_actions_say(kind, microbatches):
     key = key_of(discover()["schedule"][kind].schema())
-    assert peaks(key, ranks=3, microbatches=microbatches) == _peaks(key, 3, microbatches)
+    found = all_peaks(key, ranks=3, microbatches=microbatches)
+    assert found == [_peaks(key, 3, microbatches, rank) for rank in range(3)]
+    assert totals(key, ranks=3, microbatches=microbatches) == _totals(key, 3, microbatches)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,7 +43,8 @@ def test_where_stages_are_alike_totals_say_as_much_as_all_moments(kind, saved, d
     apiece = len(of["schedule"].value.placement(ranks=4)) // 4
     own = [saved] * apiece + [deferred] * apiece
     moments = [
-        max(sum(n * bytes_ for n, bytes_ in zip(moment, own, strict=True)) for moment in rank) for rank in peaks(**of)
+        max(sum(n * bytes_ for n, bytes_ in zip(moment, own, strict=True)) for moment in rank)
+        for rank in all_peaks(**of)
     ]
     pairs = [max(passes * saved + halves * deferred for passes, halves in rank) for rank in totals(**of)]
     assert pairs == moments
@@ -54,4 +61,4 @@ def test_a_microbatch_is_in_one_of_two_states_until_the_end_of_its_backward():
 
 def test_too_few_microbatches_are_the_schedules_error():
     with pytest.raises(ConfigError, match="at least 8 microbatches"):
-        peaks(key_of(discover()["schedule"]["dualpipe_v"].schema()), ranks=4, microbatches=4)
+        peaks(key_of(discover()["schedule"]["dualpipe_v"].schema()), ranks=4, microbatches=4, rank=0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from titanlab import __version__
 from titanlab.errors import ConfigError, TitanlabError
@@ -97,10 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb, rest = given[0], given[1:]
     try:
         if verb not in VERBS:
+            # Imported here: it takes time, and verbs are seldom misspelled.
+            import difflib
+
             near = difflib.get_close_matches(verb, VERBS, n=1)
             cure = "".join(f"try {known}; " for known in near) + f"known: {', '.join(VERBS)}"
             raise ConfigError("verb", verb, "there is no such verb", cure)
-        code: int = importlib.import_module(VERBS[verb][0]).main(rest)
+        code: int = _module_of(verb).main(rest)
     except TitanlabError as error:
         error_line(str(error))
         return error.exit_code
@@ -118,6 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # argparse raises it after `--help`.
         return int(end.code or 0)
     return code
+
+
+def _module_of(verb: str) -> Any:
+    """The module of a verb. Modules stay until the end, so Python's garbage collector need not look at them."""
+    gc.disable()
+    try:
+        return importlib.import_module(VERBS[verb][0])
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _help() -> str:

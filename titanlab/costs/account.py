@@ -171,6 +171,38 @@ class RoutedExperts:
     auxiliary_weight: float = 0.0
 
 
+class TensorPlan(dict[str, str]):
+    """Path of a module → name of its style; `*` matches one step of a path.
+
+    Remembers its answers: it is asked for the same modules for every layout that is compared. Nothing changes it.
+    """
+
+    def __init__(self, styles: Mapping[str, str]) -> None:
+        super().__init__(styles)
+        self._items = tuple(styles.items())
+        self._known: dict[str, str] = {}
+        self._pieces: dict[str, tuple[str, ...]] = {}
+
+    def style_of(self, module: str) -> str:
+        """The style of the module at a path, or an empty string."""
+        found = self._known.get(module)
+        if found is None:
+            found = self._known[module] = _style(self._items, module)
+        return found
+
+    def styles_in(self, piece: str) -> tuple[str, ...]:
+        """Styles of the modules of a piece."""
+        found = self._pieces.get(piece)
+        if found is None:
+            depth = piece.count(".") + 1
+            found = self._pieces[piece] = tuple(
+                style
+                for pattern, style in self.items()
+                if fnmatch.fnmatchcase(piece, ".".join(pattern.split(".")[:depth]))
+            )
+        return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Joined:
     """Linear layers with the same input that the trainer computes as one product; see `titanlab.parallelism.joined`.
@@ -236,6 +268,11 @@ class ModelAccount:
     joined: tuple[Joined, ...] = ()
     head: str = ""
 
+    @functools.cached_property
+    def plan(self) -> TensorPlan:
+        """The tensor plan, which remembers its answers."""
+        return TensorPlan(self.tensor_plan)
+
     @property
     def parameter_count(self) -> int:
         """Number of stored scalars."""
@@ -261,11 +298,11 @@ class ModelAccount:
 
 
 def style_of(plan: Mapping[str, str], module: str) -> str:
-    """The style of the module at a path in a tensor plan, or an empty string; `*` matches one step of a path."""
+    """See `TensorPlan.style_of`."""
     return _style(tuple(plan.items()), module)
 
 
-# Asked for the same modules for every layout that is compared.
+# Accounts that are made anew have the same plans.
 @functools.lru_cache(maxsize=16384)
 def _style(plan: tuple[tuple[str, str], ...], module: str) -> str:
     for pattern, style in plan:

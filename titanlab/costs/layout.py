@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -74,17 +75,19 @@ class Layout:
         """Number of processes over which FSDP2 shards a part of the experts."""
         return self.fsdp * self.tensor // self.expert
 
-    @property
+    # Kept: a search for layouts asks for them some ten thousand times.
+
+    @functools.cached_property
     def world(self) -> int:
         """Number of processes."""
         return math.prod(self.degrees().values())
 
-    @property
+    @functools.cached_property
     def data(self) -> int:
         """Number of processes that read different sequences."""
         return math.prod(getattr(self, name) for name in DATA_AXES)
 
-    @property
+    @functools.cached_property
     def fsdp(self) -> int:
         """Number of processes over which FSDP2 shards."""
         return math.prod(getattr(self, name) for name in FSDP_AXES)

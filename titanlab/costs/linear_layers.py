@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
-from titanlab.costs.account import ModelAccount, style_of
+from titanlab.costs.account import ModelAccount
 from titanlab.costs.tensor_styles import cut_dim
 
 # Styles in a tensor plan of layers that multiply.
@@ -19,7 +19,7 @@ def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter, shape in model.parameters.items():
         name, _, leaf = parameter.rpartition(".")
-        multiplies = not model.tensor_plan or style_of(model.tensor_plan, name) in _PRODUCTS
+        multiplies = not model.tensor_plan or model.plan.style_of(name) in _PRODUCTS
         if leaf == "weight" and len(shape) == 2 and multiplies and parameter not in (model.embedding, *model.lookups):
             shapes[name] = shape
     return shapes
@@ -32,5 +32,5 @@ def matches(name: str, pattern: str) -> bool:
 
 def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
     """Shape of one tensor-parallel rank's part of a linear layer's weight; if parts are uneven, of the first."""
-    cut = cut_dim(style_of(model.tensor_plan, name), len(shape))
+    cut = cut_dim(model.plan.style_of(name), len(shape))
     return tuple(-(-size // degree) if dim == cut else size for dim, size in enumerate(shape))

@@ -59,10 +59,12 @@ def cut_dim(style: str, dims: int) -> int | None:
 
 def has_partial_gradient(plan: Mapping[str, str], parameter: str, *, sequence_parallel: bool) -> bool:
     """Whether each rank has a partial gradient of a whole parameter of a tensor plan."""
+    if sequence_parallel:
+        return True
     style = style_of(plan, parameter.rpartition(".")[0])
-    return sequence_parallel or (style in STYLES and STYLES[style].treats_part)
+    return style in STYLES and STYLES[style].treats_part
 
 
 def parameter_style(account: ModelAccount, parameter: str) -> str:
     """The style of the module that has a parameter; empty if the plan does not name the module."""
-    return style_of(account.tensor_plan, parameter.rpartition(".")[0])
+    return account.plan.style_of(parameter.rpartition(".")[0])

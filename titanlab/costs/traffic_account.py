@@ -5,7 +5,7 @@ They count every operation; tests compare them with traced steps. Symbols: M mic
 
 from __future__ import annotations
 
-import fnmatch
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,13 +129,17 @@ class Step:
 
     def axis(self, name: str) -> str:
         """The name of an axis's group in the traced table; a group of all ranks has the name of the axis with all."""
-        layout = self.layout
-        degrees = {**layout.degrees(), layout.fsdp_name: layout.fsdp}
-        degrees |= {"expert_shard": layout.expert_shard, "expert": layout.expert} if layout.expert > 1 else {}
-        whole = next((axis for axis, degree in degrees.items() if degree == layout.world > 1), None)
-        name = layout.fsdp_name if name == "fsdp" else name
-        ranks = layout.world if name == "world" else degrees[name]
-        return whole if whole is not None and ranks == layout.world else name
+        return _axis_name(self.layout, name)
+
+
+@functools.lru_cache(maxsize=16384)
+def _axis_name(layout: Layout, name: str) -> str:
+    degrees = {**layout.degrees(), layout.fsdp_name: layout.fsdp}
+    degrees |= {"expert_shard": layout.expert_shard, "expert": layout.expert} if layout.expert > 1 else {}
+    whole = next((axis for axis, degree in degrees.items() if degree == layout.world > 1), None)
+    name = layout.fsdp_name if name == "fsdp" else name
+    ranks = layout.world if name == "world" else degrees[name]
+    return whole if whole is not None and ranks == layout.world else name
 
 
 def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
@@ -228,7 +232,7 @@ def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Tra
     times = step.microbatches
     for piece in pieces:
         size = step.tokens * step.account.dim * step.element_bytes(piece)
-        sums = sum(STYLES[style].gathers + STYLES[style].sums for style in _styles(step.account, piece))
+        sums = sum(STYLES[style].gathers + STYLES[style].sums for style in step.account.plan.styles_in(piece))
         for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
             traffic.add(axis, kind, size, ranks=ranks, times=times * sums)
     if step.account.pieces[-1] in pieces:
@@ -299,7 +303,7 @@ def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: 
             add_exchange(step, (block,), traffic, only_forward=True)
         if layout.tensor == 1:
             continue
-        styles = [STYLES[style] for style in _styles(step.account, block)]
+        styles = [STYLES[style] for style in step.account.plan.styles_in(block)]
         gathers = sum(style.gathers for style in styles) if repeats.gathers and step.sequence_parallel else 0
         # With expert parallelism a block does not end with a sum.
         last = int(layout.expert == 1)
@@ -332,17 +336,8 @@ def parameter_elements(step: Step, rank: Coordinate, pieces: Sequence[str]) -> i
 
 def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
     """Parameters of some pieces."""
-    return [name for name in account.parameters if any(name.startswith(f"{piece}.") for piece in pieces)]
-
-
-def _styles(account: ModelAccount, piece: str) -> list[str]:
-    """Styles of the tensor plan in one piece."""
-    styles = []
-    for pattern, style in account.tensor_plan.items():
-        depth = piece.count(".") + 1
-        if fnmatch.fnmatchcase(piece, ".".join(pattern.split(".")[:depth])):
-            styles.append(style)
-    return styles
+    begins = tuple(f"{piece}." for piece in pieces)
+    return [name for name in account.parameters if name.startswith(begins)]
 
 
 def _cut_dim(account: ModelAccount, parameter: str) -> int | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlab.costs.layout import AXES
+from titanlab.costs.layout import AXES, Layout
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
@@ -68,6 +69,11 @@ class Parallelism:
     def frees_after_forward(self) -> bool:
         """Whether blocks free their gathered parameters between forward and backward; for resolved degrees."""
         return self.reshard_after_forward == "always" or (self.reshard_after_forward == "auto" and self.pipeline == 1)
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The layout of resolved degrees."""
+        return Layout(**self.degrees(), expert=self.expert)
 
     def degrees(self) -> dict[str, int]:
         """Degree by axis, as given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,15 +47,35 @@ class BlockBytes(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def block_bytes(batch: Batch, layers: int) -> tuple[BlockBytes, ...]:
     """By number of the block."""
+    kinds, kind_of = _kinds(batch, layers)
+    return tuple(kinds[kind] for kind in kind_of)
+
+
+def saved_bytes(batch: Batch, layers: int) -> int:
+    """Bytes that all blocks keep between forward and backward."""
+    kinds, kind_of = _kinds(batch, layers)
+    return sum(block.saved * kind_of.count(kind) for kind, block in enumerate(kinds))
+
+
+@functools.lru_cache(maxsize=8192)
+def _kinds(batch: Batch, layers: int) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
+    """The different blocks, and the number in them of each block."""
     block, ac, share = block_operations(batch.model, batch.microbatch, batch.seq_len), batch.ac.value, batch.share
-    whole = share.bytes_of(kept(block))
     first, kind_of = treatments(batch.ac, layers)
     kinds = []
     for number in first:
         saved = ac.saved_bytes(block, share, number=number)
-        again = whole - saved if ac.recomputed(block, number=number) else 0
-        kinds.append(BlockBytes(saved, max(0, again)))
-    return tuple(kinds[kind] for kind in kind_of)
+        again = 0
+        if ac.recomputed(block, number=number):
+            again = max(0, _all_bytes(batch.model, share, batch.microbatch, batch.seq_len) - saved)
+        kinds.append(BlockBytes(saved, again))
+    return tuple(kinds), kind_of
+
+
+@functools.lru_cache(maxsize=4096)
+def _all_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> int:
+    """Bytes of all that autograd keeps of a block without checkpointing."""
+    return share.bytes_of(kept(block_operations(model, microbatch, seq_len)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,12 +100,17 @@ def deferred_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> d
     The gradients of weights need the inputs of linear layers, and the gradients of their outputs; all else is freed
     (`titanlab.parallelism.pipeline_weights`). So it does not depend on checkpointing.
     """
-    found = {edge.name: share.bytes_of(_factors([edge])) for edge in edge_operations(model, microbatch, seq_len)}
-    return {"": share.bytes_of(_factors(block_operations(model, microbatch, seq_len))), **found}
+    return {name: share.bytes_of(factors) for name, factors in _factors(model, microbatch, seq_len).items()}
 
 
-def _factors(operations: Iterable[Operation]) -> Iterator[Activation]:
-    """The factors of the products that are the gradients of weights."""
+@functools.lru_cache(maxsize=1024)
+def _factors(model: Key, microbatch: int, seq_len: int) -> Mapping[str, Sequence[Activation]]:
+    """The factors of the products that are the gradients of weights, by name of an edge; a block has an empty name."""
+    found = {edge.name: tuple(_factors_of([edge])) for edge in edge_operations(model, microbatch, seq_len)}
+    return {"": tuple(_factors_of(block_operations(model, microbatch, seq_len))), **found}
+
+
+def _factors_of(operations: Iterable[Operation]) -> Iterator[Activation]:
     for operation in operations:
         if operation.kind == "matmul":
             yield from operation.keeps

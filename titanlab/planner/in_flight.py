@@ -4,61 +4,91 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from titanlab.planner.actions import actions_of
 from titanlab.planner.model_facts import Key
+from titanlab.planner.stages import placement_of
 from titanlab.planner.timing.pipeline_time import shorter
 from titanlab.schedule.action import Action, Kind
 
-# By rank: for each of its moments with most microbatches, the number of each of its stages between their forward and
-# the gradient of their input; then of each between the two halves of a split backward.
-Peaks = tuple[tuple[tuple[int, ...], ...], ...]
+# For each moment of a rank with most microbatches, the number of each of its stages between their forward and the
+# gradient of their input; then of each between the two halves of a split backward.
+Moments = tuple[tuple[int, ...], ...]
+# The same two numbers of each moment, added up over the rank's stages.
+Totals = tuple[tuple[int, int], ...]
+T = TypeVar("T")
 # Each moment is compared with so many of the largest ones. More would find more that are covered, and take longer than
 # they save.
 _COMPARED = 4
 
 
 @functools.lru_cache(maxsize=4096)
-def peaks(schedule: Key, *, ranks: int, microbatches: int) -> Peaks:
-    """The moments of each rank in which its memory may be largest: no much larger one has as many of every stage.
+def peaks(schedule: Key, *, ranks: int, microbatches: int, rank: int) -> Moments:
+    """The moments of a rank in which its memory may be largest: no much larger one has as many of every stage.
 
-    The order of numbers is that of the rank's stages. For many microbatches the actions are not all made: if some more
-    microbatches change nothing, others do not either.
+    The order of numbers is that of the rank's stages.
     """
+    return _steady(lambda count: _peaks(schedule, ranks, count, rank), ranks, microbatches)
+
+
+@functools.lru_cache(maxsize=4096)
+def totals(schedule: Key, *, ranks: int, microbatches: int) -> tuple[Totals, ...]:
+    """By rank: the totals of the moments in which its memory may be largest if its stages are alike.
+
+    Without the moments of which another one has as many.
+    """
+    return _steady(lambda count: _totals(schedule, ranks, count), ranks, microbatches)
+
+
+def _steady(found: Callable[[int], T], ranks: int, microbatches: int) -> T:
+    """What is found for some microbatches. If more of them change nothing, others do not either, and are not listed."""
     few = shorter(ranks, microbatches)
     if few < microbatches:
-        found = _peaks(schedule, ranks, few)
-        if found == _peaks(schedule, ranks, min(microbatches, few + ranks)):
-            return found
-    return _peaks(schedule, ranks, microbatches)
+        of_few = found(few)
+        if of_few == found(min(microbatches, few + ranks)):
+            return of_few
+    return found(microbatches)
 
 
 @functools.lru_cache(maxsize=4096)
-def totals(schedule: Key, *, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """By rank: the two numbers of the moments of `peaks`, each added up over the rank's stages.
-
-    Without the moments of which another one has as many. They are few, and enough where a rank's stages are alike.
-    """
-    return tuple(_added_up(moments) for moments in peaks(schedule, ranks=ranks, microbatches=microbatches))
+def _totals(schedule: Key, ranks: int, microbatches: int) -> tuple[Totals, ...]:
+    return tuple(map(_totals_of, actions_of(schedule, ranks, microbatches)))
 
 
-def _added_up(moments: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    pairs = {(sum(moment[: len(moment) // 2]), sum(moment[len(moment) // 2 :])) for moment in moments}
-    return tuple(one for one in sorted(pairs) if not any(_covers(other, one) for other in pairs - {one}))
+def _totals_of(order: Sequence[Action]) -> Totals:
+    ahead, halves, found, rose = 0, 0, set(), False
+    for _, kind, _ in order:
+        if kind is Kind.FORWARD:
+            ahead += 1
+            rose = True
+            continue
+        # Only before a number falls can it have been largest.
+        if rose:
+            found.add((ahead, halves))
+        if kind is Kind.WEIGHT:
+            halves -= 1
+            rose = False
+        else:
+            ahead -= 1
+            rose = kind is Kind.INPUT
+            halves += rose
+    found.add((ahead, halves))
+    largest: list[tuple[int, int]] = []
+    for pair in sorted(found, reverse=True):
+        if not largest or pair[1] > largest[-1][1]:
+            largest.append(pair)
+    return tuple(reversed(largest))
 
 
 @functools.lru_cache(maxsize=4096)
-def _peaks(schedule: Key, ranks: int, microbatches: int) -> Peaks:
-    placement = schedule.value.placement(ranks=ranks)
-    orders = actions_of(schedule, ranks, microbatches)
-    return tuple(
-        _of_rank(order, [stage for stage, owner in enumerate(placement) if owner == rank])
-        for rank, order in enumerate(orders)
-    )
+def _peaks(schedule: Key, ranks: int, microbatches: int, rank: int) -> Moments:
+    stages = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
+    return _of_rank(actions_of(schedule, ranks, microbatches)[rank], stages)
 
 
-def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> Moments:
     place = {stage: number for number, stage in enumerate(stages)}
     alive, found, rose = [0] * 2 * len(stages), set(), False
     for stage, kind, _ in order:

@@ -15,7 +15,6 @@ from titanlab.costs.account import Share
 from titanlab.costs.layout import hidden_shape
 from titanlab.planner.activations import (
     Batch,
-    BlockBytes,
     block_bytes,
     deferred_bytes,
     edge_bytes,
@@ -24,7 +23,7 @@ from titanlab.planner.activations import (
 )
 from titanlab.planner.in_flight import peaks, totals
 from titanlab.planner.model_facts import key_of, model_facts
-from titanlab.planner.stages import placement_of, stages_of
+from titanlab.planner.stages import parts_of, placement_of, stages_of
 from titanlab.planner.stored import NOTHING, Sharding, added, stored_pieces
 from titanlab.recipe.recipe import Recipe
 
@@ -138,6 +137,7 @@ class _Ranks:
         self.stages = stages_of(
             self.model, self.schedule, key_of(config.split), layout.pipeline, recipe.training.seq_len
         )
+        self.parts = tuple(map(parts_of, self.stages))
         shape = hidden_shape(
             layout,
             microbatch=recipe.microbatch,
@@ -152,7 +152,7 @@ class _Ranks:
         ranks, placement = self.layout.pipeline, placement_of(self.schedule, self.layout.pipeline)
         found = []
         # Stages with pieces that are alike need the same; a pipeline has few different ones.
-        kinds = [tuple(map(self._kind, pieces)) for pieces in self.stages]
+        kinds = [(*map(self.blocks.__getitem__, parts.blocks), *parts.edges) for parts in self.parts]
         known: dict[object, dict[str, dict[str, int]]] = {}
         saved = [self._stage(number) for number in range(len(placement))]
         deferred = [self._deferred(number) for number in range(len(placement))]
@@ -164,10 +164,6 @@ class _Ranks:
                 known[key] = self._moments(stages)
             found.append(_largest(rank, known[key], kept))
         return tuple(found)
-
-    def _kind(self, piece: str) -> object:
-        """Equal for blocks that need the same memory; the name of another piece."""
-        return self._block(piece) if piece.startswith("layers.") else piece
 
     def _kept(self, rank: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
         """Bytes of activations that a rank keeps when they are most.
@@ -182,17 +178,18 @@ class _Ranks:
         if len(set(saved)) == len(set(deferred)) == 1:
             pairs = totals(self.schedule, ranks=ranks, microbatches=microbatches)[rank]
             return max(passes * saved[0] + halves * deferred[0] for passes, halves in pairs)
-        moments = peaks(self.schedule, ranks=ranks, microbatches=microbatches)[rank]
+        moments = peaks(self.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
         most: int = max(sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments)
         return most
 
     def _moments(self, stages: Sequence[int]) -> dict[str, dict[str, int]]:
         """The items at the moments of a step that may be largest; of activations, the most that are kept then."""
         own = [piece for number in stages for piece in self.stages[number]]
-        blocks = [piece for piece in own if piece.startswith("layers.")]
+        blocks = [self.blocks[number] for stage in stages for number in self.parts[stage].blocks]
+        others = [piece for stage in stages for piece in self.parts[stage].edges]
         whole = added(self.pieces[piece] for piece in own)
-        edges = added(self.pieces[piece] for piece in own if piece not in blocks)
-        block = max((self.pieces[piece] for piece in blocks), default=NOTHING)
+        edges = added(self.pieces[piece] for piece in others)
+        block = max((self.pieces[piece] for piece in own if piece.startswith("layers.")), default=NOTHING)
         fsdp = self.sums == "fsdp2"
         accumulates = self.recipe.microbatches > 1 or self.layout.pipeline > 1
         stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}
@@ -208,6 +205,7 @@ class _Ranks:
         # Without FSDP2 gradients are summed where they are.
         gradients = 0 if fsdp or not accumulates else whole.parameters
         loss = self._loss(own)
+        backward = max((block.again for block in blocks), default=0) + gradients_together(*self.shape)
         start = {**stored, "gathered parameters": gathered, "activations": _ALL_KEPT}
         before = unreduced if accumulates else 0
         moments = {
@@ -222,16 +220,16 @@ class _Ranks:
                 **start,
                 "gradients": gradients,
                 "unreduced gradients": unreduced + (0 if accumulates else reducing),
-                "backward of a block": self._backward(own),
+                "backward of a block": backward,
                 "communication buffers": buffers + self._messages(),
             },
             "end": {
                 **start,
-                "activations": max((self._block(piece).saved for piece in blocks), default=0),
+                "activations": max((block.saved for block in blocks), default=0),
                 # Gradients of a unit are freed when they are reduced: each exists only once.
                 "gradients": gradients if fsdp and accumulates else whole.parameters,
                 "unreduced gradients": unreduced + reducing,
-                "backward of a block": self._backward(own),
+                "backward of a block": backward,
                 "communication buffers": buffers + self._messages(),
             },
             "optimizer": {**stored, "gradients": whole.parameters, "activations": 0},
@@ -243,28 +241,19 @@ class _Ranks:
 
     def _stage(self, number: int) -> int:
         """Bytes that a stage keeps of one microbatch."""
-        pieces = self.stages[number]
-        saved = sum(
-            self._block(piece).saved if piece.startswith("layers.") else self.edges.get(piece, 0) for piece in pieces
-        )
+        parts = self.parts[number]
+        saved = sum([self.blocks[block].saved for block in parts.blocks])
+        saved += sum([self.edges.get(piece, 0) for piece in parts.edges])
         # The output of a stage is kept until its gradient comes.
         return saved + (self.hidden if number < len(self.stages) - 1 else 0)
 
     def _deferred(self, number: int) -> int:
         """Bytes that a stage keeps of one microbatch between the halves of a split backward."""
-        known = deferred_bytes(*self.shape)
+        known, parts = deferred_bytes(*self.shape), self.parts[number]
         if self.recipe.loss_chunk:
             # The forward pass has computed the gradient of the head's weight.
             known = {**known, self.account.head: 0}
-        return sum(known.get("" if piece.startswith("layers.") else piece, 0) for piece in self.stages[number])
-
-    def _block(self, piece: str) -> BlockBytes:
-        return self.blocks[int(piece.rpartition(".")[2])]
-
-    def _backward(self, pieces: Sequence[str]) -> int:
-        """Recomputed activations of a block, and gradients of activations."""
-        again = max((self._block(piece).again for piece in pieces if piece.startswith("layers.")), default=0)
-        return again + gradients_together(*self.shape)
+        return len(parts.blocks) * known[""] + sum([known.get(piece, 0) for piece in parts.edges])
 
     def _loss(self, pieces: Sequence[str]) -> int:
         last = (self.account.pieces or ("",))[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from titanlab.costs.account import ModelAccount, Operation
@@ -12,25 +12,12 @@ from titanlab.costs.flops import per_token
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Key:
-    """A config as the key of a cache: equal to another with the same text."""
+    """A config as the key of a cache. Configs with the same text have the same key."""
 
     text: str
-    value: Any = field(compare=False)
-
-
-class _Same:
-    """A value that is equal only to itself."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+    value: Any
 
 
 class Unkeyed(Generic[T]):
@@ -46,14 +33,28 @@ class Unkeyed(Generic[T]):
         return 0
 
 
+# Keys by the identity of their config, which stays in the entry, so that no other object can have its identity; and by
+# text. Searches ask so often that even hashing a text anew would be seen.
+_BY_IDENTITY: dict[int, tuple[Any, Key]] = {}
+_BY_TEXT: dict[str, Key] = {}
+_MOST_KEYS = 4096
+
+
 def key_of(config: Any) -> Key:
     """The key of a config. Configs never change, and many recipes share one, so its text is made once."""
-    return _key(_Same(config))
+    found = _BY_IDENTITY.get(id(config))
+    return _new_key(config) if found is None else found[1]
 
 
-@functools.lru_cache(maxsize=4096)
-def _key(config: _Same) -> Key:
-    return Key(repr(config.value), config.value)
+def _new_key(config: Any) -> Key:
+    if len(_BY_IDENTITY) >= _MOST_KEYS:
+        # A later key with the same text is another one, for which caches are filled again.
+        _BY_IDENTITY.clear()
+        _BY_TEXT.clear()
+    text = repr(config)
+    key = _BY_TEXT.setdefault(text, Key(text, config))
+    _BY_IDENTITY[id(config)] = config, key
+    return key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from titanlab.planner.model_facts import Key, block_operations, edge_operations, model_facts
 from titanlab.recipe.stage_pieces import stage_pieces
+
+
+class Parts(NamedTuple):
+    """The pieces of a stage.
+
+    Attributes:
+        blocks: their numbers.
+        edges: names of the other pieces.
+    """
+
+    blocks: tuple[int, ...]
+    edges: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=16384)
+def parts_of(pieces: tuple[str, ...]) -> Parts:
+    """The blocks and the other pieces of a stage."""
+    return Parts(
+        tuple(int(piece.rpartition(".")[2]) for piece in pieces if piece.startswith("layers.")),
+        tuple(piece for piece in pieces if not piece.startswith("layers.")),
+    )
 
 
 def stages_of(model: Key, schedule: Key, split: Key, ranks: int, seq_len: int) -> tuple[tuple[str, ...], ...]:

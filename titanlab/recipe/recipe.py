@@ -92,7 +92,7 @@ class Recipe:
     @property
     def layout(self) -> Layout:
         """The degrees of a resolved recipe."""
-        return Layout(**self.parallelism.degrees(), expert=self.parallelism.expert)
+        return self.parallelism.layout
 
     @property
     def local_batch(self) -> int:

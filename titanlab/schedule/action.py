@@ -44,7 +44,8 @@ class ActionList(list[Action]):
             # A full backward counts as both halves.
             first = Kind.INPUT if kind is Kind.BACKWARD else kind
             number = done[first]
-            self.append(Action(stage, kind, number))
+            # As `Action(stage, kind, number)` does it, in half the time.
+            self.append(tuple.__new__(Action, (stage, kind, number)))
             done[first] = number + 1
             if kind is Kind.BACKWARD:
                 done[Kind.WEIGHT] += 1

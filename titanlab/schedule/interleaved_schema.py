@@ -105,9 +105,8 @@ def _steps(stages: list[int], microbatches_by_round: list[range]) -> list[tuple[
 def _in_turn(passes: list[tuple[Kind, list[tuple[int, int]], int]]) -> list[Action]:
     """The actions of several kinds in turn: each kind with its (stage, microbatch) pairs, and the turn of the first."""
     turns = max(begin + len(steps) for _, steps, begin in passes)
-    return [
-        Action(steps[turn - begin][0], kind, steps[turn - begin][1])
-        for turn in range(turns)
-        for kind, steps, begin in passes
-        if begin <= turn < begin + len(steps)
+    columns = [
+        [*[None] * begin, *(Action(stage, kind, number) for stage, number in steps)] for kind, steps, begin in passes
     ]
+    by_turn = [column + [None] * (turns - len(column)) for column in columns]
+    return [action for turn in zip(*by_turn, strict=True) for action in turn if action is not None]

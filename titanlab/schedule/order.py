@@ -89,7 +89,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
     """
     span = 1 + max((action.microbatch for order in orders for action in order), default=0)
     # By result, and by stage · span + microbatch: the number of the action that made it.
-    made: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
+    made: dict[Kind, list[int | None]] = {kind: [None] * (stages * span) for kind in Kind}
     # By kind and stage: where to look for what an action needs, and how far from its own place.
     sources = {
         kind: [
@@ -109,7 +109,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
             while action is not None:
                 stage, kind, microbatch = action
                 place = stage * span + microbatch
-                needs = [source.get(place + away) for source, away in sources[kind][stage]]
+                needs = [source[place + away] for source, away in sources[kind][stage]]
                 if None in needs:
                     break
                 yield rank, action, needs  # type: ignore[misc]  # none is None

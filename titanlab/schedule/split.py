@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from titanlab.errors import ConfigError
@@ -86,20 +87,25 @@ def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
         return cost * cost if cost <= width else math.inf
 
     # By piece: the first end that makes a stage too large. A stage of one piece is never too large.
-    beyond = [max(begin + 2, bisect_right(sums, sums[begin] + width) + 1) for begin in range(pieces)]
+    beyond = [min(pieces, max(begin + 2, bisect_right(sums, sums[begin] + width) + 1)) for begin in range(pieces)]
+    # By piece: the squares of the stages that begin at it, by their ends; the loops over ends are in C.
+    squares = [[square(begin, end) for end in range(begin + 1, beyond[begin])] for begin in range(pieces)]
+    # By stage: the last piece with which it can begin if no stage before it is too large.
+    last = [0]
+    for _ in range(stages - 1):
+        last.append(beyond[last[-1]] - 1)
     # By piece: the least sum of the stages after the current one if they begin at this piece.
     least = [square(begin, pieces) for begin in range(pieces)] + [math.inf]
     ends: list[list[int]] = []
-    for _ in range(stages - 1):
-        choices = [
-            min(
-                ((square(begin, end) + least[end], end) for end in range(begin + 1, min(pieces, beyond[begin]))),
-                default=(math.inf, pieces),
-            )
-            for begin in range(pieces)
-        ]
-        least = [weight for weight, _ in choices] + [math.inf]
-        ends.append([end for _, end in choices])
+    for stage in reversed(range(stages - 1)):
+        weights, chosen = [math.inf] * (pieces + 1), [pieces] * pieces
+        for begin in range(stage, last[stage] + 1):
+            sums_of_ends = list(map(operator.add, squares[begin], least[begin + 1 : beyond[begin]]))
+            if sums_of_ends:
+                weights[begin] = weight = min(sums_of_ends)
+                chosen[begin] = begin + 1 + sums_of_ends.index(weight)
+        least = weights
+        ends.append(chosen)
     first = [0]
     for end in reversed(ends):
         first.append(end[first[-1]])
@@ -142,6 +148,8 @@ class _Search:
         self._load, self._width = load, width
         self._sums = [0.0, *accumulate(costs)]
         self._later = [placement[stage + 1 :].count(rank) for stage, rank in enumerate(placement)]
+        # By stage: the ranks that have it or a later one.
+        self._open = [tuple(dict.fromkeys(placement[stage:])) for stage in range(self._stages)]
         # The number of pieces of median cost that fit into the remaining room is a sharper bound than sums of costs.
         self._median = sorted(costs)[len(costs) // 2]
         heavy = [cost >= self._median for cost in costs]
@@ -157,15 +165,16 @@ class _Search:
     def _from(self, stage: int, begin: int, room: dict[int, float]) -> list[int] | None:
         if stage == self._stages:
             return [] if begin == self._pieces else None
-        if self._tried >= PATIENCE or not self._may_fit(stage, begin, room):
+        if self._tried >= PATIENCE:
             return None
-        position = (stage, begin, *(room[rank] for rank in self._open(stage)))
-        if position in self._infeasible:
+        left = [room[rank] for rank in self._open[stage]]
+        position = (stage, begin, *left)
+        if position in self._infeasible or not self._may_fit(stage, begin, left):
             return None
         rank = self._placement[stage]
         for end in self._ends(stage, begin, room[rank]):
             self._tried += 1
-            rest = self._from(stage + 1, end, {**room, rank: room[rank] - self._cost(begin, end)})
+            rest = self._from(stage + 1, end, {**room, rank: room[rank] - (self._sums[end] - self._sums[begin])})
             if rest is not None:
                 return [begin, *rest]
         self._infeasible.add(position)
@@ -178,21 +187,21 @@ class _Search:
             return [self._pieces] if fits else []
         last = bisect_right(self._sums, self._sums[begin] + min(room, self._width)) - 1
         ends = range(begin + 1, min(last, self._pieces - (self._stages - stage - 1)) + 1)
-        share = room / (1 + self._later[stage])
-        return sorted(ends, key=lambda end: abs(self._cost(begin, end) - share))
+        if len(ends) < 2:
+            return list(ends)
+        share, sums, before = room / (1 + self._later[stage]), self._sums, self._sums[begin]
+        return sorted(ends, key=lambda end: abs(sums[end] - before - share))
 
-    def _may_fit(self, stage: int, begin: int, room: dict[int, float]) -> bool:
-        """Whether simple bounds allow the remaining pieces to fit."""
-        left = [room[rank] for rank in self._open(stage)]
+    def _may_fit(self, stage: int, begin: int, left: Sequence[float]) -> bool:
+        """Whether simple bounds allow the remaining pieces to fit.
+
+        Args:
+            left: room of the ranks that have this stage or a later one.
+        """
         if self._fewest[begin] > self._stages - stage or self._cost(begin, self._pieces) > sum(left):
             return False
-        if self._median <= 0:
-            return True
-        return self._heavy[begin] <= sum(int(room_left / self._median) for room_left in left)
-
-    def _open(self, stage: int) -> Iterator[int]:
-        """Ranks that have this stage or a later one."""
-        return iter(dict.fromkeys(self._placement[stage:]))
+        median = self._median
+        return median <= 0 or self._heavy[begin] <= sum([int(room / median) for room in left])
 
     def _cost(self, begin: int, end: int) -> float:
         return self._sums[end] - self._sums[begin]

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 import titanlab
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.keys import unknown_key
 from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.recipe import Recipe
 
@@ -74,3 +75,33 @@ def test_internals_of_hydra_are_used_in_one_file():
         if re.search(r"^(from|import) hydra\._internal", path.read_text(), re.MULTILINE)
     ]
     assert [path.name for path in users] == ["hydra_internal.py"]
+
+
+@pytest.mark.parametrize(
+    ("option", "shown"), [("off", "false"), ("no", "false"), ("on", "true"), ("yes", "true"), ("1", "1"), ("[1]", "1")]
+)
+def test_an_option_that_yaml_reads_as_no_text_is_named_with_its_file(tmp_path, option, shown):
+    (tmp_path / "recipe").mkdir()
+    file = tmp_path / "recipe" / "mine.yaml"
+    file.write_text(f"# @package _global_\ndefaults: [quickstart, {{override /tracker: {option}}}, _self_]\n")
+    with pytest.raises(ConfigError, match="chooses no option in the defaults of") as caught:
+        loader("--config-dir", str(tmp_path), "+recipe=mine").recipe()
+    assert (caught.value.key, str(caught.value.value)) == ("tracker", shown)
+    assert str(file) in caught.value.rule
+    assert "with the quotes" in caught.value.cure
+
+
+def test_an_option_in_quotes_is_chosen(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    text = '# @package _global_\ndefaults: [quickstart, {override /checkpoint: "off"}, _self_]\n'
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    recipe = loader("--config-dir", str(tmp_path), "+recipe=mine").recipe()
+    assert recipe is not None
+    assert recipe.checkpoint.kind == "off"
+
+
+def test_a_key_below_a_list_that_is_not_chosen_says_where_it_is_a_key():
+    error = unknown_key("tracker.wandb.project", "a")
+    assert "only where a list of options is chosen that has wandb" in error.rule
+    assert error.cure == "with tracker=wandb alone, write tracker.project=a"
+    assert unknown_key("tracker.wandb.projects", "a").rule == "is no key of this recipe"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from titanlab.costs.account import Share
-from titanlab.planner.activations import Batch, block_bytes, deferred_bytes
+from titanlab.planner.activations import Batch, deferred_bytes, saved_bytes
 from titanlab.planner.model_facts import key_of, model_facts
 from titanlab.planner.search.group import Group
 from titanlab.planner.search.space import Choice, Space
@@ -72,8 +72,10 @@ class MemoryBound:
             model, seq_len = key_of(self._recipe.model), self._recipe.training.seq_len
             layers = model_facts(model).account.layers
             batch = Batch(model, key_of(group.ac.value), share, group.microbatch, seq_len)
-            saved = sum(block.saved for block in block_bytes(batch, layers))
-            self._saved[key] = saved, layers * deferred_bytes(model, share, group.microbatch, seq_len)[""]
+            self._saved[key] = (
+                saved_bytes(batch, layers),
+                layers * deferred_bytes(model, share, group.microbatch, seq_len)[""],
+            )
         return self._saved[key]
 
     def _in_flight(self, schedules: Sequence[Choice], ranks: int, microbatches: int) -> tuple[float, float]:

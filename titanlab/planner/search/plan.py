@@ -113,7 +113,7 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
     machine = machine_of(recipe)
     limit = machine.memory_bytes * (1 - MARGIN)
     ranking = _ranking(recipe, machine, limit, vary)
-    with _no_collection():
+    with no_collection():
         best = ranking.best(top)
         advice = [] if best else _advice(ranking, vary)
     return Plan(
@@ -130,7 +130,7 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Python's garbage collector rests: a search makes many small objects and no cycles (a tenth of its time)."""
     enabled = gc.isenabled()
     gc.disable()

@@ -166,10 +166,19 @@ class Ranking:
     def _compute_bound(self, group: Group) -> float:
         """Seconds of the blocks without parallelism inside them, divided by the processes that share them."""
         layout = group.layouts[0]
-        whole = Layout(pipeline=layout.pipeline, shard=self.space.world // layout.pipeline)
-        times = self._times(group, whole)
+        times = self._times(group, self._whole(layout.pipeline))
         local = self.space.recipe.training.global_batch / layout.data / group.microbatch
         return local * (times.whole.ahead + times.whole.back) / (layout.pipeline * layout.context * layout.tensor)
+
+    def _whole(self, ranks: int) -> Layout:
+        """The layout of a pipeline without parallelism inside blocks."""
+        if ranks not in self._known_whole:
+            self._known_whole[ranks] = Layout(pipeline=ranks, shard=self.space.world // ranks)
+        return self._known_whole[ranks]
+
+    @functools.cached_property
+    def _known_whole(self) -> dict[int, Layout]:
+        return {}
 
     def _refine_group(self, group: Group) -> Iterator[tuple[float, Any]]:
         """The schedules of a group, with bounds of the pipeline's time."""
@@ -183,11 +192,27 @@ class Ranking:
         stragglers = 1 + self.machine.efficiencies.stragglers * math.log2(
             axis_in(layout, "world", self.machine.per_node).nodes
         )
-        for schedule in schedules:
-            passes = ahead if splits_backward(key_of(schedule.value), layout.pipeline, count) else ahead + back
-            idle = _BUBBLE_SHARE * passes * _before_last_rank(key_of(schedule.value), layout.pipeline)
+        for schedule, splits, share in self._idle_shares(layout.pipeline, count, schedules):
+            idle = _BUBBLE_SHARE * (ahead if splits else ahead + back) * share
             bound = (count * (ahead + back) / layout.pipeline + idle) * stragglers
             yield bound, (self._refine_schedule, (group, schedule))
+
+    def _idle_shares(
+        self, ranks: int, microbatches: int, schedules: Sequence[Choice]
+    ) -> Sequence[tuple[Choice, bool, float]]:
+        """The schedules of a pipeline, whether each splits the backward, and `_before_last_rank`."""
+        key = ranks, microbatches
+        if key not in self._known_shares:
+            keys = [key_of(schedule.value) for schedule in schedules]
+            self._known_shares[key] = [
+                (schedule, splits_backward(own, ranks, microbatches), _before_last_rank(own, ranks))
+                for schedule, own in zip(schedules, keys, strict=True)
+            ]
+        return self._known_shares[key]
+
+    @functools.cached_property
+    def _known_shares(self) -> dict[tuple[int, int], Sequence[tuple[Choice, bool, float]]]:
+        return {}
 
     def _refine_schedule(self, item: tuple[Group, Choice]) -> Iterator[tuple[float, Any]]:
         """The group with one schedule, with a bound of what its layouts share."""

@@ -169,7 +169,8 @@ class Space:
     def recipe_of(self, point: Point) -> Recipe:
         """The recipe of a point."""
         # A copy: a new recipe would check each of its numbers again.
-        recipe = copy.copy(self.recipe)
+        recipe = object.__new__(Recipe)
+        recipe.__dict__.update(self.recipe.__dict__)
         recipe.world = point.layout.world
         recipe.parallelism = self._parallelism(point.layout)
         recipe.training = self._training(point.microbatch)
@@ -283,14 +284,16 @@ class Space:
         return parallelism
 
     def _with_degrees(self, layout: Layout) -> Parallelism:
-        config = dataclasses.replace(self.recipe.parallelism.with_degrees(layout.degrees()), expert=layout.expert)
-        if layout.tensor == 1 and config.async_tensor:
+        own = self.recipe.parallelism
+        return dataclasses.replace(
+            own,
+            **layout.degrees(),  # type: ignore[arg-type]
+            expert=layout.expert,
             # Without tensor parallelism there is nothing to interleave.
-            config = dataclasses.replace(config, async_tensor=False)
-        if layout.pipeline != self.recipe.layout.pipeline:
+            async_tensor=own.async_tensor and layout.tensor > 1,
             # A split by hand is for one number of stages.
-            config = dataclasses.replace(config, split=None)
-        return config
+            split=own.split if layout.pipeline == self.recipe.layout.pipeline else None,
+        )
 
     def _training(self, microbatch: int) -> Any:
         return self._kept(

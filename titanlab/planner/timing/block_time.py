@@ -181,7 +181,7 @@ class _Shaped:
             dtype=formats.compute,
             width=formats.compute_bytes,
             fused=shape.fuses_blocks,
-            plan=step.account.tensor_plan,
+            plan=step.account.plan,
             prefix=f"{self.facts.block}.",
             products=shape.precision.value.products(self.facts.sample),
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.costs.account import Operation, style_of
+from titanlab.costs.account import Operation, TensorPlan
 from titanlab.costs.tensor_styles import STYLES
 from titanlab.planner.machine import Machine
 from titanlab.precision.account import Product
@@ -82,7 +82,7 @@ class Part:
     dtype: str
     width: int
     fused: bool
-    plan: Mapping[str, str]
+    plan: TensorPlan
     prefix: str
     products: Mapping[str, Product]
 
@@ -164,7 +164,7 @@ def _product(operation: Operation, part: Part, *, casts_input: bool) -> _Passes:
     rows = math.prod(operation.output[:-1]) / part.context
     columns = operation.output[-1]
     inner = operation.flops / (2 * math.prod(operation.output))
-    style = STYLES.get(style_of(part.plan, path))
+    style = STYLES.get(part.plan.style_of(path))
     dim = (
         style.cut_dim - style.is_stack if style is not None and style.cut_dim is not None and part.tensor > 1 else None
     )

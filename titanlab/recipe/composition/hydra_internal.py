@@ -27,6 +27,7 @@ from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
+from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combination, combining_groups, discover
 from titanlab.recipe.composition import strangers
 from titanlab.recipe.composition.combinations import choice_of
@@ -76,6 +77,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
             content = OmegaConf.to_container(result.config, resolve=False)
             group, _, option = config_path.removesuffix(".yaml").rpartition("/")
             strangers.check_file(content, group, option, file)
+            check_options(content, file)
             _name_combinations(result.config)
             self._results[key] = result
         return copy.deepcopy(self._results[key])
@@ -125,6 +127,27 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
             self.store.store(group=option.group, name=option.schema_name, node=option.schema)
             result = super().load_config(config_path)
         return result
+
+
+def check_options(content: Any, file: str) -> None:
+    """Check that the defaults list of a YAML chooses options by text: YAML reads `off` without quotes as false.
+
+    Raises:
+        ConfigError: it chooses a truth value or a number.
+    """
+    entries = content.get("defaults") if isinstance(content, dict) else None
+    for entry in entries if isinstance(entries, list) else []:
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            for option in value if isinstance(value, list) else [value]:
+                if not isinstance(option, bool | int | float):
+                    continue
+                group = str(key).split()[-1].lstrip("/")
+                words = ("off", "no") if option is False else ("on", "yes") if option is True else (str(option),)
+                shown = str(option).lower()
+                rule = f"chooses no option in the defaults of {file}: without quotes YAML reads {words[0]} as {shown}"
+                if not isinstance(option, bool):
+                    rule = f"chooses no option in the defaults of {file}: it is a number, and options have names"
+                raise ConfigError(group, shown, rule, f'write {group}: "{words[0]}", with the quotes')
 
 
 def _combination_at(path: str) -> Option | None:

@@ -103,6 +103,11 @@ def unknown_key(key: str, value: object) -> ConfigError:
         if key in _SPACE:
             return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
         return ConfigError(key, value, "is no key of Hydra's", "see `titanlab train --cfg hydra`")
+    group, _, rest = key.partition(".")
+    kind, _, inner = rest.partition(".")
+    if group in combining_groups() and inner and find_key(key) is not None:
+        rule = f"is a key only where a list of options is chosen that has {kind}"
+        return ConfigError(key, value, rule, f"with {group}={kind} alone, write {group}.{inner}={value}")
     return ConfigError(key, value, "is no key of this recipe", advice(key))
 
 

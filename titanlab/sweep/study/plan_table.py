@@ -62,6 +62,7 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
                 "run": decision.run_name,
                 "point": dict(decision.planned.point.values),
                 "repeat": decision.planned.point.repeat,
+                "control": decision.planned.point.is_control,
                 "layout": decision.planned.recipe.layout.label,
                 "action": decision.action,
                 "outcome": decision.outcome,
@@ -87,6 +88,7 @@ def _mapping(estimate: Estimate | None) -> dict[str, Any] | None:
 def _cells(decision: Decision) -> tuple[str, ...]:
     shape = decision.shape
     runs_here = decision.planned.recipe.launch.runs_here
+    action = decision.outcome if decision.action == "ended" and decision.outcome else decision.action
     return (
         decision.run_name,
         decision.planned.recipe.layout.label,
@@ -94,7 +96,7 @@ def _cells(decision: Decision) -> tuple[str, ...]:
         "" if runs_here else str(shape.nodes),
         f"{shape.gpu_hours:.1f}" if shape.gpu_hours else "",
         *_estimated(estimate_of(decision.planned.recipe)),
-        decision.outcome if decision.action == "ended" and decision.outcome else decision.action,
+        f"{action}, control" if decision.planned.point.is_control else action,
     )
 
 
