@@ -37,6 +37,8 @@ SPACES = [
     ({"product": {"compile": [False]}}, {}, "compile=false: is true or false", 'put it in quotes: "off"'),
     ({"product": {"model": [3]}}, {}, "model=3: is no option", ""),
     ({"product": {"training.steps": [5, "many"]}}, {}, "training.steps=many: must be a whole number", "try 1000"),
+    ({"product": {"tracker.wandb.project": ["a"]}}, {}, "tracker.wandb.project=a: is a key only where a list", "write tracker.project=a"),
+    ({"product": {"tracker.wandb.finish_seconds": ["x"]}}, {}, "tracker.wandb.finish_seconds=x: must be a number", "try 10.0"),
     ({"product": {"hydra.job.name": ["a", "b"]}}, {}, "hydra.job.name=a,b: is Hydra's own", "one value"),
     ({"product": {"sweep": ["a", "b"]}}, {}, "sweep=a,b: is one for the whole sweep", ""),
     ({"product": {"runs": ["a", "b"]}}, {}, "runs=a,b: is one for the whole sweep", ""),

@@ -282,7 +282,8 @@ def _check_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
     nodes = [
         (
             OmegaConf.structured(Recipe if schema.option is None else schema.option.schema),
-            key if schema.option is None else key.removeprefix(f"{schema.option.group}."),
+            # Not the given key: where several options are chosen, that has the option's name in it.
+            schema.name if schema.option is None else schema.name.removeprefix(f"{schema.option.group}."),
         )
         for schema in known
     ]
