@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import rotated
+from tests import rotated, workers
 from tests.pool import Pool
 from titanlab.compile.cache import repair
 from titanlab.distributed.host import this_host
@@ -113,6 +113,16 @@ def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     others = set(rows) - set(rows[part - 1 :: parts])
     config.hook.pytest_deselected(items=list(others))
     items[:] = [item for item in items if item not in others]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    workers.check(item)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, run all tests of ranks on one worker."""
+    return workers.RanksTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(optionalhook=True)

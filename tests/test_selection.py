@@ -78,29 +78,47 @@ def test_skips_are_failures_where_they_are_forbidden(planted):
     assert "skipped" not in output.splitlines()[-1]
 
 
-TWO_TESTS = """
-def test_one(request, worker_id): print(request.path.stem, "on", worker_id)
-def test_two(request, worker_id): print(request.path.stem, "on", worker_id)
+RANKS = """
+import pytest
+
+@pytest.fixture
+def pool(): pass
+
+def test_ranks(pool, worker_id): print("ranks on", worker_id)
+def test_no_ranks(worker_id): print("ranks on", worker_id)
+"""
+NO_RANKS = """
+def test_one(worker_id): print("others on", worker_id)
+def test_two(worker_id): print("others on", worker_id)
+"""
+HIDDEN_RANKS = """
+import pytest
+
+@pytest.fixture
+def pool(): pass
+
+ranks = pytest.fixture(lambda pool: pool, name="ranks")
+
+def test_ranks(ranks): pass
 """
 
 
 @pytest.mark.full
 def test_two_workers_fail_and_report_as_one_process_does(planted):
     failing = "def test_fails(): assert 1 == 2\n"
-    files = {**PLANTED, "test_a.py": TWO_TESTS, "test_b.py": TWO_TESTS, "test_failing.py": failing}
+    files = {**PLANTED, "test_a.py": RANKS, "test_b.py": NO_RANKS, "test_c.py": RANKS, "test_failing.py": failing}
     code, output = planted("1", *TWO_WORKERS, "-rPA", files=files)
     assert code != 0
     assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a reason to skip" in output
     assert "skipped, which TITANLAB_FORBID_SKIPS=1 forbids: Skipped: a file to skip" in output
     assert re.search(r"^FAILED \S*test_failing.py::test_fails\b", output, re.MULTILINE)
     assert re.search(r"^ERROR \S*test_planted.py::test_is_skipped\b", output, re.MULTILINE)
-    assert "1 failed, 5 passed, 1 xfailed, 2 errors" in output
+    assert "1 failed, 7 passed, 1 xfailed, 2 errors" in output
     assert output.count("1 tests that need a GPU were not selected: this machine has none") == 1
     assert output.count("1 tests that need Slurm were not selected: it is not installed here") == 1
-    # One process runs all tests of a file.
-    for file in ("test_a", "test_b"):
-        ran = re.findall(rf"^{file} on (gw\d)$", output, re.MULTILINE)
-        assert (len(ran), len(set(ran))) == (2, 1)
+    # One worker runs all files with tests of ranks, and one worker runs all tests of another file.
+    ranks, others = (re.findall(rf"^{name} on (gw\d)$", output, re.MULTILINE) for name in ("ranks", "others"))
+    assert (len(ranks), len(set(ranks)), len(others), len(set(others))) == (4, 1, 2, 1)
 
 
 def test_a_worker_that_dies_fails_the_run(planted):
@@ -110,6 +128,12 @@ def test_a_worker_that_dies_fails_the_run(planted):
     )
     assert code != 0
     assert re.search(r"^worker '\w+' crashed while running 'test_dying.py::test_dies'$", output, re.MULTILINE)
+
+
+def test_ranks_that_the_scheduler_would_not_see_are_refused(planted):
+    code, output = planted("0", files={"test_ranks.py": HIDDEN_RANKS})
+    assert code != 0
+    assert "this test starts ranks: add its fixture to RANK_FIXTURES" in output
 
 
 class Item:

@@ -59,7 +59,9 @@ def held(name):
 
     def watch(stage, mesh):
         def remember(_, inputs, output):
-            seen.extend(weakref.ref(each) for each in (inputs[0], output))
+            # The projections of an attention block return several tensors.
+            outputs = output if isinstance(output, tuple) else (output,)
+            seen.extend(weakref.ref(each) for each in (inputs[0], *outputs))
 
         for each in stage.modules():
             each.register_forward_hook(remember)

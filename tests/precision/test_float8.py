@@ -110,7 +110,7 @@ def test_experts_multiply_in_bf16(kind):
     assert set(kind().products(account)) == set(attention)
     part = Part(
         tensor=1, context=1, sequence_parallel=True, expert=2, dtype="bfloat16", width=2, fused=False,
-        plan=account.tensor_plan, prefix="layers.0.", products=kind().products(account),
+        plan=account.plan, prefix="layers.0.", products=kind().products(account),
     )  # fmt: skip
     rates = {
         work.name: {kernel.rate for kernels in work[2:] for kernel in kernels if kernel.flops}

@@ -12,7 +12,7 @@ def forward_kernels(*, fused, tensor):
     """Kernels of the products that may be fused."""
     model = Llama(**CONFIG, fused=fused)
     part = Part(tensor=tensor, context=1, sequence_parallel=False, expert=1, dtype="bfloat16", width=2, fused=False,
-                plan=model.account().tensor_plan, prefix="layers.0.", products={})  # fmt: skip
+                plan=model.account().plan, prefix="layers.0.", products={})  # fmt: skip
     operations = model.block_operations(batch=2, seq_len=256)
     names = ("wq", "wk", "wv", "wqkv", "w1", "w3", "w13")
     chosen = [each for each in operations if each.name.rpartition(".")[2] in names]
