@@ -22,7 +22,7 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.text("abc", min_size=1), VALUES, max_size=4))
 def test_values_survive(tmp_path_factory, config):
     assert yaml.safe_load(config_text(config)) == config
-    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(config_text(config), encoding="utf-8")
     assert read_config(path) == config
 

@@ -209,12 +209,14 @@ def test_a_checkpoint_s_fingerprint_is_of_its_numbers(references, place, tmp_pat
     _, run = references("untied")
     made = tiny.recipe(tmp_path, steps=2, init_from=str(run.path), **keys_of(folders.LLAMA_3_1))
     found = start_fingerprint(made)
-    shutil.copytree(latest(run.checkpoints), tmp_path / "step-00000003")
-    moved = replace(made, init_from=str(tmp_path / "step-00000003"))
+    # Two folders above a checkpoint titanlab looks for its run: here both are this test's own.
+    elsewhere = tmp_path / "moved" / "checkpoints" / "step-00000003"
+    shutil.copytree(latest(run.checkpoints), elsewhere)
+    moved = replace(made, init_from=str(elsewhere))
     check_start(moved)
     assert start_fingerprint(moved) == found
     # The weights of other numbers have other checksums, which the index has.
-    index = tmp_path / "step-00000003" / "index.json"
+    index = elsewhere / "index.json"
     content = json.loads(index.read_bytes())
     checksums = content["files"][0]["checksums"]
     content["files"][0]["checksums"] = ("B" if checksums[0] == "A" else "A") + checksums[1:]
