@@ -192,7 +192,7 @@ STEP_SECONDS = {
     "llama3_1_405b_512gpus_131k": 80,
     "llama3_1_405b_512gpus_262k": 136,
     "llama3_1_405b_2048gpus": 37,
-    "qwen3_moe_235b_a22b_512gpus": 12.5,
+    "qwen3_moe_235b_a22b_512gpus": 9.8,
 }
 
 
