@@ -58,6 +58,7 @@ SLOWEST = (
     "llama3_1_8b_256gpus_3d_cpu",
     "llama3_1_8b_256gpus_4d_cpu",
     "llama3_70b_128gpus_cpu",
+    "qwen3_moe_235b_a22b_512gpus_cpu",
     "qwen3_moe_30b_a3b_128gpus_cpu",
 )
 
