@@ -8,7 +8,7 @@ weight, product and gradient itself; only the choice is given.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -39,7 +39,11 @@ def recorded(made, run):
 def replayed(made, run, record: Record):
     """The trace of a layout whose routers choose the recorded experts."""
     tokens = _Tokens(made, (joined(os.environ) or ALONE).rank)
-    with _numbered_routers(), patch.object(Router, "choose", _replaying(Router.choose, record, tokens)):
+    if made.compile.blocks:
+        # What is computed again is in the block's graph, and reads the same bias.
+        with _numbered_routers(lambda layer, number: _bias(tokens.of(record[layer], number), made)):
+            return parity.trace(made, run, joined(os.environ) or ALONE)
+    with _numbered_routers(), patch.object(Router, "choose", _replaying(Router.choose, record, tokens, made)):
         return parity.trace(made, run, joined(os.environ) or ALONE)
 
 
@@ -69,14 +73,24 @@ class _Tokens:
 
 
 @contextmanager
-def _numbered_routers() -> Iterator[None]:
-    """Routers know the number of their block."""
+def _numbered_routers(biases: Callable[[int, int], torch.Tensor] | None = None) -> Iterator[None]:
+    """Routers know the number of their block.
+
+    Args:
+        biases: by block and number of the microbatch, a bias that the router gets before the block is called.
+    """
     unpatched = Balance.__init__
 
-    def init(balance, *given, **named):
-        unpatched(balance, *given, **named)
+    def init(balance, models, *given, **named):
+        stages = list(models)
+        unpatched(balance, stages, *given, **named)
         for layer, router in balance._routers.items():
             router.layer, router.calls = layer, {False: 0, True: 0}
+        blocks = {
+            int(layer): block for stage in stages for layer, block in stage.get_submodule("layers").named_children()
+        }
+        for layer, block in blocks.items() if biases is not None else ():
+            block.register_forward_pre_hook(_set_bias(balance._routers[layer], biases))
 
     with patch.object(Balance, "__init__", init):
         yield
@@ -97,17 +111,28 @@ def _computes_again() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _replaying(unpatched, record, tokens):
+def _set_bias(router, biases):
+    def hook(block, inputs):
+        router.bias = biases(router.layer, router.calls[False])
+        router.calls[False] += 1
+
+    return hook
+
+
+def _bias(experts: torch.Tensor, made) -> torch.Tensor:
+    """Is added to the scores for the choice only; the first expert gets most, so that the order is kept too."""
+    chosen = _LARGE * torch.arange(experts.shape[1], 0, -1.0).expand(experts.shape)
+    return torch.zeros(experts.shape[0], made.model.account().experts.count).scatter(1, experts, chosen)
+
+
+def _replaying(unpatched, record, tokens, made):
     def choose(router, given, weight):
         # Both take the microbatches in order.
         again = _computes_again()
         experts = tokens.of(record[router.layer], router.calls[again])
         router.calls[again] += 1
         before = router.bias
-        # Added to the scores for the choice only; the first expert gets most, so that the order is kept too.
-        router.bias = torch.zeros(given.shape[0], router.weight.shape[0]).scatter(
-            1, experts, _LARGE * torch.arange(experts.shape[1], 0, -1.0).expand(experts.shape)
-        )
+        router.bias = _bias(experts, made)
         choice = unpatched(router, given, weight)
         router.bias = before
         return choice

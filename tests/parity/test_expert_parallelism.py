@@ -12,7 +12,7 @@ from titanlab.parity.parity import compare
 FULL = [pytest.mark.full]
 AC = {"full": FullCheckpointing(), "selective_layer": SelectiveLayer(every=2)}
 ROWS = [
-    ("qwen3", {"shard": 2, "expert": 2}, []),
+    ("qwen3", {"shard": 2, "expert": 2}, FULL),
     ("qwen3", {"shard": 2, "tensor": 2, "expert": 4, "microbatch": 2}, []),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv", "ac": "full"}, []),
     ("qwen3", {"shard": 4, "expert": 2, "ac": "selective_layer"}, FULL),

@@ -23,7 +23,7 @@ EP_PP = {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv"}
 ALWAYS, FULL, MATRIX = [], [pytest.mark.full], [pytest.mark.matrix]
 # In fp32 against one process in eager mode without checkpointing.
 EXACT = [
-    (FSDP_TP, "full", "", ALWAYS),
+    (FSDP_TP, "full", "", FULL),
     (FSDP_TP, "selective_op", "aot_eager", FULL),
     (PP, "selective_op", "", FULL),
     (PP, "full", "aot_eager", FULL),

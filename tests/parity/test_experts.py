@@ -40,7 +40,7 @@ MODELS = {
 FULL = [pytest.mark.full]
 ROWS = [
     ("qwen3", {"tensor": 2}, []),
-    ("mixtral", {"shard": 4}, []),
+    ("mixtral", {"shard": 4}, FULL),
     ("qwen3", {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}, FULL),
     ("qwen3", {"tensor": 2, "sequence_parallel": False}, FULL),
     ("qwen3", {"replicate": 2}, FULL),

@@ -58,6 +58,7 @@ SLOWEST = (
     "llama3_1_8b_256gpus_3d_cpu",
     "llama3_1_8b_256gpus_4d_cpu",
     "llama3_70b_128gpus_cpu",
+    "qwen3_moe_235b_a22b_512gpus_cpu",
     "qwen3_moe_30b_a3b_128gpus_cpu",
 )
 
@@ -192,7 +193,7 @@ STEP_SECONDS = {
     "llama3_1_405b_512gpus_131k": 80,
     "llama3_1_405b_512gpus_262k": 136,
     "llama3_1_405b_2048gpus": 37,
-    "qwen3_moe_235b_a22b_512gpus": 12.5,
+    "qwen3_moe_235b_a22b_512gpus": 9.8,
 }
 
 
