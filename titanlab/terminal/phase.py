@@ -26,17 +26,19 @@ class Phase:
         self._begin = 0.0
         self._told = False
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        # The one of the phase that lasts, and earlier ones that are about to end.
+        self._threads: list[threading.Thread] = []
 
     def begin(self, text: str | None) -> None:
         """Begin a phase, which ends the one before; None: only end that."""
         self._text, self._begin, self._told = text, self._clock(), False
         if text is None:
             self._ended.set()
-        elif self._thread is None or self._ended.is_set():
+        elif not self._threads or self._ended.is_set():
             self._ended = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._ended,), name="terminal", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(self._ended,), name="terminal", daemon=True)
+            thread.start()
+            self._threads = [*(earlier for earlier in self._threads if earlier.is_alive()), thread]
 
     @property
     def line(self) -> str | None:
@@ -52,11 +54,12 @@ class Phase:
         return self.line
 
     def close(self) -> None:
-        """End the phase, and wait for the thread."""
+        """End the phase, and wait for its thread and for those of earlier phases."""
         self.begin(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        self._thread = None
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._threads = []
 
     def _run(self, ended: threading.Event) -> None:
         while not ended.wait(_TICK_SECONDS):
