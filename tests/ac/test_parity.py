@@ -104,7 +104,7 @@ ALWAYS = {
         ("tensor", "selective_op"),
         ("ring", "selective_op"),
     ),
-    *(("1f1b", "selective_layer"), ("zbv", "selective_op"), ("tensor", "full")),
+    *(("1f1b", "selective_layer"), ("zbv", "selective_op")),
 }
 
 

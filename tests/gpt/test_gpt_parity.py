@@ -30,7 +30,7 @@ ROWS = [
     ("plain", {"tensor": 2}, False),
     ("plain", {"context": 2}, True),
     ("plain", {"pipeline": 2, "shard": 2, "schedule": "zbv"}, False),
-    ("tied head", {"shard": 2, "tensor": 2}, True),
+    ("tied head", {"shard": 2, "tensor": 2}, False),
     ("plain", {"replicate": 2}, False),
     ("plain", {"shard": 2}, False),
     ("plain", {"tensor": 2, "sequence_parallel": False}, False),
