@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -196,11 +195,11 @@ class ExpertRows:
         self._last, self._every = steps, -(-steps // _MOST_ROWS)
         self._write = write
         self._steps = 0
-        self._counts = np.zeros((0, 0))
+        self._counts = torch.zeros(0, 0, dtype=torch.float64)
 
     def after_step(self, step: int, load: Load) -> None:
         """Add the counts of a step."""
-        counts = np.asarray(load.counts)
+        counts = torch.tensor(load.counts, dtype=torch.float64)
         self._counts = counts if not self._steps else self._counts + counts
         self._steps += 1
         if step % self._every == 0 or step in (1, self._last):
@@ -213,5 +212,5 @@ class ExpertRows:
     def at_end(self, step: int) -> None:
         """Write what was counted since the last row."""
         if self._steps:
-            self._write(step, {"steps": self._steps, "counts": np.rint(self._counts).astype(int).tolist()})
+            self._write(step, {"steps": self._steps, "counts": self._counts.round().long().tolist()})
         self._steps = 0
