@@ -9,9 +9,9 @@ from tests.planner.kept import LOG_PROBABILITY_BYTES, allocated_before_backward,
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs.account import Share
+from titanlab.costs.config_key import key_of
 from titanlab.planner.activations import deferred_bytes
 from titanlab.planner.memory import _Ranks, memory
-from titanlab.planner.model_facts import key_of
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
 from titanlab.schedule.interleaved_schema import Interleaved1F1B, InterleavedZeroBubble
 from titanlab.schedule.one_f_one_b_schema import OneFOneB

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.planner.in_flight import _of_rank, _peaks, _totals, peaks, totals
-from titanlab.planner.model_facts import key_of
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.timeline import peak_in_flight
 

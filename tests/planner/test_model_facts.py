@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from titanlab.costs.config_key import key_of
 from titanlab.costs.layout import Layout
 from titanlab.parallelism.schema import Parallelism
 from titanlab.planner import model_facts
-from titanlab.planner.model_facts import key_of
 
 
 def test_configs_with_the_same_text_have_one_key():

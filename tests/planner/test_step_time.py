@@ -9,11 +9,12 @@ from tests.planner.recipes import LLAMA_8B, SMALL, made
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs import flops
+from titanlab.costs.config_key import key_of
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.planner.efficiencies import Efficiencies
 from titanlab.planner.machine import machine_of
-from titanlab.planner.model_facts import key_of, model_facts
+from titanlab.planner.model_facts import model_facts
 from titanlab.planner.step_time import freed_and_kept, step_time
 from titanlab.planner.timing.exchange import context_rows, sharding_of, tensor_rows
 from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise

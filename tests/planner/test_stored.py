@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.planner.layouts import SMALL
+from titanlab.costs.config_key import key_of
 from titanlab.costs.shard_account import gathered_part, stored_part, tensor_part
 from titanlab.optimizer.adamw_schema import AdamW
-from titanlab.planner.model_facts import key_of
 from titanlab.planner.stored import Sharding, added, representatives, stored_pieces
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.fp32_schema import Fp32

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from titanlab.planner.model_facts import Key, key_of
+from titanlab.costs.config_key import Key, key_of
 from titanlab.schedule.action import Action
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from titanlab.costs.account import Activation, Operation, Share, kept
+from titanlab.costs.config_key import Key
 from titanlab.costs.loss_chunk import chunk_bytes
-from titanlab.planner.model_facts import Key, block_operations, edge_operations, model_facts, treatments
+from titanlab.planner.model_facts import block_operations, edge_operations, model_facts, treatments
 
 # Bytes for each logit while the loss is computed, beside the logits' own width c. Eager: in the forward pass logits,
 # their copy in float32 and log-probabilities; in the backward pass log-probabilities, their gradient, and that of the

@@ -6,10 +6,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
 from titanlab.planner.machine import machine_of
 from titanlab.planner.memory import most_memory
-from titanlab.planner.model_facts import key_of
 from titanlab.planner.reserved import reserved_bytes
 from titanlab.planner.search.plan import MARGIN
 from titanlab.planner.step_time import step_time

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.costs.config_key import key_of
 from titanlab.costs.traffic_account import Coordinate, step_traffic
 from titanlab.costs.traffic_table import Row
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import ITEMS, RankMemory, memory
-from titanlab.planner.model_facts import key_of
 from titanlab.planner.reserved import reserved_bytes
 from titanlab.planner.step_time import StepTime, step_time
 from titanlab.planner.timing.block_time import model_time, shape_of

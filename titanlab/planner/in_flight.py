@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from titanlab.costs.config_key import Key
 from titanlab.planner.actions import actions_of
-from titanlab.planner.model_facts import Key
 from titanlab.planner.stages import placement_of
 from titanlab.planner.timing.pipeline_time import shorter
 from titanlab.schedule.action import Action, Kind

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titanlab.costs.account import Share
+from titanlab.costs.config_key import key_of
 from titanlab.costs.layout import hidden_shape
 from titanlab.planner.activations import (
     Batch,
@@ -22,7 +23,7 @@ from titanlab.planner.activations import (
     loss_bytes,
 )
 from titanlab.planner.in_flight import peaks, totals
-from titanlab.planner.model_facts import key_of, model_facts
+from titanlab.planner.model_facts import model_facts
 from titanlab.planner.stages import parts_of, placement_of, stages_of
 from titanlab.planner.stored import NOTHING, Sharding, added, stored_pieces
 from titanlab.recipe.recipe import Recipe

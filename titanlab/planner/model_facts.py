@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from titanlab.costs.account import ModelAccount, Operation
+from titanlab.costs.config_key import Key
 from titanlab.costs.flops import per_token
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class Key:
-    """A config as the key of a cache. Configs with the same text have the same key."""
-
-    text: str
-    value: Any
 
 
 class Unkeyed(Generic[T]):
@@ -31,30 +24,6 @@ class Unkeyed(Generic[T]):
 
     def __hash__(self) -> int:
         return 0
-
-
-# Keys by the identity of their config, which stays in the entry, so that no other object can have its identity; and by
-# text. Searches ask so often that even hashing a text anew would be seen.
-_BY_IDENTITY: dict[int, tuple[Any, Key]] = {}
-_BY_TEXT: dict[str, Key] = {}
-_MOST_KEYS = 4096
-
-
-def key_of(config: Any) -> Key:
-    """The key of a config. Configs never change, and many recipes share one, so its text is made once."""
-    found = _BY_IDENTITY.get(id(config))
-    return _new_key(config) if found is None else found[1]
-
-
-def _new_key(config: Any) -> Key:
-    if len(_BY_IDENTITY) >= _MOST_KEYS:
-        # A later key with the same text is another one, for which caches are filled again.
-        _BY_IDENTITY.clear()
-        _BY_TEXT.clear()
-    text = repr(config)
-    key = _BY_TEXT.setdefault(text, Key(text, config))
-    _BY_IDENTITY[id(config)] = config, key
-    return key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from titanlab.planner.model_facts import Key, block_operations, edge_operations, model_facts
+from titanlab.costs.config_key import Key
+from titanlab.planner.model_facts import block_operations, edge_operations, model_facts
 from titanlab.recipe.stage_pieces import stage_pieces
 
 

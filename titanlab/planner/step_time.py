@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, hidden_shape
 from titanlab.costs.traffic_account import TOTALS_BYTES
 from titanlab.planner.machine import Axis, Machine
-from titanlab.planner.model_facts import Key, Unkeyed, flops_per_token, key_of, model_facts
+from titanlab.planner.model_facts import Unkeyed, flops_per_token, model_facts
 from titanlab.planner.stored import Sharding as Stored
 from titanlab.planner.stored import stored_pieces
 from titanlab.planner.timing.block_time import exposed, model_time, shape_of

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
 from titanlab.costs.shard_account import account_for, cuts_of, gathered_part, stored_part
 from titanlab.optimizer.contract import Stored
-from titanlab.planner.model_facts import Key, model_facts
+from titanlab.planner.model_facts import model_facts
 from titanlab.precision.account import matched
 
 

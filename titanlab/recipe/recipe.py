@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from titanlab.checkpoint.remote.address_schema import check_address, is_address
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
+from titanlab.costs.account import ModelAccount
+from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout, resolve_layout
 from titanlab.costs.loss_chunk import AUTO, automatic
 from titanlab.errors import ConfigError
@@ -126,15 +129,22 @@ class Recipe:
 
 def needs_whole_logits(recipe: Recipe) -> tuple[str, str] | None:
     """Why the head and the loss of a resolved recipe cannot be computed in chunks, and the cure; None: they can."""
-    account = recipe.model.account()
+    account = _account(key_of(recipe.model))
     if not account.head:
         return "the model does not name its head", "try 0, or name it in the model's account"
     if recipe.layout.tensor > 1 and not recipe.parallelism.loss_parallel:
         return "loss_parallel=false gathers whole logits", "try 0, or parallelism.loss_parallel=true"
-    if account.head in recipe.precision.products(account) and not recipe.precision.splits_products:
+    # Asked in this order: a search asks of thousands of recipes, and sorting a model's layers takes a millisecond.
+    if not recipe.precision.splits_products and account.head in recipe.precision.products(account):
         rule = f"the head multiplies in {recipe.precision.kind}, which computes both of its gradients at once"
         return rule, f"try 0, or precision.skip=[{account.head}]"
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def _account(model: Key) -> ModelAccount:
+    account: ModelAccount = model.value.account()
+    return account
 
 
 def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.conftest import KINDS, Schedule
-from titanlab.planner.model_facts import key_of
+from titanlab.costs.config_key import key_of
 from titanlab.planner.timing.pipeline_bound import least_idle
 from titanlab.planner.timing.stage import StageTime
 from titanlab.schedule.action import Kind

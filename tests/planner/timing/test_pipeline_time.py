@@ -4,9 +4,9 @@ import pytest
 
 from tests.planner.recipes import made
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
+from titanlab.costs.config_key import key_of
 from titanlab.model.llama_schema import Llama
 from titanlab.planner.machine import machine_of
-from titanlab.planner.model_facts import key_of
 from titanlab.planner.step_time import step_time
 from titanlab.planner.timing.pipeline_time import pipeline_time, shorter, simulated_time, stages_of
 from titanlab.planner.timing.stage import StageTime

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 
 from titanlab.costs.account import Share
+from titanlab.costs.config_key import key_of
 from titanlab.planner.activations import Batch, deferred_bytes, saved_bytes
-from titanlab.planner.model_facts import key_of, model_facts
+from titanlab.planner.model_facts import model_facts
 from titanlab.planner.search.group import Group
 from titanlab.planner.search.space import Choice, Space
 from titanlab.planner.stored import PieceBytes, Sharding, added, stored_pieces

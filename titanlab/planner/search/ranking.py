@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titanlab.costs.config_key import Key, key_of
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.planner.machine import Machine
 from titanlab.planner.memory import RankMemory, most_memory
-from titanlab.planner.model_facts import Key, key_of
 from titanlab.planner.reserved import message_bytes
 from titanlab.planner.search.group import Group
 from titanlab.planner.search.memory_bound import MemoryBound

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.config_key import key_of
 from titanlab.costs.divisors import divisors
 from titanlab.costs.layout import Layout
 from titanlab.costs.shard_account import account_for
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
 from titanlab.planner.actions import Remembered
-from titanlab.planner.model_facts import key_of, model_facts
+from titanlab.planner.model_facts import model_facts
 from titanlab.recipe import layout_rules
 from titanlab.recipe.recipe import Recipe
 from titanlab.recipe.recipe_rules import check_all_but_data

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from titanlab.ac.contract import ACConfig
 from titanlab.costs.account import Operation
+from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
 from titanlab.costs.tensor_styles import STYLES
 from titanlab.costs.traffic_table import Row
 from titanlab.planner.machine import Axis, Machine
 from titanlab.planner.model_facts import (
-    Key,
     ModelFacts,
     Unkeyed,
     block_operations,

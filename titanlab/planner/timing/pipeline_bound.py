@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from itertools import accumulate
 
-from titanlab.planner.model_facts import Key
+from titanlab.costs.config_key import Key
 from titanlab.planner.timing.stage import StageTime
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from titanlab.costs.config_key import Key
 from titanlab.planner.actions import actions_of
-from titanlab.planner.model_facts import Key
 from titanlab.planner.stages import placement_of
 from titanlab.planner.timing.pipeline_bound import least_idle
 from titanlab.planner.timing.stage import StageTime

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlab.planner.model_facts import Key
+from titanlab.costs.config_key import Key
 from titanlab.planner.stages import placement_of
 from titanlab.planner.stages import stages_of as parts_of
 from titanlab.planner.timing.block_time import ModelTime, total
