@@ -58,6 +58,18 @@ class PrecisionConfig(Protocol):
         """
         return  # the default; mypy takes an empty body for an abstract method
 
+    def check_device(self, *, accelerator: str, device: str) -> None:
+        """Check that a device can compute in this precision, whatever else the recipe has.
+
+        Args:
+            accelerator: `cpu` or `cuda`.
+            device: the accelerator's name.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        return
+
     def implementation(self) -> Precision:
         """By default parameters and activations are cast, and no module is replaced."""
         from titanlab.precision.cast import Cast

@@ -107,7 +107,11 @@ class Float8(Bf16):
         if importlib.util.find_spec("torchao") is None:
             raise ConfigError("precision", self.kind, "needs torchao", "pip install torchao, or try precision=bf16")
         self._check_names(setting.model)
-        self._check_device(setting)
+        self.check_device(accelerator=setting.accelerator, device=setting.device)
+        capability = hardware.compute_capability(setting.device) or self.capability
+        # Emulation supports any number of tokens.
+        if setting.accelerator != "cpu" and self.multiplies_tokens and not self.emulates(capability):
+            self.check_tokens(setting)
         self._check_dims(setting)
         self._check_parts(setting.model)
         self._check_joined(setting.model)
@@ -217,17 +221,14 @@ class Float8(Bf16):
             rule = "names every linear layer of the model, so that none is converted"
             raise ConfigError("precision.skip", _typed(self.skip), rule, f"try [{HEAD}], or precision=bf16")
 
-    def _check_device(self, setting: Setting) -> None:
-        if setting.accelerator == "cpu":
+    def check_device(self, *, accelerator: str, device: str) -> None:
+        """See PrecisionConfig."""
+        capability = hardware.compute_capability(device)
+        if accelerator == "cpu":
             self.check_capability(None, "a CPU")
-            return
-        capability = hardware.compute_capability(setting.device)
         # The implementation checks a GPU that is not in the table.
-        if capability is not None:
-            self.check_capability(capability, setting.device)
-        # Emulation supports any number of tokens.
-        if self.multiplies_tokens and not self.emulates(capability or self.capability):
-            self.check_tokens(setting)
+        elif capability is not None:
+            self.check_capability(capability, device)
 
     def _check_parts(self, model: ModelAccount) -> None:
         for piece in matched(model, self.fp32_parts):

@@ -105,7 +105,7 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
         top: how many recipes are wanted.
 
     Raises:
-        ConfigError: a value of the request is wrong.
+        ConfigError: a value of the request is wrong, or its devices cannot compute in its precision.
     """
     if not 1 <= top <= MOST:
         raise ConfigError("--top", top, f"must lie in 1 to {MOST:,}", "try 20")
@@ -113,6 +113,7 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
     machine = machine_of(recipe)
     limit = machine.memory_bytes * (1 - MARGIN)
     ranking = _ranking(recipe, machine, limit, vary)
+    _check_precisions(ranking.space)
     with no_collection():
         best = ranking.best(top)
         advice = [] if best else _advice(ranking, vary)
@@ -145,6 +146,20 @@ def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]
     world = recipe.layout.world
     space = Space(recipe=recipe, world=world, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
     return Ranking(space=space, machine=machine, limit=limit, excess=machine.allocator_excess)
+
+
+def _check_precisions(space: Space) -> None:
+    """Check that one of the precisions can be computed in: otherwise every recipe would be asked, in vain."""
+    refusal: ConfigError | None = None
+    for choice in space.choices.precisions:
+        try:
+            choice.value.check_device(accelerator=space.recipe.cluster.accelerator, device=space.recipe.cluster.device)
+        except ConfigError as error:
+            refusal = refusal or error
+        else:
+            return
+    if refusal is not None:
+        raise refusal
 
 
 def _advice(ranking: Ranking, vary: Sequence[str]) -> list[str]:
