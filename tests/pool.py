@@ -15,7 +15,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -27,6 +26,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from titanlab.distributed.free_port import free_port
 
 # Time for the other ranks to notice that one has failed; after it they are ended.
 GRACE_SECONDS = 2.0
@@ -98,7 +99,7 @@ class Pool:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(f"workers cannot import {function!r} or its arguments: {error}") from error
         workers = self._ready(world)
-        port = _free_port()
+        port = free_port()
         for rank, worker in enumerate(workers):
             worker.send(("call", call, _environment(rank, world, port)))
         answers = self._gather(workers, limit_seconds, grace_seconds)
@@ -243,13 +244,6 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _serve(connection: Connection, stacks: str, filters: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Key:
-    """A config as the key of a cache. Configs with the same text have the same key."""
+    """A config as the key of a cache. Configs of one class with the same text have the same key."""
 
     text: str
     value: Any
 
 
 # Keys by the identity of their config, which stays in the entry, so that no other object can have its identity; and by
-# text. Searches ask so often that even hashing a text anew would be seen.
+# class and text. Searches ask so often that even hashing a text anew would be seen.
 _BY_IDENTITY: dict[int, tuple[Any, Key]] = {}
-_BY_TEXT: dict[str, Key] = {}
+_BY_TEXT: dict[tuple[type, str], Key] = {}
 _MOST_KEYS = 4096
 
 
@@ -33,6 +33,6 @@ def _new_key(config: Any) -> Key:
         _BY_IDENTITY.clear()
         _BY_TEXT.clear()
     text = repr(config)
-    key = _BY_TEXT.setdefault(text, Key(text, config))
+    key = _BY_TEXT.setdefault((type(config), text), Key(text, config))
     _BY_IDENTITY[id(config)] = config, key
     return key

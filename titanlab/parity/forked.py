@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlab.distributed.free_port import free_port
 from titanlab.distributed.ranks import MEETING, Ranks
 from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import conclude
 from titanlab.launch.local.rank_processes import RankProcesses
-from titanlab.launch.local.ranks import free_port, wait_for
+from titanlab.launch.local.ranks import wait_for
 from titanlab.launch.memory_kills import memory_kills
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.identity import identify

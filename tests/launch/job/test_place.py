@@ -6,7 +6,7 @@ import pytest
 
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch.job import rendezvous
-from titanlab.launch.job.place import address_of, free_port
+from titanlab.launch.job.place import address_of, port_of
 from titanlab.launch.job.rendezvous import Rendezvous, find, publish, wait
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.slurm import job as slurm_job
@@ -75,11 +75,11 @@ def test_the_address_is_the_given_one_or_a_name_that_resolves_or_slurms_own(monk
 
 
 def test_a_port_is_free_or_given():
-    assert free_port({"MASTER_PORT": "29500"}) == 29500
+    assert port_of({"MASTER_PORT": "29500"}) == 29500
     with socket.socket() as probe:
-        probe.bind(("", free_port({})))
+        probe.bind(("", port_of({})))
     with pytest.raises(ConfigError, match="is no port"):
-        free_port({"MASTER_PORT": "70000"})
+        port_of({"MASTER_PORT": "70000"})
 
 
 @pytest.mark.parametrize(

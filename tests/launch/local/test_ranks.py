@@ -16,6 +16,7 @@ import pytest
 
 from tests.launch.command import alive, children, finished
 from tests.until import until
+from titanlab.distributed.free_port import free_port
 from titanlab.launch.contract import Failure
 from titanlab.launch.local import ranks as local
 from titanlab.records.outcome import OutcomeKind
@@ -161,7 +162,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(command):
 
 def torchrun():
     """What starts two ranks instead of titanlab's own launcher."""
-    port = str(local.free_port())
+    port = str(free_port())
     return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "titanlab"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
+from titanlab.distributed.free_port import free_port
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Launcher, Place
 
@@ -32,8 +33,8 @@ def address_of(launcher: Launcher, place: Place, environ: Mapping[str, str]) -> 
     raise ConfigError("MASTER_ADDR", None, rule, "set MASTER_ADDR in launch.environment")
 
 
-def free_port(environ: Mapping[str, str]) -> int:
-    """A free port of this host: MASTER_PORT, or a port that could be bound a moment ago.
+def port_of(environ: Mapping[str, str]) -> int:
+    """The port of rank 0: MASTER_PORT, or one that is free.
 
     Raises:
         ConfigError: MASTER_PORT is not a port number.
@@ -43,6 +44,4 @@ def free_port(environ: Mapping[str, str]) -> int:
         if not port.isdecimal() or not 0 < int(port) < 65_536:
             raise ConfigError("MASTER_PORT", port, "is no port", "try MASTER_PORT=29500, or unset it")
         return int(port)
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return free_port()

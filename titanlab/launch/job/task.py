@@ -30,7 +30,7 @@ from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.job import rendezvous, roll_call
 from titanlab.launch.job.group import Group, await_end, ranks_in
 from titanlab.launch.job.job import Job, received_signals, say, submitted
-from titanlab.launch.job.place import address_of, free_port
+from titanlab.launch.job.place import address_of, port_of
 from titanlab.launch.job.precheck import check_code, claim_run
 from titanlab.launch.job.rank_watch import RESULT_SECONDS, RankWatch, await_result, settle
 from titanlab.launch.job.rendezvous import Rendezvous
@@ -173,7 +173,7 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
     group.note(attempt)
     members = group.members
     meeting = Rendezvous(
-        start=job.round(group.round), attempt=attempt, address=address, port=free_port(os.environ), members=members
+        start=job.round(group.round), attempt=attempt, address=address, port=port_of(os.environ), members=members
     )
     rendezvous.publish(run, meeting)
     where = ", ".join(place.nodes)

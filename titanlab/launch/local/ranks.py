@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from titanlab.distributed.free_port import free_port
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import ANSWER_SECONDS, end_if_silent, hangs_of_others, note_silent_ranks
 from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kept
@@ -211,10 +211,3 @@ def _forwarded_signals() -> Iterator[_Signals]:
     """Forward stop signals instead of dying of them; afterwards restore all handlers."""
     with handlers_kept((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
         yield _Signals()
-
-
-def free_port() -> int:
-    """A TCP port that no process of this host uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
