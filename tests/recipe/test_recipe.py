@@ -315,3 +315,23 @@ def test_longest_name_is_a_folder(tmp_path: Path):
     assert tiny.recipe(tmp_path, name=name).name == name
     with pytest.raises(ConfigError, match="up to 100 letters"):
         tiny.recipe(tmp_path, name=name + "x")
+
+
+def test_a_changed_recipe_changes_no_other_one(tmp_path):
+    """Equal groups are checked once, and each recipe has its own objects."""
+    mapping = to_mapping(tiny.recipe(tmp_path))
+    one, other = from_mapping(mapping), from_mapping(mapping)
+    one.training.steps += 1
+    one.optimizer.schedule.warmup_steps = 77
+    assert to_mapping(other) == mapping
+    assert to_mapping(from_mapping(mapping)) == mapping
+
+
+def test_an_error_has_the_value_of_an_unknown_key(tmp_path):
+    mapping = to_mapping(tiny.recipe(tmp_path))
+    mapping["training"]["stepz"] = 7
+    with pytest.raises(ConfigError, match="training.stepz=7: Key 'stepz' not in 'Training'"):
+        from_mapping(mapping)
+    del mapping["training"]
+    with pytest.raises(ConfigError, match="training=null: is a group that every config has"):
+        from_mapping(mapping)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +44,10 @@ else:
     ACConfig = CheckpointConfig = DataConfig = ModelConfig = OptimizerConfig = Any
     PrecisionConfig = PipelineSchedule = TrackerConfig = Any
 
+_COMPARE = "compare it with `titanlab train --cfg job`"
+# Options by their schema and the text of their content.
+_OPTIONS: dict[tuple[type, str], Any] = {}
+_MOST_OPTIONS = 1024
 # Kinds of groups that had none when older runs wrote their configs.
 _FIRST_KINDS: Mapping[str, str] = {"checkpoint": "sync"}
 
@@ -175,26 +181,46 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     mapping = {"profiler": {"kind": "off"}, **mapping}
     if isinstance(mapping.get("training"), Mapping):
         mapping["training"] = {"loss_chunk": 0, **mapping["training"]}
-    nodes: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if key in groups:
-            if not isinstance(value, Mapping):
-                raise ConfigError(key, value, "must be a mapping", "compare it with `titanlab train --cfg job`")
-            kind = value.get("kind", _FIRST_KINDS.get(key)) if None not in groups[key] else None
-            nodes[key] = _schema_node(key, kind, value)
+    options = {group: _option(group, content) for group, content in mapping.items() if group in groups}
+    others = {key: value for key, value in mapping.items() if key not in groups}
+    with _told_in_one_line("", mapping):
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(_literal(others)))
+    for item in dataclasses.fields(Recipe):
+        if item.default is MISSING and item.name not in options:
+            raise ConfigError(item.name, None, "is a group that every config has", _COMPARE)
+    return Recipe(**options, **{str(key): merged[key] for key in merged if key not in options})
+
+
+def _option(group: str, content: Any) -> Any:
+    """A group's config. The options of a sweep's runs are mostly the same, and checking one takes milliseconds."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(group, content, "must be a mapping", _COMPARE)
+    kinds = discover()[group]
+    kind = content.get("kind", _FIRST_KINDS.get(group)) if None not in kinds else None
+    known = schema_of(group, kind), repr(content)
+    if known not in _OPTIONS:
+        with _told_in_one_line(group, content):
+            made = OmegaConf.to_object(
+                OmegaConf.merge(_schema_node(group, kind, content), OmegaConf.create(_literal(content)))
+            )
+        if len(_OPTIONS) >= _MOST_OPTIONS:
+            _OPTIONS.clear()
+        _OPTIONS[known] = made
+    # A copy: whoever changes it changes no other recipe.
+    return copy.deepcopy(_OPTIONS[known])
+
+
+@contextlib.contextmanager
+def _told_in_one_line(within: str, content: Mapping[str, Any]) -> Iterator[None]:
+    """Turn OmegaConf's errors into those of a key and its value."""
     try:
-        base = OmegaConf.structured(Recipe)
-        merged = OmegaConf.merge(base, OmegaConf.create(nodes), OmegaConf.create(_literal(dict(mapping))))
-        recipe = OmegaConf.to_object(merged)
+        yield
     except OmegaConfBaseException as error:
-        key = error.full_key or "config"
+        inner = str(error.full_key or "")
         # OmegaConf's error has no value if no schema has the key.
-        value = error.value if error.value is not None else mapping.get(key)
-        raise ConfigError(
-            key, value, str(error.msg).splitlines()[0], "compare it with `titanlab train --cfg job`"
-        ) from error
-    assert isinstance(recipe, Recipe)
-    return recipe
+        value = error.value if error.value is not None else content.get(inner)
+        key = ".".join(filter(None, (within, inner))) or "config"
+        raise ConfigError(key, value, str(error.msg).splitlines()[0], _COMPARE) from error
 
 
 def _schema_node(group: str, kind: Any, content: Mapping[str, Any]) -> Any:
