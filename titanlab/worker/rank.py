@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -33,6 +32,7 @@ from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.disk import disk_fault
 from titanlab.terminal.console import Console
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
+from titanlab.worker.imports import import_techniques, import_trainer
 
 if TYPE_CHECKING:
     from titanlab.training.train import Observer
@@ -48,9 +48,10 @@ def main(
         observe: makes the observer of the training; None: it has none.
     """
     folder, *rest = sys.argv[1:] if arguments is None else arguments
+    shared: Recipe | None = None
     if PIDS_FILE in os.environ:
         # Returns in each of the forked ranks.
-        fork_ranks(prepare=lambda: _import_torch(open_run(Path(folder))))
+        shared = fork_ranks(prepare=lambda: _import_before_fork(open_run(Path(folder))))
     end_with_parent()
     _write_to_own_log()
     ranks = joined(os.environ) or ALONE
@@ -66,8 +67,7 @@ def main(
         stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         hear_stop_signals()
         try:
-            config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
-            recipe = from_mapping(config)
+            recipe = shared or _read_recipe(run, attempt, config_line)
             watchdog = _watchdog(recipe, run, ranks, attempt)
             stack.callback(watchdog.close)
             os.environ.update(environment(recipe, ranks))
@@ -78,7 +78,7 @@ def main(
             source.prepare(recipe.data, report=lambda line: None)
             # Imported here: torch reads the variables that were set above when it is imported.
             starting("importing torch")
-            outcome = importlib.import_module("titanlab.training.train").train(
+            outcome = import_trainer().train(
                 recipe,
                 run,
                 ranks,
@@ -102,23 +102,26 @@ def _unseen(text: str | None) -> None:
     """Show nothing."""
 
 
-def _import_torch(run: RunFolder) -> None:
-    """Import what all ranks of this host need, before they are forked.
+def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = None) -> Recipe:
+    return from_mapping(run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line))
+
+
+def _import_before_fork(run: RunFolder) -> Recipe | None:
+    """Import what all ranks of this host need, before they are forked. Returns the recipe if it can be read.
 
     Accelerators must not be initialised before a fork, and libraries may do so when they are imported: then each rank
     imports torch itself.
     """
+    recipe = None
     # A failure here is a failure of every rank too, which records it. The console's thread ends before the fork.
     with Console() as console, contextlib.suppress(Exception):
         console.phase("importing torch")
-        recipe = from_mapping(run.config(_begun_attempt() or max(run.attempts())))
+        recipe = _read_recipe(run, _begun_attempt())
         if recipe.cluster.accelerator == "cpu":
             os.environ.update(environment(recipe, joined(os.environ) or ALONE))
-            importlib.import_module("titanlab.training.train")
-            # DDP, FSDP2 and DTensor import it when they are first used.
-            importlib.import_module("torch._dynamo")
-            if recipe.layout.pipeline > 1:
-                importlib.import_module("titanlab.parallelism.pipeline")
+            import_trainer()
+            import_techniques(recipe)
+    return recipe
 
 
 def _begun_attempt() -> int | None:
