@@ -31,6 +31,7 @@ from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.records.start_up import StartUp, start_of_worker
 from titanlab.system.disk import disk_fault
+from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import Console
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 from titanlab.worker.imports import import_techniques, import_trainer
@@ -104,7 +105,10 @@ def main(
 
 
 def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = None) -> Recipe:
-    return from_mapping(run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line))
+    config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
+    # It imports the schemas of all options.
+    with kept_imports():
+        return from_mapping(config)
 
 
 def _leave_earlier_out(start_up: StartUp, run: RunFolder, attempt: int | None) -> None:
