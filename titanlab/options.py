@@ -108,8 +108,13 @@ def combination(group: str, name: str) -> Option | None:
 
 def discover() -> dict[str, dict[str | None, Option]]:
     """All options by group and kind; it imports only schema modules, which do not import torch."""
+    return _options_of(_schema_modules())
+
+
+@functools.cache
+def _options_of(modules: tuple[ModuleType, ...]) -> dict[str, dict[str | None, Option]]:
     groups: dict[str, dict[str | None, Option]] = {}
-    for module in _schema_modules():
+    for module in modules:
         for value in vars(module).values():
             marked = getattr(value, "__titanlab_option__", None)
             # Skip schemas that the module imported, and undecorated subclasses, which inherit the mark.

@@ -15,6 +15,7 @@ from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.provenance import collect
 from titanlab.records.run_status import STATES, Status
+from titanlab.records.start_up import PHASES
 from titanlab.tracker.record import FINISHED, OPEN, STARTING, Record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
@@ -56,6 +57,10 @@ def test_metrics(tmp_path):
     named = {meter.LOSS, meter.GRAD_NORM, meter.LEARNING_RATE, meter.TOKENS_SEEN, meter.VALIDATION_LOSS}
     written = set(read_metrics(tmp_path / "metrics.jsonl")[0]) | set(measured.window().metrics()) | named
     assert written <= keys("metrics.jsonl")
+
+
+def test_start_up():
+    assert {"seconds", "total", *PHASES} <= keys("start_up.json")
 
 
 def test_tracker():

@@ -141,6 +141,15 @@ def fail():
     raise LookupError("a planted fault")
 
 
+def test_forked_ranks_do_not_read_the_recipe_again(failing, monkeypatch):
+    made, run = failing
+    monkeypatch.setenv(worker.PIDS_FILE, "0")
+    monkeypatch.setattr(worker, "fork_ranks", lambda prepare: made)
+    monkeypatch.setattr(worker, "from_mapping", lambda mapping: pytest.fail("read again"))
+    assert worker.main([str(run.path)]) == 1
+    assert [note.cause for note in run.failures(1)] == ["LookupError: a planted fault"]
+
+
 def test_without_an_attempt_there_is_no_note(failing, tmp_path, capfd):
     _, run = failing
     run.attempt_folder(1).rename(tmp_path / "aside")

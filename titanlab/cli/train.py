@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import Console
 
 
@@ -21,9 +22,10 @@ def main(arguments: Sequence[str]) -> int:
         # In a pipe, nothing is started before the recipe is known to be right, not even a thread.
         console.phase("composing the recipe" if shown and console.is_live else None)
         # Imported here: Hydra takes a third of a second, and the phase is to be seen before.
-        from titanlab.cli.compose import compose_one
-        from titanlab.launch.launchers import joined
-        from titanlab.recipe.composition.flags import read_flags
+        with kept_imports():
+            from titanlab.cli.compose import compose_one
+            from titanlab.launch.launchers import joined
+            from titanlab.recipe.composition.flags import read_flags
 
         flags = read_flags(arguments)
         if not flags.starts:
@@ -35,7 +37,8 @@ def main(arguments: Sequence[str]) -> int:
         one = compose_one(flags)
         if one is not None and (one[1].launch.starts_directly or joined(os.environ) is not None):
             # Imported here: neither `--cfg job` nor an error in the recipe needs it.
-            from titanlab.launch.execute import execute, prepare
+            with kept_imports():
+                from titanlab.launch.execute import execute, prepare
 
             console.phase("checking the recipe and its data" if shown and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from titanlab import __version__
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.system.disk import disk_fault
+from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import error_line
 
 # verb → (module, help text). A module is imported when its verb is called: some need torch, most do not.
@@ -125,13 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _module_of(verb: str) -> Any:
-    """The module of a verb. Modules stay until the end, so Python's garbage collector need not look at them."""
-    gc.disable()
-    try:
+    with kept_imports():
         return importlib.import_module(VERBS[verb][0])
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _help() -> str:

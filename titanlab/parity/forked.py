@@ -29,6 +29,7 @@ from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.worker.fork import fork_children
+from titanlab.worker.imports import import_techniques, import_trainer
 
 if TYPE_CHECKING:
     from titanlab.training.train import Observer
@@ -76,9 +77,8 @@ def prepare() -> None:
     for name in _FOREIGN:
         os.environ.pop(name, None)
     os.environ.update(_ENVIRONMENT)
-    # DDP, FSDP2 and DTensor import torch._dynamo when they are first used.
-    for name in ("titanlab.training.train", "torch._dynamo", "titanlab.parallelism.pipeline"):
-        importlib.import_module(name)
+    import_trainer()
+    importlib.import_module("titanlab.parallelism.pipeline")
     gc.collect()
     # Objects that the ranks share are never collected: a collection would write to their pages, and copy them.
     gc.freeze()
@@ -95,7 +95,7 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
     config = to_mapping(recipe)
     run = create_run(recipe.runs, sweep=recipe.sweep, name=recipe.name, identity=identity, config=config)
     attempt = run.begin_attempt(config, {})
-    _import_layers(recipe)
+    import_techniques(recipe)
     world = recipe.layout.world
     first = Ranks(
         rank=0, world=world, local_rank=0, local_world=world, address="127.0.0.1", port=free_port(), started_by="local"
@@ -134,12 +134,3 @@ def _ended(started: RankProcesses) -> Iterator[None]:
     except BaseException:
         started.end(signal.SIGKILL, seconds=1.0)
         raise
-
-
-def _import_layers(recipe: Recipe) -> None:
-    """Import what the precision needs, here and not in every rank: torchao alone takes seconds."""
-    if recipe.precision.layer_class:
-        from titanlab.system.quiet_import import import_quietly
-
-        with contextlib.suppress(ImportError):
-            import_quietly(recipe.precision.layer_class.rpartition(".")[0])

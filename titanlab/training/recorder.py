@@ -31,6 +31,7 @@ from titanlab.records.metrics_file import EXPERTS
 from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
+from titanlab.records.start_up import write_start_up
 from titanlab.terminal.console import Console
 from titanlab.terminal.progress import Progress
 from titanlab.tracker.contract import Tracker
@@ -52,6 +53,9 @@ class Recorder:
 
     def start(self) -> None:
         """Note that the first step begins."""
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        """Record how long each phase up to the end of the first step has taken."""
 
     def loading(self) -> AbstractContextManager[None]:
         """Inside the block, the run waits for data."""
@@ -129,6 +133,11 @@ class LoggingRecorder(Recorder):
         compiles = ", which compiles the model" if self._recipe.compile.compiles else ""
         self._console.phase(f"step {self._step + 1}{compiles}")
         self._meter.begin()
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        # Nothing depends on the file.
+        with self._meter.paused(), contextlib.suppress(OSError):
+            write_start_up(self._run.attempt_folder(self._attempt), seconds)
 
     def loading(self) -> AbstractContextManager[None]:
         return self._meter.loading_data()

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -30,6 +30,7 @@ from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.start_up import StartUp
 from titanlab.training.assemble import assemble
 from titanlab.training.faults.rank_times import RankTimes
 from titanlab.training.faults.repeated_step import RepeatedStep
@@ -71,7 +72,7 @@ def train(
     stop: StopRequest | None = None,
     watchdog: Watchdog | None = None,
     observer: Observer | None = None,
-    starting: Callable[[str | None], None] = lambda text: None,
+    start_up: StartUp | None = None,
 ) -> Outcome:
     """Train a resolved recipe as one of its ranks, from the latest checkpoint in the run's folder to the end.
 
@@ -82,7 +83,7 @@ def train(
         stop: the caller's stop request, which signals may have set before torch was imported; None: a new one.
         watchdog: gets the run's phases; None: no watchdog.
         observer: gets the state after steps; None: no observer.
-        starting: called with what is done before the first step, and with None where the recorder takes over.
+        start_up: gets the phases before the first step; None: nobody has counted those before.
 
     Returns:
         the outcome, the same on every rank.
@@ -90,11 +91,12 @@ def train(
     Raises:
         ConfigError: the device is missing, or a checkpoint belongs to another model.
     """
-    observer = observer or Observer()
+    observer, start_up = observer or Observer(), start_up or StartUp()
     watchdog = watchdog or Watchdog(step_seconds=0.0, first_seconds=None, note=lambda outcome, record: None)
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(stop_request())
-        starting(f"rendezvous of {ranks.world} ranks" if ranks.world > 1 else "opening the device")
+        rendezvous = f"rendezvous of {ranks.world} ranks" if ranks.world > 1 else "opening the device"
+        start_up.begin("rendezvous", rendezvous)
         world = stack.enter_context(
             open_world(
                 ranks,
@@ -107,7 +109,7 @@ def train(
         attempt = world.share(max(run.attempts(), default=1)) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
-        starting("building the model")
+        start_up.begin("model", "building the model")
         profiler = profiler_of(recipe)
         assembled = assemble(recipe, world, mesh, phase=profiler.phase)
         watchdog.learn(topology(mesh, assembled.messages))
@@ -115,12 +117,12 @@ def train(
         parameters = dict(model.named_parameters())
         optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
-        starting("loading the state to start from")
+        start_up.begin("state", "loading the state to start from")
         position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
         assembled.loss_scale.restore(position.loss_scale)
         assembled.balance.restore(position.routing)
         assembled.after_update()
-        starting("opening the data")
+        start_up.begin("data", "opening the data")
         stream = source.open_train(
             recipe.data,
             seed=recipe.seed,
@@ -131,7 +133,8 @@ def train(
             state=position.data or None,
         )
         stack.callback(stream.close)
-        starting(None)
+        start_up.begin("recorder")
+        start_up.show_no_more()
         recorder = stack.enter_context(open_recorder(recipe, run, world, attempt=attempt, position=position))
         for warning in warnings:
             recorder.warn(warning)
@@ -169,6 +172,8 @@ def train(
                 position = replace(position, step=known_step, tokens=position.tokens + totals.tokens)
                 observer.after_step(known_step, totals)
                 recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens)
+                if (started := start_up.end()) is not None:
+                    recorder.started(started)
                 saves.learn(totals)
                 outcome = _judge(outcome, known_step, totals, stop)
 
@@ -180,6 +185,7 @@ def train(
         stack.enter_context(_no_automatic_collection())
         model.train()
         recorder.start()
+        start_up.begin("first_step")
         step = first_step = position.step
         while step < recipe.training.steps:
             step += 1

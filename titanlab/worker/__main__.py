@@ -7,7 +7,10 @@ import contextlib
 import os
 import sys
 
-from titanlab.worker.rank import main, show_stacks
+from titanlab.system.kept_imports import kept_imports
+
+with kept_imports():
+    from titanlab.worker.rank import main, show_stacks
 
 if __name__ == "__main__":
     show_stacks()

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from titanlab.distributed.ranks import ALONE, Ranks, joined
 from titanlab.distributed.stop import STOP_SIGNALS
@@ -30,6 +31,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _ADOPTION_POLL_SECONDS = 0.002
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -47,16 +50,19 @@ def adopting() -> Iterator[bool]:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def fork_ranks(prepare: Callable[[], None]) -> None:
+def fork_ranks(prepare: Callable[[], T]) -> T:
     """Fork every rank of this host; returns in each rank, with its environment set. This process itself exits.
 
     Args:
         prepare: called before the fork, with the environment of rank 0.
+
+    Returns:
+        what `prepare` has returned, which all ranks share.
     """
     pids_file, logs = int(os.environ.pop(PIDS_FILE)), Path(os.environ.pop(LOGS))
     end_with_parent()
     first = joined(os.environ) or ALONE
-    prepare()
+    prepared = prepare()
     # Objects that the ranks share are never collected: a collection would write to their pages, and copy them.
     gc.collect()
     gc.freeze()
@@ -72,7 +78,7 @@ def fork_ranks(prepare: Callable[[], None]) -> None:
         if pid == 0:
             os.close(pids_file)
             _become(replace(first, rank=rank, local_rank=rank).environment(), rank, logs, forking)
-            return
+            return prepared
         pids[rank] = pid
     with os.fdopen(pids_file, "w") as file:
         json.dump(pids, file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -30,9 +29,12 @@ from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
+from titanlab.records.start_up import StartUp, start_of_worker
 from titanlab.system.disk import disk_fault
+from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import Console
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
+from titanlab.worker.imports import import_techniques, import_trainer
 
 if TYPE_CHECKING:
     from titanlab.training.train import Observer
@@ -48,9 +50,11 @@ def main(
         observe: makes the observer of the training; None: it has none.
     """
     folder, *rest = sys.argv[1:] if arguments is None else arguments
+    start_up = start_of_worker()
+    shared: Recipe | None = None
     if PIDS_FILE in os.environ:
         # Returns in each of the forked ranks.
-        fork_ranks(prepare=lambda: _import_torch(open_run(Path(folder))))
+        shared = fork_ranks(prepare=lambda: _import_before_fork(open_run(Path(folder)), start_up))
     end_with_parent()
     _write_to_own_log()
     ranks = joined(os.environ) or ALONE
@@ -61,13 +65,15 @@ def main(
     watchdog: Watchdog | None = None
     with contextlib.ExitStack() as stack:
         # The other ranks have logs of their own, and nobody waits in front of those.
-        starting = stack.enter_context(Console()).phase if ranks.rank == 0 else _unseen
-        starting("reading the recipe")
+        if ranks.rank == 0:
+            start_up.show_by(stack.enter_context(Console()).phase)
+        start_up.begin("recipe", "reading the recipe")
         stop = stack.enter_context(request_from_lines(sys.stdin) if os.environ.get("TITANLAB_TOLD") else stop_request())
         hear_stop_signals()
         try:
-            config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
-            recipe = from_mapping(config)
+            recipe = shared or _read_recipe(run, attempt, config_line)
+            if ranks.rank == 0:
+                _leave_earlier_out(start_up, run, attempt)
             watchdog = _watchdog(recipe, run, ranks, attempt)
             stack.callback(watchdog.close)
             os.environ.update(environment(recipe, ranks))
@@ -77,8 +83,8 @@ def main(
             # Fast if the host's cache has the data. Several ranks of a host may call it at the same time.
             source.prepare(recipe.data, report=lambda line: None)
             # Imported here: torch reads the variables that were set above when it is imported.
-            starting("importing torch")
-            outcome = importlib.import_module("titanlab.training.train").train(
+            start_up.begin("imports", "importing torch")
+            outcome = import_trainer().train(
                 recipe,
                 run,
                 ranks,
@@ -86,7 +92,7 @@ def main(
                 watchdog=watchdog,
                 attempt=attempt,
                 observer=None if observe is None else observe(recipe, run, ranks),
-                starting=starting,
+                start_up=start_up,
             )
         except StoppedEarly:
             early = stopped_early(stop, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))
@@ -98,27 +104,39 @@ def main(
     return int(outcome.kind.exit_code)
 
 
-def _unseen(text: str | None) -> None:
-    """Show nothing."""
+def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = None) -> Recipe:
+    config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
+    # It imports the schemas of all options.
+    with kept_imports():
+        return from_mapping(config)
 
 
-def _import_torch(run: RunFolder) -> None:
-    """Import what all ranks of this host need, before they are forked.
+def _leave_earlier_out(start_up: StartUp, run: RunFolder, attempt: int | None) -> None:
+    """Let the start-up begin after the attempt before, which the same launcher may have made."""
+    with contextlib.suppress(TitanlabError):
+        earlier = run.result(attempt - 1) if attempt is not None and attempt > 1 else None
+        if earlier is not None and earlier.ended:
+            start_up.begin_after(earlier.ended)
+
+
+def _import_before_fork(run: RunFolder, start_up: StartUp) -> Recipe | None:
+    """Import what all ranks of this host need, before they are forked. Returns the recipe if it can be read.
 
     Accelerators must not be initialised before a fork, and libraries may do so when they are imported: then each rank
     imports torch itself.
     """
+    recipe = None
     # A failure here is a failure of every rank too, which records it. The console's thread ends before the fork.
     with Console() as console, contextlib.suppress(Exception):
+        start_up.begin("recipe")
         console.phase("importing torch")
-        recipe = from_mapping(run.config(_begun_attempt() or max(run.attempts())))
+        recipe = _read_recipe(run, _begun_attempt())
         if recipe.cluster.accelerator == "cpu":
             os.environ.update(environment(recipe, joined(os.environ) or ALONE))
-            importlib.import_module("titanlab.training.train")
-            # DDP, FSDP2 and DTensor import it when they are first used.
-            importlib.import_module("torch._dynamo")
-            if recipe.layout.pipeline > 1:
-                importlib.import_module("titanlab.parallelism.pipeline")
+            start_up.begin("imports")
+            import_trainer()
+            import_techniques(recipe)
+    return recipe
 
 
 def _begun_attempt() -> int | None:

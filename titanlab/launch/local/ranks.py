@@ -21,6 +21,7 @@ from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kep
 from titanlab.launch.contract import Failure
 from titanlab.launch.local.rank_processes import RankProcesses
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.start_up import launched_at
 from titanlab.worker.fork import LOGS, PIDS_FILE, adopting
 
 # The other ranks have this time to end after one has failed.
@@ -174,7 +175,7 @@ def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, st
     Args:
         attempt: the number of the run's attempt, if all ranks get it.
     """
-    own = {"TITANLAB_PARENT": str(os.getpid())}
+    own = {"TITANLAB_PARENT": str(os.getpid()), **launched_at()}
     return ranks.environment() | own | ({} if attempt is None else {"TITANLAB_ATTEMPT": str(attempt)})
 
 

@@ -1,0 +1,91 @@
+"""The seconds of an attempt's start, by phase."""
+
+import itertools
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from titanlab.records.start_up import FILE, LAUNCHED, StartUp, launched_at, start_of_worker, write_start_up
+
+
+def counted(*begun):
+    """A start-up whose clock shows 10, 11, 12, …"""
+    clock = itertools.count(10.0)
+    return StartUp(dict(begun), clock=lambda: next(clock))
+
+
+def test_seconds_add_up_to_the_time_from_the_launch_to_the_end():
+    start_up = counted(("launcher", 3.0), ("python", 8.5))
+    for phase in ("recipe", "imports", "recipe", "imports", "first_step"):
+        start_up.begin(phase)
+    seconds = start_up.end()
+    assert seconds == {"launcher": 5.5, "python": 1.5, "recipe": 2.0, "imports": 2.0, "first_step": 1.0}
+    assert list(seconds) == ["launcher", "python", "recipe", "imports", "first_step"]
+    assert sum(seconds.values()) == 15.0 - 3.0
+
+
+def test_it_ends_once():
+    start_up = counted()
+    start_up.begin("model")
+    assert start_up.end() == {"model": 1.0}
+    start_up.begin("data")
+    assert start_up.end() is None
+
+
+def test_earlier_attempts_of_the_launcher_do_not_count():
+    start_up = counted(("launcher", 3.0), ("python", 8.5))
+    start_up.begin_after(8.0)
+    assert start_up.end() == {"launcher": 0.5, "python": 1.5}
+    start_up = counted(("launcher", 3.0), ("python", 8.5))
+    start_up.begin_after(1.0)
+    assert start_up.end() == {"launcher": 5.5, "python": 1.5}
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_seconds():
+    clock = iter([10.0, 4.0, 5.0])
+    start_up = StartUp(clock=lambda: next(clock))
+    start_up.begin("model")
+    start_up.begin("data")
+    assert start_up.end() == {"model": 0.0, "data": 1.0}
+
+
+def test_what_is_done_is_shown_until_the_recorder_takes_over():
+    shown = []
+    start_up = counted()
+    start_up.begin("recipe", "not shown yet")
+    start_up.show_by(shown.append)
+    start_up.begin("imports", "importing torch")
+    start_up.show_no_more()
+    start_up.begin("first_step")
+    assert shown == ["importing torch", None]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the start of a process is not known")
+def test_a_worker_counts_from_the_start_of_its_launcher(monkeypatch):
+    for name, value in launched_at().items():
+        monkeypatch.setenv(name, value)
+    start_up = start_of_worker()
+    # It is for this process and not for those that it starts.
+    assert LAUNCHED not in os.environ
+    seconds = start_up.end()
+    assert list(seconds) == ["launcher", "python"]
+    # Here the launcher is the worker.
+    assert seconds["launcher"] == pytest.approx(0.0, abs=0.02)
+    assert 0.1 < seconds["python"] < time.time()
+
+
+def test_a_worker_that_nobody_has_launched_counts_from_its_own_start(monkeypatch):
+    monkeypatch.delenv(LAUNCHED, raising=False)
+    assert list(start_of_worker().end()) == ["python"]
+
+
+def test_the_file(tmp_path):
+    write_start_up(tmp_path, {"imports": 1.23456, "first_step": 0.5})
+    assert json.loads((tmp_path / FILE).read_text()) == {
+        "schema": 1,
+        "seconds": {"imports": 1.2346, "first_step": 0.5},
+        "total": 1.7346,
+    }

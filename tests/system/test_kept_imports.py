@@ -1,0 +1,33 @@
+"""Imports that the garbage collector leaves alone."""
+
+import gc
+
+import pytest
+
+from titanlab.system.kept_imports import kept_imports
+
+
+@pytest.fixture
+def collector():
+    """Leaves the collector as it was."""
+    enabled = gc.isenabled()
+    yield
+    (gc.enable if enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_in_the_block_and_what_was_made_there_is_kept(collector, enabled):
+    (gc.enable if enabled else gc.disable)()
+    kept = gc.get_freeze_count()
+    with kept_imports():
+        assert not gc.isenabled()
+        made = [[] for _ in range(10_000)]
+    assert gc.isenabled() is enabled
+    assert gc.get_freeze_count() >= kept + len(made)
+
+
+def test_an_import_that_fails_leaves_the_collector_on(collector):
+    gc.enable()
+    with pytest.raises(ImportError), kept_imports():
+        raise ImportError("a planted fault")
+    assert gc.isenabled()

@@ -1,0 +1,94 @@
+"""`attempts/N/start_up.json`: the seconds from the launch of an attempt to the end of its first step, by phase."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from titanlab.system.atomic_file import write_json
+from titanlab.system.process_start import process_start
+
+FILE = "start_up.json"
+SCHEMA = 1
+# Environment variable: when the process that launches a rank has started, in seconds since the epoch.
+LAUNCHED = "TITANLAB_LAUNCHED"
+# In their order.
+PHASES = (
+    *("launcher", "python", "recipe", "imports", "rendezvous"),
+    *("model", "state", "data", "recorder", "first_step"),
+)
+
+
+class StartUp:
+    """What an attempt does before its first step ends, as rank 0 sees it.
+
+    Args:
+        begun: phases that have begun already, in their order, with times in seconds since the epoch.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, begun: Mapping[str, float] | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._begun = list((begun or {}).items())
+        self._show: Callable[[str | None], None] | None = None
+        self._ended = False
+
+    def show_by(self, show: Callable[[str | None], None]) -> None:
+        """Call a function with what is done, and with None where the recorder takes over."""
+        self._show = show
+
+    def begin(self, phase: str, text: str | None = None) -> None:
+        """Begin a phase, which ends the one before. A phase may begin again: its times are added up.
+
+        Args:
+            text: what is done; None: nothing is shown.
+        """
+        assert phase in PHASES
+        if not self._ended:
+            self._begun.append((phase, self._clock()))
+        if self._show is not None:
+            self._show(text)
+
+    def show_no_more(self) -> None:
+        """End what is shown: the recorder takes over."""
+        if self._show is not None:
+            self._show(None)
+        self._show = None
+
+    def begin_after(self, ended: float) -> None:
+        """Count from the end of an earlier attempt, if the same launcher has made it."""
+        self._begun = [(phase, max(begun, ended)) for phase, begun in self._begun]
+
+    def end(self) -> dict[str, float] | None:
+        """End the last phase: seconds by phase, in their order; None if it has ended before."""
+        if self._ended:
+            return None
+        self._ended = True
+        ends = [begun for _, begun in self._begun[1:]] + [self._clock()]
+        seconds = dict.fromkeys((phase for phase in PHASES if phase in dict(self._begun)), 0.0)
+        for (phase, begun), end in zip(self._begun, ends, strict=True):
+            # The clock may have been set meanwhile.
+            seconds[phase] += max(0.0, end - begun)
+        return seconds
+
+
+def start_of_worker() -> StartUp:
+    """The start of an attempt, in the process that the launcher has started."""
+    launched = os.environ.pop(LAUNCHED, None)
+    # Elsewhere than on Linux, Python's own start is not counted.
+    begun = {"python": process_start(os.getpid()) or time.time()}
+    return StartUp({"launcher": float(launched), **begun} if launched else begun)
+
+
+def launched_at() -> dict[str, str]:
+    """The environment variable for the workers that this process starts; empty if its own start is not known."""
+    start = process_start(os.getpid())
+    return {} if start is None else {LAUNCHED: f"{start:.3f}"}
+
+
+def write_start_up(folder: Path, seconds: Mapping[str, float]) -> None:
+    """Write the record into the folder of an attempt."""
+    rounded = {phase: round(value, 4) for phase, value in seconds.items()}
+    write_json(folder / FILE, {"schema": SCHEMA, "seconds": rounded, "total": round(sum(seconds.values()), 4)})

@@ -1,0 +1,24 @@
+"""Imports whose objects Python's garbage collector never looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def kept_imports() -> Iterator[None]:
+    """Import inside the block: no collection happens there, and none looks at what exists when the block ends.
+
+    Modules stay until the process ends. While torch is imported, half a million objects are made, and the collector
+    would look through them again and again: a fifth of the time that the imports take.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
