@@ -1,5 +1,11 @@
 #!/usr/bin/env bash
-# One GPU session on a machine that has Python, torch with CUDA, and nothing of ours: benchmarks/gpu_session.sh --help
+# One GPU session on a machine that has Python, torch with CUDA, and nothing of ours.
+#
+#   benchmarks/gpu_session.sh --list               the rows, and how long they are expected to take
+#   benchmarks/gpu_session.sh --seconds 520        as many as fit; again, until nothing is left (exit code 0)
+#   benchmarks/gpu_session.sh --from FOLDER        earlier rows, where the machine is another one
+#   benchmarks/gpu_session.sh --rehearse           every row on a CPU, with tiny shapes
+#   benchmarks/gpu_session.sh --help               --only, --out, --again, --at-once
 #
 #   WHEELS   folder of wheels that the machine lacks (default: .whl in this checkout); they are installed for this call
 #   PYTHON   the interpreter that has torch (default python3)
@@ -19,4 +25,14 @@ if [ "${#carried[@]}" -gt 0 ]; then
 fi
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 unset PYTHONDONTWRITEBYTECODE
-"$python" -m gpu_session --spent "$SECONDS" "$@"
+"$python" -m gpu_session --spent "$SECONDS" "$@" &
+session=$!
+# Whoever ends this script ends the session, which ends its rows.
+trap 'kill -TERM "$session" 2>/dev/null || true' TERM INT
+code=0
+wait "$session" || code=$?
+while kill -0 "$session" 2>/dev/null; do
+  code=0
+  wait "$session" || code=$?
+done
+exit "$code"

@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from gpu_session.children import ROOT
+from gpu_session.children import ROOT, end_all, end_orphans
 from gpu_session.facts import NEEDED, packages
 
 # A row is begun if it would take no longer than this share of what is left.
@@ -57,14 +57,22 @@ def main(given: Sequence[str] | None = None) -> int:
         # A machine with a GPU rehearses on its CPU; tiny products are fastest on one core.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if orphans := end_orphans():
+        print(f"ended {orphans} processes of a session that was killed")
     facts = facts_of_this_machine()
     if facts.device == "cpu" and not args.rehearse:
         print("gpu_session: torch sees no GPU here; --rehearse runs every row on the CPU, with tiny shapes")
         return 2
     sizes = sizes.fitted(facts)
-    # An end from outside ends the row's processes too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGINT, _ended)
     return _Session(args, sizes, facts).run(rows(sizes), chosen(rows(sizes), args.only))
+
+
+def _ended(number: int, _: object) -> None:
+    """An end from outside: rows that are over are on the disk, and nothing stays on the GPU."""
+    end_all()
+    os._exit(128 + number)
 
 
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -139,10 +147,11 @@ class _Session:
         left = self._end - time.monotonic() - _LAST
         if row.lacking(self._facts) is None and row.expected > _SAFETY * left:
             return False
-        limit = min(row.limit, left)
+        own = row.limit * self._sizes.patience
+        limit = min(own, left)
         with tempfile.TemporaryDirectory(prefix="gpu-session-", ignore_cleanup_errors=True) as folder:
             found = measured(row, self._sizes, self._facts, limit=limit, folder=Path(folder))
-        if found["status"] == LATE and limit < row.limit:
+        if found["status"] == LATE and limit < own:
             # It was the call's end, not the row's limit: the next call runs it again.
             found.update(status=CUT, reason=f"the call ended after {limit:.0f} s of it")
         with self._lock:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "TITANLAB_GPU_SESSION_ROW"
+_SESSION = f"{os.getpid()}.{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def run(command: Sequence[str], *, folder: Path, limit: float) -> Ended:
     Ranks and compilers have sessions of their own, so that ending a process group would leave them on the GPU: all
     processes that have inherited this one's mark are ended.
     """
-    mark = f"{_MARK}={uuid.uuid4().hex}"
+    mark = f"{_MARK}={_SESSION}.{uuid.uuid4().hex}"
     started = time.monotonic()
     log = folder / "log.txt"
     with log.open("wb") as out:
@@ -66,6 +67,23 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
+def end_all() -> None:
+    """End what all rows of this session have started."""
+    _end_marked(f"{_MARK}={_SESSION}.")
+
+
+def end_orphans() -> int:
+    """End what sessions have left that were killed: it would slow this one down. Returns how many processes."""
+    count = 0
+    for pid in _processes():
+        for variable in _variables(pid):
+            name, _, value = variable.decode(errors="replace").partition("=")
+            if name == _MARK and not Path(f"/proc/{value.partition('.')[0]}").exists():
+                _kill(pid)
+                count += 1
+    return count
+
+
 def _environment(mark: str) -> dict[str, str]:
     name, _, value = mark.partition("=")
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]))
@@ -81,9 +99,9 @@ def _environment(mark: str) -> dict[str, str]:
 
 
 def _end_marked(mark: str) -> None:
-    """Kill every process with the mark, until none is left."""
+    """Kill every process with a mark that begins like this, until none is left."""
     for _ in range(100):
-        found = [pid for pid in _processes() if mark.encode() in _variables(pid)]
+        found = [pid for pid in _processes() if any(each.startswith(mark.encode()) for each in _variables(pid))]
         if not found:
             return
         for pid in found:

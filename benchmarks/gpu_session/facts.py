@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 NEEDED = {
     "hydra": "hydra-core",
     "omegaconf": "omegaconf",
+    "antlr4": "antlr4-python3-runtime",
+    "packaging": "packaging",
     "yaml": "pyyaml",
     "numpy": "numpy",
     "safetensors": "safetensors",

@@ -15,11 +15,11 @@ from typing import Any
 
 from gpu_session import children
 from gpu_session.children import ROOT, Ended
-from gpu_session.prediction import Facts, composed, flops_per_token, predicted
+from gpu_session.prediction import Facts, composed, flops_per_token, peak_of, predicted
 from gpu_session.rows import Row, rows
 from gpu_session.sizes import Sizes
 from gpu_session.watch import Watch
-from titanlab.costs import hardware, meter
+from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -57,8 +57,10 @@ def measured(row: Row, sizes: Sizes, facts: Facts, *, limit: float, folder: Path
         if row.keys:
             record["predicted"] = predicted(composed(row.keys, facts))
         with Watch() as watch:
+            begin = time.time()
             found = _KINDS[row.kind](row, sizes, facts, limit, folder)
-            watched = watch.between(started, time.monotonic())
+            # Of a run, while its measured steps lasted.
+            watched = watch.between(*found.get("figures", {}).get("window", (begin, time.time())))
         record.update(found)
         # The products watch each figure themselves.
         record["watched"] = {} if row.kind == "products" else watched
@@ -77,7 +79,7 @@ def _run(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> di
     ended, run = _trained(row, limit, folder)
     recipe = composed(row.keys, facts)
     steps = _steps(run)
-    return _ended(ended, run, _speed(steps, flops_per_token(recipe), _peak(recipe, facts)), limit)
+    return _ended(ended, run, _speed(steps, flops_per_token(recipe), peak_of(recipe, facts)), limit)
 
 
 def _trained(row: Row, limit: float, folder: Path) -> tuple[Ended, RunFolder | None]:
@@ -102,6 +104,7 @@ def _speed(steps: Sequence[Mapping[str, Any]], flops: float, peak: float | None)
     last = counted[-1]
     figures = {
         "steps": len(counted),
+        "window": (counted[0]["time"] - counted[0][meter.STEP_SECONDS], last["time"]),
         "tokens_per_second": speed,
         "tflops": speed * flops / 1e12,
         "mfu_percent": 100 * speed * flops / peak if peak else last[meter.MFU],
@@ -119,10 +122,6 @@ def _speed(steps: Sequence[Mapping[str, Any]], flops: float, peak: float | None)
         if key in last:
             figures[name] = round(last[key] * _GIB)
     return figures
-
-
-def _peak(recipe: Any, facts: Facts) -> float | None:
-    return hardware.peak_flops(facts.device, recipe.precision.formats().compute)
 
 
 def _ended(ended: Ended, run: RunFolder | None, figures: dict[str, Any], limit: float) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def _saves(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> 
     ended, run = _trained(row, limit, folder)
     recipe = composed(row.keys, facts)
     steps = _steps(run)
-    figures = _speed(steps, flops_per_token(recipe), _peak(recipe, facts))
+    figures = _speed(steps, flops_per_token(recipe), peak_of(recipe, facts))
     if figures:
         figures.update(stalls(steps, sizes.interval, recipe.training.unmeasured_steps))
         saved = [path for path in folder.rglob("checkpoints/step-*/*") if path.is_file()]
@@ -184,7 +183,7 @@ def _held(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> d
 
 
 def _products(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> dict[str, Any]:
-    """The products of all recipes of the session (products.py)."""
+    """The products of all recipes of the session (rates.py)."""
     del row
     recipes = [list(each.keys) for each in rows(sizes) if each.kind == "run" and each.lacking(facts) is None]
     kernels = ["auto"] if facts.device == "cpu" else ["auto", "flash", "cudnn", "efficient"]
@@ -198,7 +197,7 @@ def _products(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) 
         "sustained": sizes.sustained,
         "copied": sizes.copied,
     }
-    ended, figures = _child("gpu_session.products", given, limit, folder)
+    ended, figures = _child("gpu_session.rates", given, limit, folder)
     return _ended(ended, None, figures, limit)
 
 

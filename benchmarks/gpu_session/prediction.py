@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlab.cli.compose import compose
-from titanlab.costs import flops
+from titanlab.costs import flops, hardware
 from titanlab.costs.account import Share
 from titanlab.costs.config_key import key_of
 from titanlab.errors import ConfigError
@@ -45,9 +46,13 @@ def composed(keys: Sequence[str], facts: Facts) -> Recipe:
     Raises:
         ConfigError: they break a rule.
     """
+    return _composed(tuple(keys), facts.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _composed(keys: Sequence[str], device: str) -> Recipe:
     (recipe,) = compose(keys)
-    accelerator = "cpu" if facts.device == "cpu" else "cuda"
-    recipe = resolve(recipe, world=None, accelerator=accelerator, device=facts.device)
+    recipe = resolve(recipe, world=None, accelerator="cpu" if device == "cpu" else "cuda", device=device)
     check(recipe)
     return recipe
 
@@ -91,6 +96,11 @@ def checkpoint_bytes(recipe: Recipe) -> int:
 def flops_per_token(recipe: Recipe, *, layers: int | None = None) -> int:
     """By the usual convention, of the model or of one like it with other layers."""
     return flops.per_token(of_layers(recipe, layers).account(), seq_len=recipe.training.seq_len)
+
+
+def peak_of(recipe: Recipe, facts: Facts) -> float | None:
+    """The peak by which an MFU divides: dense, in the precision of the activations; None: not known."""
+    return hardware.peak_flops(facts.device, recipe.precision.formats().compute)
 
 
 def of_layers(recipe: Recipe, layers: int | None) -> Any:

@@ -36,6 +36,7 @@ class Sizes:
         sustained: how long the products are repeated that show what the clock does under load.
         copied: bytes of the copy that measures memory.
         tests: the file of tests that the session runs.
+        patience: rows may take so many times their limit; others may be busy on a CPU.
     """
 
     device: str
@@ -53,6 +54,7 @@ class Sizes:
     sustained: float
     copied: int
     tests: str
+    patience: int = 1
 
     def common(self, *, layers: int | None = None, vocabulary: int | None = None) -> list[str]:
         """What a person would type after `titanlab train` for any row."""
@@ -127,4 +129,5 @@ REHEARSAL = Sizes(
     copied=2**20,
     # Those of test_gpu.py are not selected where there is no GPU.
     tests="tests/costs/test_divisors.py",
+    patience=3,
 )

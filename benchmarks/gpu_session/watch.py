@@ -51,10 +51,10 @@ class Watch:
         assert self._process is not None
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._samples.append((time.monotonic(), tuple(_number(part) for part in line.split(","))))
+            self._samples.append((time.time(), tuple(_number(part) for part in line.split(","))))
 
     def between(self, begin: float, end: float) -> dict[str, Any]:
-        """Medians of the samples while the GPU was busy between two times of `time.monotonic`; empty: there are none.
+        """Medians of the samples while the GPU was busy between two times of `time.time`; empty: there are none.
 
         With several GPUs their lines are mixed; a session has one.
         """
