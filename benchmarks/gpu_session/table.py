@@ -139,7 +139,8 @@ def _tests(found: Found) -> Iterator[str]:
     if not figures:
         yield "They have not run."
         return
-    yield f"{figures['passed']} of {figures['tests']} passed, {figures['skipped']} left out or expected to fail."
+    others = f"{figures['skipped']} left out or expected to fail"
+    yield f"`tests/gpu`: {figures['passed']} of {figures['tests']} passed, {others}."
     for name, message in figures["failed"].items():
         yield f"- `{name}`: {plain(message)}"
 
@@ -149,7 +150,7 @@ def _rates(found: Found, facts: Facts) -> Iterator[str]:
     figures = measured_rates(found)
     yield "## Matrix products and attention"
     yield ""
-    yield "`forward`, `inputs` and `weights` (gradients), tokens × columns × inner of the linear layer."
+    yield "`products/all`: `forward`, `inputs` and `weights` (gradients), tokens × columns × inner of the linear layer."
     yield ""
     yield from head("what, TFLOP/s, of the peak, ms, MHz, W, °C".split(", "))
     rates = dict(figures.get("rates", {}))

@@ -369,9 +369,7 @@ def test_the_page_has_a_line_for_every_row():
     where = dataclasses.replace(H200, packages={"torchao": "0.18", "pytest": "9", "hypothesis": "6"})
     order, found = measured_rows(sizes.GPU, where)
     text = table.page(order, found, where, sizes.GPU)
-    for row in order:
-        if row.kind != "products":
-            assert row.name in text
+    assert all(row.name in text for row in order)
     assert "8 layers of `model=llama3_8b`" in text
     # 43,000 over 31,000; 62 % of 68.
     assert "- 68 % MFU in bf16: best is 62.0 %, `sixteen/bf16`: 6.0 points missing." in text
@@ -392,7 +390,7 @@ def test_the_page_has_a_line_for_every_row():
     assert "| copy | 4 TB/s |" in text
     assert "| forward 1x2x3 float8_rowwise | RuntimeError: a / b |" in text
     assert "| `gemm/x` | 1500.000 | 75.0 % | 12 |" in text
-    assert "8 of 9 passed" in text
+    assert "`tests/gpu`: 8 of 9 passed" in text
     assert "- `t::a`: assert 1 == 2" in text
     missing = text[text.index("## Rows that were not measured whole") :]
     assert "| ladder/flash_attn | absent | flash_attn is not installed |" in missing
