@@ -1,5 +1,6 @@
 """Imports the scripts of benchmarks/, which are no package."""
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -15,3 +16,12 @@ def script(name: str) -> ModuleType:
     sys.modules[name] = module
     specification.loader.exec_module(module)
     return module
+
+
+def part(package: str, name: str) -> ModuleType:
+    """A module of a package in benchmarks/."""
+    sys.path.append(str(BENCHMARKS))
+    try:
+        return importlib.import_module(f"{package}.{name}")
+    finally:
+        sys.path.remove(str(BENCHMARKS))

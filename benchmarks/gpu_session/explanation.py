@@ -1,0 +1,118 @@
+"""What the session is for, and what the measured rates of products and attention say of what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gpu_session.bound import Bound, bound_of
+from gpu_session.cells import NONE, head, line, number
+from gpu_session.prediction import Facts, composed, peak_of
+from gpu_session.rows import Row
+from gpu_session.sizes import WHOLE_LAYERS
+
+AIM_MFU, AIM_FLOAT8 = 68.0, 1.35
+Found = Mapping[str, Mapping[str, Any]]
+
+
+def aims(order: Sequence[Row], found: Found, facts: Facts) -> Iterator[str]:
+    """The two figures that the session is for, and what explains what is missing."""
+    yield "## Aims"
+    yield ""
+    bf16 = _best(found, lambda key: key == "precision=bf16")
+    full = _best(found, lambda key: key == "precision=bf16_full")
+    float8 = _best(found, lambda key: key.startswith("precision=float8_"))
+    if bf16 is None:
+        yield f"- {AIM_MFU:.0f} % MFU in bf16: no row in bf16 was measured."
+    else:
+        share = found[bf16]["figures"].get("mfu_percent")
+        missing = "not known" if share is None else _verdict(share, AIM_MFU, "{:.1f} points missing")
+        yield f"- {AIM_MFU:.0f} % MFU in bf16: best is {number(share, '{:.1f} %')}, `{bf16}`: {missing}."
+        yield from _reason(order, found, facts, bf16)
+    if full is not None:
+        share = found[full]["figures"].get("mfu_percent")
+        yield f"- With parameters that rest in bf16: best is {number(share, '{:.1f} %')}, `{full}`."
+    if bf16 is None or float8 is None:
+        yield f"- {AIM_FLOAT8} × in float8: a row in bf16 or in float8 is missing."
+        return
+    times = _speed(found, float8) / _speed(found, bf16)
+    missing = _verdict(times, AIM_FLOAT8, "{:.2f} missing")
+    yield f"- {AIM_FLOAT8} × in float8: best is {times:.2f} ×, `{float8}` over `{bf16}`: {missing}."
+    yield from _reason(order, found, facts, float8)
+
+
+def _verdict(value: float, aim: float, missing: str) -> str:
+    return "reached" if value >= aim else missing.format(aim - value)
+
+
+def _reason(order: Sequence[Row], found: Found, facts: Facts, name: str) -> Iterator[str]:
+    """What products and attention allow a row, and what the rest of its step costs."""
+    row = next(each for each in order if each.name == name)
+    measured, figures = measured_rates(found), found[name]["figures"]
+    recipe = composed(row.keys, facts)
+    bound = bound_of(recipe, measured, peak=peak_of(recipe, facts))
+    if bound is None:
+        return
+    rest = 100 * (1 - bound.seconds / figures["step_seconds"])
+    allowed = f"{recipe.tokens_per_step / bound.seconds:,.0f} tokens/s, {number(bound.mfu_percent, '{:.1f} %')}"
+    yield f"  - Its products and attention alone would be {allowed}; all else takes {rest:.1f} % of its step."
+
+
+def _best(found: Found, fits: Callable[[str], bool]) -> str | None:
+    """The name of the fastest run with a key that fits."""
+    names = [
+        name
+        for name, said in found.items()
+        if said.get("kind") == "run" and _speed(found, name) and any(fits(key) for key in said["keys"])
+    ]
+    return max(names, key=lambda name: _speed(found, name), default=None)
+
+
+def _speed(found: Found, name: str) -> float:
+    return float(found[name].get("figures", {}).get("tokens_per_second") or 0.0)
+
+
+def measured_rates(found: Found) -> Mapping[str, Any]:
+    figures: Mapping[str, Any] = found.get("products/all", {}).get("figures", {})
+    return figures
+
+
+def bounds(order: Sequence[Row], found: Found, facts: Facts) -> Iterator[str]:
+    """What the products allow, and what is left for everything else."""
+    yield "## What products and attention allow"
+    yield ""
+    yield "The seconds of a step's matrix products and attention at the rates below; the rest of the step is norms, "
+    yield "rotations, casts, the loss, the optimizer, and gaps between kernels. The last column is the bound of all "
+    yield f"{WHOLE_LAYERS} layers of the model, in which the head weighs less."
+    yield ""
+    measured = measured_rates(found)
+    headings = "row, step s, products s, attention s, rest s, rest, MFU, MFU at most, speed at most"
+    yield from head([*headings.split(", "), f"MFU at most, {WHOLE_LAYERS} layers"])
+    for row in order:
+        figures = found.get(row.name, {}).get("figures", {})
+        if row.kind != "run" or "step_seconds" not in figures:
+            continue
+        recipe = composed(row.keys, facts)
+        peak = peak_of(recipe, facts)
+        bound = bound_of(recipe, measured, peak=peak)
+        whole = bound_of(recipe, measured, peak=peak, layers=WHOLE_LAYERS)
+        yield _bound_line(row.name, figures, bound, whole, recipe.tokens_per_step)
+
+
+def _bound_line(name: str, figures: Mapping[str, Any], bound: Bound | None, whole: Bound | None, tokens: int) -> str:
+    step = figures["step_seconds"]
+    if bound is None:
+        return line(name, f"{step:.4g}", *[NONE] * 8)
+    rest = step - bound.seconds
+    return line(
+        name,
+        f"{step:.4g}",
+        f"{bound.products:.4g}",
+        f"{bound.attention:.4g}",
+        f"{rest:.4g}",
+        f"{100 * rest / step:.1f} %",
+        number(figures.get("mfu_percent"), "{:.1f} %"),
+        number(bound.mfu_percent, "{:.1f} %"),
+        f"{tokens / bound.seconds:,.0f}",
+        number(None if whole is None else whole.mfu_percent, "{:.1f} %"),
+    )

@@ -1,0 +1,51 @@
+"""Says as one JSON object what this machine is; a process of its own, because it imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from importlib.metadata import PackageNotFoundError, version
+
+# Without these no row can run; others are needed by some rows.
+NEEDED = {
+    "hydra": "hydra-core",
+    "omegaconf": "omegaconf",
+    "antlr4": "antlr4-python3-runtime",
+    "packaging": "packaging",
+    "yaml": "pyyaml",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "xxhash": "xxhash",
+}
+OTHERS = {"torchao": "torchao", "flash_attn": "flash-attn", "pytest": "pytest", "hypothesis": "hypothesis"}
+
+
+def packages() -> dict[str, str | None]:
+    """Names of modules → versions; None: not installed."""
+    found: dict[str, str | None] = {}
+    for module, name in {**NEEDED, **OTHERS}.items():
+        found[module] = None
+        if importlib.util.find_spec(module) is not None:
+            try:
+                found[module] = version(name)
+            except PackageNotFoundError:
+                found[module] = "?"
+    return found
+
+
+def main() -> None:
+    """Print them."""
+    import torch
+
+    facts: dict[str, object] = {"device": "cpu", "torch": torch.__version__, "packages": packages()}
+    if torch.cuda.is_available():
+        facts.update(
+            device=torch.cuda.get_device_name(),
+            memory_bytes=torch.cuda.mem_get_info()[1],
+            capability=torch.cuda.get_device_capability(),
+        )
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
