@@ -12,11 +12,21 @@ from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.cluster.schema import Cluster
 from titanlab.costs.attention_order import order
 from titanlab.model.attention import InnerAttention
+from titanlab.model.kernels.flash3 import choose_flash, missing
 from titanlab.parallelism import attention_kernels, head_tail
 from titanlab.parity.parity import Tracer
 from titanlab.records.outcome import OutcomeKind
 
 pytestmark = pytest.mark.gpu
+
+
+def needs(kernel):
+    """Leave a kernel out that this machine does not have; it says why."""
+    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        pytest.xfail("the package flash-attn is not installed")
+    reason = missing(torch.cuda.get_device_capability()) if kernel == "flash3" else None
+    if reason is not None:
+        pytest.xfail(f"flash3 {reason[0]}")
 
 
 class NoOthers:
@@ -36,6 +46,7 @@ class NoOthers:
     ("name", "dtype"),
     [
         ("flash", torch.bfloat16),
+        ("flash3", torch.bfloat16),
         ("cudnn", torch.bfloat16),
         ("efficient", torch.bfloat16),
         ("efficient", torch.float32),
@@ -43,6 +54,8 @@ class NoOthers:
 )
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_attention_put_together_of_parts_is_that_of_the_whole(name, dtype, kv_heads):
+    needs(name)
+    choose_flash(name, torch.cuda.get_device_capability())
     torch.manual_seed(0)
     shapes = [(2, 200, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
@@ -72,10 +85,9 @@ def attended(name, qkv, grad, *, compiled=False):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("name", ["auto", "flash", "cudnn", "efficient", "math", "flash_attn"])
+@pytest.mark.parametrize("name", ["auto", "flash", "flash3", "cudnn", "efficient", "math", "flash_attn"])
 def test_every_kernel_gives_the_same_attention(name, kv_heads, compiled):
-    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        pytest.xfail("the package flash-attn is not installed")
+    needs(name)
     torch.manual_seed(0)
     shapes = [(2, 256, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
     *qkv, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
@@ -96,7 +108,8 @@ def kernels_of(name, dtype):
 
 
 def test_auto_is_the_kernel_that_the_order_names_first():
-    first = order("auto", torch.cuda.get_device_capability())[0]
+    capability, inputs = torch.cuda.get_device_capability(), {"dtype": "bfloat16", "head_dim": 128, "seq_len": 512}
+    first = order("auto", capability, **inputs, has_flash3=choose_flash("auto", capability))[0].removesuffix("3")
     assert f"aten::_scaled_dot_product_{first}_attention" in kernels_of("auto", torch.bfloat16)
     # Only `efficient` of the fused kernels has 32 bits; with shared heads torch alone would write out all scores.
     assert "aten::_scaled_dot_product_efficient_attention" in kernels_of("auto", torch.float32)
@@ -114,8 +127,9 @@ def test_compiled_blocks_and_loss_train_as_eager_ones(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["auto", "flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("attention", ["auto", "flash", "flash3", "cudnn", "efficient"])
 def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention):
+    needs(attention)
     losses = []
     for accelerator in ("cpu", "cuda"):
         made = tiny.recipe(tmp_path, name=f"on-{accelerator}", steps=5, bf16=True)

@@ -24,6 +24,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     (r"jupytext --sync", "it would write to the repository; tests/notebooks compares both files"),
     (r"launch/dev-slurm|eval \"\$\(launch/dev-slurm|sacct$", "they start a Slurm; tests/slurm does so"),
     (r"python -m venv ~/torch-2.11|~/torch-2.11/", "they install an older torch"),
+    (r"python benchmarks/gpu_attention", "it needs a GPU; tests/benchmarks rehearses it on a CPU"),
     (r"python benchmarks/layout_guide", "minutes; tests/benchmarks runs it in a short form"),
     (r"(titanlab|torchrun) .*\+recipe=\w+gpus\b(?!_cpu)(?!.*--cfg)(?!.*(plan|cluster=h100 --))", "it needs GPUs"),
     (r"torchrun --nproc-per-node 8", "eight processes; tests/gpt/test_gpt_package.py starts four"),

@@ -84,6 +84,7 @@ def test_layers_that_cannot_be_cut(degree, changes, given, complaint):
         ({}, 12, "auto", ""),
         ({}, 10, "auto", "training.seq_len=10: must be a multiple of 4"),
         ({"attention": ""}, 12, "auto", "the model does not say where its attention is"),
+        ({}, 12, "flash3", ""),
         ({}, 12, "math", "model.attention=math: "),
         ({}, 12, "flash_attn", "model.attention=flash_attn: "),
     ],
