@@ -1,6 +1,8 @@
 """What only a GPU can show: the fused attention kernels, and the same trainer on the device. Left out elsewhere."""
 
 import importlib.util
+import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,11 +13,14 @@ from tests import tiny
 from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.cluster.schema import Cluster
 from titanlab.costs.attention_order import order
+from titanlab.distributed.ranks import joined
 from titanlab.model.attention import InnerAttention
 from titanlab.model.kernels.flash3 import choose_flash, missing
 from titanlab.parallelism import attention_kernels, head_tail
-from titanlab.parity.parity import Tracer
+from titanlab.parity import parity
+from titanlab.parity.parity import Tracer, compare
 from titanlab.records.outcome import OutcomeKind
+from titanlab.schedule.zbv_schema import ZBV
 
 pytestmark = pytest.mark.gpu
 
@@ -141,6 +146,39 @@ def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention):
         losses.append(tracer.trace.losses)
     # Both round to 8 bits of mantissa, in another order.
     assert losses[1] == pytest.approx(losses[0], rel=2**-7)
+
+
+def traced(made, run):
+    return parity.trace(made, run, joined(os.environ))
+
+
+SYMMETRIC = {
+    "AsyncTP": ({"tensor": 2}, {"async_tensor": True}),
+    "AsyncTP, compiled": ({"tensor": 2, "blocks": True}, {"async_tensor": True}),
+    "AsyncTP, split backward": (
+        {"tensor": 2, "pipeline": 2, "layers": 4, "pipeline_schedule": ZBV()},
+        {"async_tensor": True},
+    ),
+    "FSDP2": ({"shard": 2}, {"symmetric_memory": True}),
+    "HSDP": ({"shard": 2, "replicate": 2}, {"symmetric_memory": True}),
+}
+
+
+@pytest.mark.parametrize("row", SYMMETRIC)
+def test_symmetric_memory_changes_no_gradient(pool, tmp_path, row):
+    layout, given = SYMMETRIC[row]
+    world = math.prod(layout.get(axis, 1) for axis in ("tensor", "shard", "replicate", "pipeline"))
+    if torch.cuda.device_count() < world:
+        pytest.xfail(f"it needs {world} GPUs")
+    traces = []
+    for options in ({}, given):
+        made = tiny.recipe(tmp_path, name=f"run-{len(traces)}", steps=4, at_end=False, **layout)
+        # `tiny` makes recipes for a CPU, whose rules refuse these options.
+        made = replace(made, parallelism=replace(made.parallelism, **options))
+        made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+        traces.append(pool.run(world, traced, made, tiny.begin(made), limit_seconds=300.0)[0])
+    # fp32, in another order of sums.
+    assert compare(*traces).largest < 1e-4
 
 
 def test_a_copy_to_pinned_memory_has_the_same_bytes(tmp_path):

@@ -213,7 +213,7 @@ def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
 
 def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
     """A check of compiled code; it has to be created before compilation."""
-    if not recipe.parallelism.async_tensor:
+    if not (recipe.parallelism.async_tensor and recipe.compile.blocks):
         return lambda: None
     from titanlab.compile.async_tensor import FusionCheck
 
