@@ -1,6 +1,8 @@
 """What only a GPU can show: the fused attention kernels, and the same trainer on the device. Left out elsewhere."""
 
 import importlib.util
+import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -8,15 +10,30 @@ import torch
 import torch.nn.functional as F
 
 from tests import tiny
+from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.cluster.schema import Cluster
+from titanlab.compile.schema import Compile
 from titanlab.costs.attention_order import order
+from titanlab.distributed.ranks import joined
 from titanlab.model.attention import InnerAttention
+from titanlab.model.kernels.flash3 import choose_flash, missing
 from titanlab.parallelism import attention_kernels, head_tail
-from titanlab.parity.parity import Tracer
+from titanlab.parity import parity
+from titanlab.parity.parity import Tracer, compare
 from titanlab.records.outcome import OutcomeKind
+from titanlab.schedule.zbv_schema import ZBV
 
 pytestmark = pytest.mark.gpu
+
+
+def needs(kernel):
+    """Leave a kernel out that this machine does not have; it says why."""
+    if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        pytest.xfail("the package flash-attn is not installed")
+    reason = missing(torch.cuda.get_device_capability()) if kernel == "flash3" else None
+    if reason is not None:
+        pytest.xfail(f"flash3 {reason[0]}")
 
 
 class NoOthers:
@@ -36,6 +53,7 @@ class NoOthers:
     ("name", "dtype"),
     [
         ("flash", torch.bfloat16),
+        ("flash3", torch.bfloat16),
         ("cudnn", torch.bfloat16),
         ("efficient", torch.bfloat16),
         ("efficient", torch.float32),
@@ -43,6 +61,8 @@ class NoOthers:
 )
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_attention_put_together_of_parts_is_that_of_the_whole(name, dtype, kv_heads):
+    needs(name)
+    choose_flash(name, torch.cuda.get_device_capability())
     torch.manual_seed(0)
     shapes = [(2, 200, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
@@ -72,10 +92,9 @@ def attended(name, qkv, grad, *, compiled=False):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("name", ["auto", "flash", "cudnn", "efficient", "math", "flash_attn"])
+@pytest.mark.parametrize("name", ["auto", "flash", "flash3", "cudnn", "efficient", "math", "flash_attn"])
 def test_every_kernel_gives_the_same_attention(name, kv_heads, compiled):
-    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        pytest.xfail("the package flash-attn is not installed")
+    needs(name)
     torch.manual_seed(0)
     shapes = [(2, 256, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
     *qkv, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
@@ -96,7 +115,8 @@ def kernels_of(name, dtype):
 
 
 def test_auto_is_the_kernel_that_the_order_names_first():
-    first = order("auto", torch.cuda.get_device_capability())[0]
+    capability, inputs = torch.cuda.get_device_capability(), {"dtype": "bfloat16", "head_dim": 128, "seq_len": 512}
+    first = order("auto", capability, **inputs, has_flash3=choose_flash("auto", capability))[0].removesuffix("3")
     assert f"aten::_scaled_dot_product_{first}_attention" in kernels_of("auto", torch.bfloat16)
     # Only `efficient` of the fused kernels has 32 bits; with shared heads torch alone would write out all scores.
     assert "aten::_scaled_dot_product_efficient_attention" in kernels_of("auto", torch.float32)
@@ -114,8 +134,49 @@ def test_compiled_blocks_and_loss_train_as_eager_ones(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["auto", "flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("ac", [NoCheckpointing(), FullCheckpointing()], ids=["whole", "recomputed"])
+@pytest.mark.parametrize("microbatch", [12, 4])
+def test_recorded_graphs_train_as_eager_blocks(tmp_path, microbatch, ac):
+    counters = torch._dynamo.utils.counters["inductor"]
+    losses = []
+    for given in ({}, {"blocks": True, "loss": True, "mode": "reduce-overhead"}):
+        made = tiny.recipe(
+            tmp_path, name=f"run-{len(losses)}", steps=6, microbatch=microbatch, validate_every=3, ac=ac, layers=3
+        )
+        # `tiny` makes recipes for a CPU, whose rules refuse CUDA graphs.
+        made = replace(made, compile=Compile(**given))
+        made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+        counters.clear()
+        tracer = Tracer()
+        assert tiny.as_rank(made, tiny.begin(made), tracer).kind is OutcomeKind.DONE
+        losses.append([*tracer.trace.losses, *tracer.trace.grad_norms])
+    # inductor records nothing, and counts it, if it finds a reason not to.
+    assert counters["cudagraph_skips"] == 0
+    # fp32, but for the order of sums.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_the_update_waits_for_nothing_on_the_device(tmp_path):
+    class Watching(tiny.story.Observer):
+        """No call waits for the device between the gradients and the next step's forward."""
+
+        def with_gradients(self, step, model):
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+
+        def after_step(self, step, totals):
+            torch.cuda.set_sync_debug_mode("default")
+
+    made = tiny.recipe(tmp_path, steps=6, max_grad_norm=0.1, at_end=False)
+    made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+    try:
+        assert tiny.as_rank(made, tiny.begin(made), Watching()).kind is OutcomeKind.DONE
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("attention", ["auto", "flash", "flash3", "cudnn", "efficient"])
 def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention):
+    needs(attention)
     losses = []
     for accelerator in ("cpu", "cuda"):
         made = tiny.recipe(tmp_path, name=f"on-{accelerator}", steps=5, bf16=True)
@@ -127,6 +188,39 @@ def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention):
         losses.append(tracer.trace.losses)
     # Both round to 8 bits of mantissa, in another order.
     assert losses[1] == pytest.approx(losses[0], rel=2**-7)
+
+
+def traced(made, run):
+    return parity.trace(made, run, joined(os.environ))
+
+
+SYMMETRIC = {
+    "AsyncTP": ({"tensor": 2}, {"async_tensor": True}),
+    "AsyncTP, compiled": ({"tensor": 2, "blocks": True}, {"async_tensor": True}),
+    "AsyncTP, split backward": (
+        {"tensor": 2, "pipeline": 2, "layers": 4, "pipeline_schedule": ZBV()},
+        {"async_tensor": True},
+    ),
+    "FSDP2": ({"shard": 2}, {"symmetric_memory": True}),
+    "HSDP": ({"shard": 2, "replicate": 2}, {"symmetric_memory": True}),
+}
+
+
+@pytest.mark.parametrize("row", SYMMETRIC)
+def test_symmetric_memory_changes_no_gradient(pool, tmp_path, row):
+    layout, given = SYMMETRIC[row]
+    world = math.prod(layout.get(axis, 1) for axis in ("tensor", "shard", "replicate", "pipeline"))
+    if torch.cuda.device_count() < world:
+        pytest.xfail(f"it needs {world} GPUs")
+    traces = []
+    for options in ({}, given):
+        made = tiny.recipe(tmp_path, name=f"run-{len(traces)}", steps=4, at_end=False, **layout)
+        # `tiny` makes recipes for a CPU, whose rules refuse these options.
+        made = replace(made, parallelism=replace(made.parallelism, **options))
+        made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+        traces.append(pool.run(world, traced, made, tiny.begin(made), limit_seconds=300.0)[0])
+    # fp32, in another order of sums.
+    assert compare(*traces).largest < 1e-4
 
 
 def test_a_copy_to_pinned_memory_has_the_same_bytes(tmp_path):

@@ -11,7 +11,12 @@ from titanlab.compile import schema
 from titanlab.compile.schema import BACKENDS, ENTRY_POINTS, MODES, Compile
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.recipe.recipe_rules import setting
+
+EXPERTS = Qwen3Moe(
+    dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn_dim=64, vocab_size=256, experts=4, active_experts=2
+)
 
 
 def setting_of(tmp_path, *, accelerator="cpu", world=1, **given):
@@ -55,6 +60,12 @@ def test_values_that_make_no_sense(given, begins, cure):
             {"mode": "reduce-overhead"},
             {"accelerator": "cuda", "world": 2},
             "compile.mode=reduce-overhead: records CUDA graphs of parameters that stay where they are, which dp_s2 moves",
+            "try default",
+        ),
+        (
+            {"mode": "reduce-overhead"},
+            {"accelerator": "cuda", "model": EXPERTS},
+            "compile.mode=reduce-overhead: records CUDA graphs of fixed shapes, and the router decides how many rows",
             "try default",
         ),
         (

@@ -75,7 +75,7 @@ def test_the_kernel_asked_for_or_the_next_that_can(monkeypatch, asked, able, cho
 
 
 def test_a_hopper_asks_for_another_kernel_first(monkeypatch):
-    monkeypatch.setattr(attention_kernels, "order", lambda name, capability: order(name, (9, 0)))
+    monkeypatch.setattr(attention_kernels, "order", lambda name, capability, **inputs: order(name, (9, 0), **inputs))
     for name in ("flash", "cudnn", "efficient"):
         monkeypatch.setitem(attention_kernels._CAN_USE, name, lambda parameters: True)
     assert choose("auto", *tensors(torch.bfloat16)) is attention_kernels._KERNELS["cudnn"]

@@ -8,7 +8,13 @@ from titanlab.costs.account import ModelAccount
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
-from titanlab.recipe.layout_rules import check_async_tensor, check_context, check_pipeline, check_tensor
+from titanlab.recipe.layout_rules import (
+    check_async_tensor,
+    check_context,
+    check_pipeline,
+    check_symmetric_memory,
+    check_tensor,
+)
 from titanlab.schedule.gpipe_schema import GPipe
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 
@@ -84,6 +90,7 @@ def test_layers_that_cannot_be_cut(degree, changes, given, complaint):
         ({}, 12, "auto", ""),
         ({}, 10, "auto", "training.seq_len=10: must be a multiple of 4"),
         ({"attention": ""}, 12, "auto", "the model does not say where its attention is"),
+        ({}, 12, "flash3", ""),
         ({}, 12, "math", "model.attention=math: "),
         ({}, 12, "flash_attn", "model.attention=flash_attn: "),
     ],
@@ -124,18 +131,43 @@ def test_a_split_needs_a_pipeline():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "given", "accelerator", "compiled", "complaint"),
+    ("tensor", "given", "accelerator", "compiled", "products", "complaint"),
     [
-        (2, {}, "cuda", "inductor", ""),
-        (1, {}, "cuda", "inductor", "and tensor=1"),
-        (2, {}, "cpu", "inductor", "runs on a CPU"),
-        (2, {"sequence_parallel": False}, "cuda", "inductor", "sequence_parallel=false has none"),
-        (2, {}, "cuda", False, "is done by inductor"),
+        (2, {}, "cuda", "inductor", 0, ""),
+        (2, {}, "cuda", False, 4, ""),
+        (1, {}, "cuda", "inductor", 4, "and tensor=1"),
+        (2, {}, "cpu", "inductor", 4, "runs on a CPU"),
+        (2, {}, "cpu", False, 4, "runs on a CPU"),
+        (2, {"sequence_parallel": False}, "cuda", "inductor", 4, "sequence_parallel=false has none"),
+        (2, {}, "cuda", "aot_eager", 4, "is done by inductor or in eager mode, and aot_eager compiles the blocks"),
+        (2, {}, "cuda", False, 0, "fuses only products of 16 and 32 bits in eager mode"),
     ],
 )
-def test_where_async_tensor_works(tensor, given, accelerator, compiled, complaint):
+def test_where_async_tensor_works(tensor, given, accelerator, compiled, products, complaint):
     layout, config = Layout(tensor=tensor), Parallelism(tensor=tensor, async_tensor=True, **given)
+    values = {"accelerator": accelerator, "compiled": compiled, "products": lambda: products}
     if complaint:
-        assert complaint in refusal(check_async_tensor, layout, config, accelerator=accelerator, compiled=compiled)
+        assert complaint in refusal(check_async_tensor, layout, config, **values)
     else:
-        check_async_tensor(layout, config, accelerator=accelerator, compiled=compiled)
+        check_async_tensor(layout, config, **values)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "given", "accelerator", "complaint"),
+    [
+        ({"shard": 2}, {}, "cuda", ""),
+        ({"context": 2}, {}, "cuda", ""),
+        ({"replicate": 2}, {}, "cuda", "and nothing is sharded"),
+        ({"shard": 2}, {}, "cpu", "this runs on a CPU"),
+        ({"shard": 2}, {"cpu_offload": True}, "cuda", "parameters in host memory"),
+        ({"shard": 2, "tensor": 2}, {"async_tensor": True}, "cuda", "AsyncTP needs that of CUDA"),
+    ],
+)
+def test_where_symmetric_memory_works(degrees, given, accelerator, complaint):
+    layout, config = Layout(**degrees), Parallelism(**degrees, symmetric_memory=True, **given)
+    if complaint:
+        found = refusal(check_symmetric_memory, layout, config, accelerator=accelerator)
+        assert found.startswith("parallelism.symmetric_memory=true: ")
+        assert complaint in found
+    else:
+        check_symmetric_memory(layout, config, accelerator=accelerator)

@@ -65,7 +65,9 @@ def test_offload_needs_shards(tmp_path):
     [
         ("cudnn", "cpu", "needs a GPU"),
         ("efficient", "cpu", "needs a GPU"),
+        ("flash3", "cpu", "needs a GPU"),
         ("flash", "cuda", "computes in 16 bits only"),
+        ("flash3", "cuda", "computes in 16 bits only"),
     ],
 )
 def test_kernels_of_attention_have_their_devices(tmp_path, attention, accelerator, rule):
@@ -73,6 +75,24 @@ def test_kernels_of_attention_have_their_devices(tmp_path, attention, accelerato
     cluster = Cluster(accelerator=accelerator, device="NVIDIA H100 80GB HBM3" if accelerator == "cuda" else "cpu")
     with pytest.raises(ConfigError, match=f"^model.attention={attention}: {rule}"):
         check(resolved(made, model=replace(made.model, attention=attention), cluster=cluster))
+
+
+@pytest.mark.parametrize(
+    ("device", "rule"),
+    [
+        (
+            "NVIDIA H100 80GB HBM3",
+            "is a kernel of the package flash_attn_interface, which is not installed; install Fl",
+        ),
+        ("NVIDIA B200", "is a kernel of Hopper .*, and this device has 10.0; try auto"),
+        ("a device of tomorrow", "is a kernel of the package flash_attn_interface, which is not installed"),
+    ],
+)
+def test_flash_attention_3_needs_its_package_and_a_hopper(tmp_path, device, rule):
+    made = tiny.recipe(tmp_path, bf16=True)
+    cluster = Cluster(accelerator="cuda", device=device)
+    with pytest.raises(ConfigError, match=f"^model.attention=flash3: {rule}"):
+        check(resolved(made, model=replace(made.model, attention="flash3"), cluster=cluster))
 
 
 def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):

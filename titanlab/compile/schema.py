@@ -48,6 +48,11 @@ class Compile:
         return self.blocks or self.loss
 
     @property
+    def records_graphs(self) -> bool:
+        """Whether what is compiled is recorded as CUDA graphs."""
+        return self.compiles and (self.backend == "cudagraphs" or self.mode in RECORDING)
+
+    @property
     def fuses_blocks(self) -> bool:
         """Whether neighbouring operations of a block that memory bandwidth bounds become one kernel."""
         return self.blocks and self.backend == "inductor"
@@ -100,6 +105,9 @@ def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
     """Check that parameters keep their addresses: a CUDA graph uses the addresses with which it was recorded."""
     if setting.accelerator != "cuda":
         raise ConfigError(key, value, "records CUDA graphs, and this runs on a CPU", cure)
+    if setting.model.experts is not None:
+        rule = "records CUDA graphs of fixed shapes, and the router decides how many rows an expert gets"
+        raise ConfigError(key, value, rule, cure)
     if setting.layout.world > 1:
         rule = f"records CUDA graphs of parameters that stay where they are, which {setting.layout.label} moves"
         raise ConfigError(key, value, rule, cure)

@@ -1,22 +1,119 @@
-"""Which attention kernel to try first, by the device's compute capability."""
+"""Which attention kernel to try first: a table of measurements, by compute capability, dtype, head_dim and length.
+
+`attention_kernels.json` is the table. Its measured rows are those of `benchmarks/gpu_attention.py`; where none fits the
+inputs, a published comparison for the device decides, and where there is none either, flash is first.
+"""
 
 from __future__ import annotations
 
-# torch has a fixed order, with flash first in most builds. Devices on which that is not the fastest:
-# - Hopper (9): cuDNN is 1.7 to 2.3 times as fast, forward and backward, bf16 (huggingface/transformers#48163;
-#   pytorch/pytorch#142132 has 631 against 329 TFLOP/s); a training step gains 10 % (pytorch/torchtitan#1042).
-# - Data-centre Blackwell (10): 12 % more tokens per second with cuDNN (pytorch/torchtitan#1196).
-# Ampere and workstation Blackwell (12) are slower with cuDNN, Ada is as fast (huggingface/transformers#48163).
-_CUDNN_FIRST = (9, 10)
-_FUSED = ("flash", "cudnn", "efficient")
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("attention_kernels.json")
+FUSED = ("flash", "cudnn", "efficient")
+FLASH3 = "flash3"
+"""FlashAttention 3: it is tried only where it was measured, because it comes from a package of its own."""
+
+Capability = tuple[int, int]
 
 
-def order(name: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Rule:
+    """The order for some inputs; the first rule that fits decides.
+
+    Attributes:
+        order: names of fused kernels, the fastest first.
+        dtype: of the inputs, by torch's name; None: any.
+        head_dim: width of a head; None: any.
+        longest: tokens of the longest sequence; None: any.
+        source: of the order.
+    """
+
+    order: tuple[str, ...]
+    dtype: str | None = None
+    head_dim: int | None = None
+    longest: int | None = None
+    source: str = ""
+
+    def fits(self, dtype: str | None, head_dim: int | None, seq_len: int | None) -> bool:
+        """Whether the rule is about these inputs; None: unknown, which fits only a rule about all inputs."""
+        if self.dtype is not None and self.dtype != dtype:
+            return False
+        if self.head_dim is not None and self.head_dim != head_dim:
+            return False
+        return self.longest is None or (seq_len is not None and seq_len <= self.longest)
+
+
+def order(
+    name: str,
+    capability: Capability | None,
+    *,
+    dtype: str | None = None,
+    head_dim: int | None = None,
+    seq_len: int | None = None,
+    has_flash3: bool = False,
+) -> tuple[str, ...]:
     """Names of fused kernels in the order in which to try them.
 
     Args:
-        name: `auto`, or the requested kernel: `flash`, `cudnn`, `efficient`.
+        name: `auto`, or the requested kernel: `flash`, `flash3`, `cudnn`, `efficient`.
         capability: of the device; None: unknown.
+        dtype, head_dim, seq_len: of the inputs; None: unknown.
+        has_flash3: whether torch's flash kernel is FlashAttention 3 now; it then stands for both.
     """
-    first = name if name in _FUSED else "cudnn" if capability and capability[0] in _CUDNN_FIRST else "flash"
-    return (first, *(other for other in _FUSED if other != first))
+    if name != "auto":
+        others = (other for other in FUSED if other != name and not (name == FLASH3 and other == "flash"))
+        return (name, *others)
+    rule = next(rule for rule in rules(capability) if rule.fits(dtype, head_dim, seq_len))
+    return with_one_flash(rule.order, has_flash3=has_flash3)
+
+
+def with_one_flash(names: Sequence[str], *, has_flash3: bool) -> tuple[str, ...]:
+    """The order without the flash kernel that torch does not have now."""
+    if not has_flash3:
+        return tuple(name for name in names if name != FLASH3)
+    return tuple(dict.fromkeys(FLASH3 if name == "flash" else name for name in names))
+
+
+def prefers_flash3(capability: Capability | None) -> bool:
+    """Whether FlashAttention 3 was measured as the fastest for some inputs."""
+    return any(rule.order[0] == FLASH3 for rule in rules(capability))
+
+
+@functools.cache
+def rules(capability: Capability | None) -> tuple[Rule, ...]:
+    """The rules of a device; the last one fits all inputs."""
+    return rules_of(json.loads(TABLE.read_text()), capability)
+
+
+def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[Rule, ...]:
+    """The rules that a table has for a device.
+
+    Args:
+        table: `measured`: rows of `benchmarks/gpu_attention.py`; `published`: by the first number of the capability.
+    """
+    published = Rule(("flash", "cudnn", "efficient"), source="no measurement is known; torch's own first choice")
+    for row in table["published"]:
+        if capability is not None and row["capability"][0] == capability[0]:
+            first = row["first"]
+            published = Rule((first, *(name for name in FUSED if name != first)), source=row["source"])
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for row in table["measured"]:
+        if capability is not None and row["capability"] is not None and tuple(row["capability"]) == capability:
+            groups.setdefault((row["dtype"], row["head_dim"]), []).append(row)
+    found = []
+    for (dtype, head_dim), rows in groups.items():
+        rows.sort(key=lambda row: int(row["seq_len"]))
+        # Halfway between two measured lengths, as a factor, the nearer one changes.
+        bounds = [math.isqrt(a["seq_len"] * b["seq_len"]) for a, b in zip(rows, rows[1:], strict=False)]
+        for row, longest in zip(rows, [*bounds, None], strict=True):
+            measured = {name: ms for name, ms in row["ms"].items() if ms is not None and name in (*FUSED, FLASH3)}
+            fastest = sorted(measured, key=lambda name: float(measured[name]))
+            names = (*fastest, *(name for name in published.order if name not in measured))
+            found.append(Rule(names, dtype, head_dim, longest, row["source"]))
+    return (*found, published)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlab.costs.attention_order import order
+from titanlab.costs.attention_order import FLASH3, rules, with_one_flash
+from titanlab.model.kernels.flash3 import choose_flash
 from titanlab.model.tiled_attention import tiled_attention, tiling
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
+    FLASH3: SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
@@ -30,29 +32,34 @@ class InnerAttention(nn.Module):
 
     Args:
         kernel: `auto`: on a CPU torch's kernel, for short sequences in tiles; on a GPU the fastest kernel that supports
-            the inputs. `flash`, `cudnn`, `efficient`, `math`: only this kernel of torch. `flash_attn`: the kernel of
-            the package.
+            the inputs. `flash`, `cudnn`, `efficient`, `math`: only this kernel of torch. `flash3`: FlashAttention 3 in
+            place of torch's flash kernel. `flash_attn`: the kernel of the package.
     """
 
     def __init__(self, kernel: str = "auto") -> None:
         super().__init__()
         self.kernel = kernel
         self._backends: Sequence[SDPBackend] = [BACKENDS[kernel]] if kernel in BACKENDS else []
+        # Inputs for which another order was measured.
+        self._measured: Sequence[_Measured] = ()
         self._package: Callable[..., Any] | None = None
 
     def prepare(self, device: torch.device) -> None:
         """Choose the kernels for a device; called once, before the first forward.
 
         Raises:
-            ImportError: the package of the kernel is not installed.
+            ImportError: the package of the kernel is not installed, or the kernel does not fit torch or the device.
         """
         if self.kernel == PACKAGE:
             from flash_attn import flash_attn_func  # type: ignore[import-not-found]
 
             self._package = flash_attn_func
-        elif self.kernel == "auto" and device.type == "cuda":
-            names = (*order("auto", torch.cuda.get_device_capability(device)), "math")
-            self._backends = [BACKENDS[name] for name in names]
+        elif device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            has_flash3 = choose_flash(self.kernel, capability)
+            if self.kernel == "auto":
+                *self._measured, rest = _orders(capability, has_flash3=has_flash3)
+                self._backends = rest.backends
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._package is not None:
@@ -64,16 +71,41 @@ class InnerAttention(nn.Module):
                 tiled: Tensor = tiled_attention(q, k, v, *chosen)[0]
                 return tiled
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        if self._repeats(q) and q.shape[1] != k.shape[1]:
+        backends = self._chosen(q)
+        if _repeats(backends, q) and q.shape[1] != k.shape[1]:
             # Only this kernel does not support shared key/value heads (torch's sdp_utils.cpp).
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        with sdpa_kernel(list(self._backends), set_priority=True):
+        with sdpa_kernel(list(backends), set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
-    def _repeats(self, q: Tensor) -> bool:
-        """Whether `efficient` computes: it is configured, or is the only fused kernel that supports float32."""
-        fused = SDPBackend.EFFICIENT_ATTENTION
-        return self._backends[0] == fused or (fused in self._backends and q.dtype == torch.float32)
+    def _chosen(self, q: Tensor) -> Sequence[SDPBackend]:
+        for backends, dtype, head_dim, longest in self._measured:
+            if dtype == q.dtype and head_dim == q.shape[3] and (longest is None or q.shape[2] <= longest):
+                return backends
+        return self._backends
 
     def extra_repr(self) -> str:
         return self.kernel
+
+
+class _Measured(NamedTuple):
+    """Kernels in the order in which to try them, for some inputs: plain values, through which a compiler can trace."""
+
+    backends: tuple[SDPBackend, ...]
+    dtype: torch.dtype | None
+    head_dim: int | None
+    longest: int | None
+
+
+def _orders(capability: tuple[int, int], *, has_flash3: bool) -> Iterator[_Measured]:
+    """The rules of a device; the last one is that of all other inputs."""
+    for rule in rules(capability):
+        names = (*with_one_flash(rule.order, has_flash3=has_flash3), "math")
+        dtype = None if rule.dtype is None else getattr(torch, rule.dtype)
+        yield _Measured(tuple(BACKENDS[name] for name in names), dtype, rule.head_dim, rule.longest)
+
+
+def _repeats(backends: Sequence[SDPBackend], q: Tensor) -> bool:
+    """Whether `efficient` computes: it is configured, or is the only fused kernel that supports float32."""
+    fused = SDPBackend.EFFICIENT_ATTENTION
+    return backends[0] == fused or (fused in backends and q.dtype == torch.float32)

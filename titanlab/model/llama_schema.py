@@ -15,7 +15,7 @@ from titanlab.model.llama_huggingface import LlamaFamily
 from titanlab.options import option
 
 # Kernels of attention; `auto` is the fastest one on the device that supports the inputs.
-ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math", "flash_attn")
+ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math", "flash3", "flash_attn")
 
 
 @option("model", "llama")
@@ -38,7 +38,7 @@ class Llama(ModelConfig):
         rope_low_freq_factor, rope_high_freq_factor, rope_original_context: see rope_factor.
         tied_embeddings: the output head uses the embedding's weight (Llama 3.2).
         attention: kernel of the attention: auto, the fastest that supports the inputs; flash, cudnn, efficient, math,
-            a kernel of torch; flash_attn, the kernel of the package flash-attn.
+            a kernel of torch; flash3, FlashAttention 3 through torch; flash_attn, the kernel of the package flash-attn.
         fused: one matrix product for queries, keys and values, and one for gate and up of the feed-forward. Parameters
             keep their names, shapes and initial values. The experts of models with experts are not fused.
 

@@ -8,6 +8,7 @@ runs the backward pass over a part of the keys with the denominators over all ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -20,7 +21,8 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 
-from titanlab.costs.attention_order import order
+from titanlab.costs.attention_order import FLASH3, order
+from titanlab.model.kernels.flash3 import choose_flash
 
 aten = torch.ops.aten
 
@@ -57,7 +59,10 @@ class Cpu:
 
 
 class Flash:
-    """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; grouped-query heads."""
+    """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; grouped-query heads.
+
+    Where FlashAttention 3 has taken its place, the operators are the same.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)
@@ -125,10 +130,17 @@ def summed(x: Tensor, kv_heads: int) -> Tensor:
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-_KERNELS: dict[str, Kernel] = {"flash": Flash(), "cudnn": Cudnn(), "efficient": Efficient()}
-_CAN_USE = {
+_KERNELS: dict[str, Kernel] = {"flash": Flash(), FLASH3: Flash(), "cudnn": Cudnn(), "efficient": Efficient()}
+
+
+def _can_use_flash(inputs: SDPAParams) -> bool:
     # SDPA pads for flash before it calls the operator.
-    "flash": lambda inputs: inputs.query.shape[-1] % 8 == 0 and can_use_flash_attention(inputs),
+    return bool(inputs.query.shape[-1] % 8 == 0 and can_use_flash_attention(inputs))
+
+
+_CAN_USE: dict[str, Callable[[SDPAParams], bool]] = {
+    "flash": _can_use_flash,
+    FLASH3: _can_use_flash,
     "cudnn": can_use_cudnn_attention,
     "efficient": can_use_efficient_attention,
 }
@@ -138,16 +150,20 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     """The kernel for these inputs: the requested kernel if it supports them, else the next that does.
 
     Args:
-        name: `flash`, `cudnn`, `efficient`, or `auto`: the fastest that supports the inputs (`efficient` for 32 bits).
-            On CPU there is only one.
+        name: `flash`, `flash3`, `cudnn`, `efficient`, or `auto`: the fastest that supports the inputs (`efficient` for
+            32 bits). On CPU there is only one.
 
     Raises:
         RuntimeError: no kernel of this device supports the inputs.
+        ImportError: `flash3` is not installed.
     """
     if q.device.type == "cpu":
         return Cpu()
     capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-    for candidate in order(name, capability):
+    has_flash3 = capability is not None and choose_flash(name, capability)
+    dtype, (*_, seq_len, head_dim) = str(q.dtype).removeprefix("torch."), q.shape
+    names = order(name, capability, dtype=dtype, head_dim=head_dim, seq_len=seq_len, has_flash3=has_flash3)
+    for candidate in names:
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
         k_, v_ = (k, v) if shared else (_broadcast(x, q.shape[1]) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):

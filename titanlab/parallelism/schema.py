@@ -42,6 +42,7 @@ class Parallelism:
             for the backward; `never` keeps them: more memory, less communication. `auto` is `always`, but
             `never` in a pipeline, where each microbatch would gather them again.
         cpu_offload: sharded parameters, gradients and optimizer state are kept in host memory.
+        symmetric_memory: FSDP2 gathers and scatters in buffers that NCCL registers with all ranks (symmetric memory).
     """
 
     pipeline: int = 1
@@ -57,6 +58,7 @@ class Parallelism:
     split: list[Any] | None = None
     reshard_after_forward: str = "auto"
     cpu_offload: bool = False
+    symmetric_memory: bool = field(default=False, metadata={"before": False})
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

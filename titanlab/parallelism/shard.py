@@ -70,6 +70,7 @@ def fully_shard_model(
     whole: Sequence[nn.Module] = (),
     apart: Sequence[nn.Module] = (),
     experts: Experts | None = None,
+    symmetric_memory: bool = False,
 ) -> Sharded:
     """Apply FSDP2: each block is a unit, and the rest of the model another; a 2-D mesh makes it HSDP.
 
@@ -80,6 +81,7 @@ def fully_shard_model(
         whole: units that compute and reduce in float32 while others do not; the model itself means its rest.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
+        symmetric_memory: see `titanlab.parallelism.symmetric_memory.fsdp`.
     """
     # Imported here: it takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -125,7 +127,12 @@ def fully_shard_model(
     all_units = (*(unit for within in inner.values() for unit in within), *blocks, *apart, root)
     units = [module for module in all_units if isinstance(module, FSDPModule)]
     kept = [unit for unit in units if unit not in freed]
-    if mesh.device_type == "cpu":
+    if symmetric_memory:
+        from titanlab.parallelism.symmetric_memory.fsdp import use_symmetric_memory
+
+        meshes = (mesh,) if experts is None else (mesh, experts.mesh)
+        use_symmetric_memory(units, [each.get_group(each.ndim - 1) for each in meshes])
+    elif mesh.device_type == "cpu":
         for unit in units:
             # `Any`, because torch's protocol for it is private.
             unit.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))

@@ -31,6 +31,8 @@ from titanlab.parallelism.pipeline_weights import linear as linear_product
 from titanlab.precision.product import ATTRIBUTE
 
 _functional = torch.ops._c10d_functional
+# The attribute of a `gathered` module whose layers gather its input in their product.
+GATHERED_INSIDE = "gathered_inside"
 # (layer, inputs, bias) → inputs · weightᵀ + bias, with this rank's part of the layer's weight.
 Product = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 
@@ -58,6 +60,11 @@ class TensorParallel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_group", (self.mesh.get_group().group_name, self.mesh.size()))
+
+    @property
+    def group_name(self) -> Any:
+        """Name of the group of the tensor axis; `Any`, because only torch 2.13 has a type for names."""
+        return self._group[0]
 
     def product(self, style: str, layer: nn.Module) -> Product:
         """The precision's product for a layer; for `nn.Linear` or layers with a split backward, `linear`."""
@@ -111,7 +118,11 @@ def gathered(module: nn.Module, cut: TensorParallel) -> None:
 
     It becomes [batch·seq, dim]. Only `colwise` layers may read it, so that AsyncTP can fuse gather and products.
     """
-    module.register_forward_pre_hook(lambda _, inputs: (cut.whole(inputs[0]), *inputs[1:]))
+
+    def gather(owner: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return inputs if getattr(owner, GATHERED_INSIDE, False) else (cut.whole(inputs[0]), *inputs[1:])
+
+    module.register_forward_pre_hook(gather)
 
 
 def norm(module: nn.Module, cut: TensorParallel, style: str = "norm") -> None:

@@ -190,9 +190,12 @@ def _parallelism(each: Folded, notes: _Notes) -> Parallelism:
     config = each.recipe.parallelism
     if config.async_tensor:
         notes.add("parallelism.async_tensor needs GPUs: the same collectives, not interleaved with products")
+    if config.symmetric_memory:
+        notes.add("parallelism.symmetric_memory needs GPUs: the same collectives in other memory")
     if config.split is not None:
         notes.add("parallelism.split is for the real number of layers: stages are balanced")
-    return replace(config, async_tensor=False, split=None).with_degrees(each.layout.degrees())
+    plain = replace(config, async_tensor=False, symmetric_memory=False, split=None)
+    return plain.with_degrees(each.layout.degrees())
 
 
 def _precision(recipe: Recipe, layers: int, notes: _Notes) -> Any:

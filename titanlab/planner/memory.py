@@ -43,6 +43,8 @@ ITEMS = (
 _GATHERED_BLOCKS = 2
 # FSDP2 gathers into a buffer of its own, and copies the parameters out of it.
 _GATHER_BUFFERS = 1
+# Symmetric memory keeps its buffers: those of two gathers that run at once, and what a reduction reads.
+_SYMMETRIC_GATHERS = 2
 # A block's gradients in the precision of the reduction: those that are sent, and those of the block before.
 _REDUCED_BLOCKS = 2
 # Bytes of activations, where all that a rank keeps still exist: no rank keeps as many.
@@ -203,6 +205,11 @@ class _Ranks:
             unreduced = whole.unreduced if accumulates else edges.gradients
             # The last of all units is that of the pieces outside blocks.
             reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
+        kept = 0
+        if fsdp and self.config.symmetric_memory:
+            buffers = _SYMMETRIC_GATHERS * block.gathered + edges.gathered
+            # A pool of their own, which lends nothing to other tensors.
+            kept = buffers + max(block.unreduced, edges.unreduced)
         # Without FSDP2 gradients are summed where they are.
         gradients = 0 if fsdp or not accumulates else whole.parameters
         loss = self._loss(own)
@@ -215,7 +222,7 @@ class _Ranks:
                 "gradients": gradients,
                 "unreduced gradients": before,
                 "logits and loss": loss,
-                "communication buffers": self._messages(),
+                "communication buffers": kept + self._messages(),
             },
             "backward": {
                 **start,
@@ -233,7 +240,7 @@ class _Ranks:
                 "backward of a block": backward,
                 "communication buffers": buffers + self._messages(),
             },
-            "optimizer": {**stored, "gradients": whole.parameters, "activations": 0},
+            "optimizer": {**stored, "gradients": whole.parameters, "activations": 0, "communication buffers": kept},
         }
         if self.config.cpu_offload:
             for items in moments.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount
@@ -205,11 +205,14 @@ def check_pipeline(
         raise ConfigError(key, degree, rule, cure)
 
 
-def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool) -> None:
+def check_async_tensor(
+    layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool, products: Callable[[], int]
+) -> None:
     """Check that hardware and compiler support AsyncTP.
 
     Args:
         compiled: the backend that compiles blocks; False: blocks are not compiled.
+        products: returns how many products can be fused in eager mode; called only if it matters.
 
     Raises:
         ConfigError: they do not.
@@ -224,9 +227,33 @@ def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str,
     if not config.sequence_parallel:
         rule = "interleaves gathers and scatters of sequences, and sequence_parallel=false has none"
         raise ConfigError(key, True, rule, "try parallelism.sequence_parallel=true")
-    if compiled != "inductor":
-        rule = "is done by inductor, which does not compile the blocks here"
+    if compiled and compiled != "inductor":
+        rule = f"is done by inductor or in eager mode, and {compiled} compiles the blocks"
+        raise ConfigError(key, True, rule, "try compile.backend=inductor, or compile=off")
+    if not compiled and products() == 0:
+        rule = "fuses only products of 16 and 32 bits in eager mode, and there is none with a collective"
         raise ConfigError(key, True, rule, "try compile=block compile.backend=inductor")
+
+
+def check_symmetric_memory(layout: Layout, config: Parallelism, *, accelerator: str) -> None:
+    """Check that FSDP2 can use symmetric memory.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not config.symmetric_memory:
+        return
+    key = "parallelism.symmetric_memory"
+    if layout.fsdp == 1:
+        raise ConfigError(key, True, "is memory in which FSDP2 gathers, and nothing is sharded", "try false")
+    if accelerator != "cuda":
+        raise ConfigError(key, True, "is memory between GPUs, and this runs on a CPU", "try false")
+    if config.cpu_offload:
+        rule = "has not been tried with parameters in host memory"
+        raise ConfigError(key, True, rule, "try false, or parallelism.cpu_offload=false")
+    if config.async_tensor:
+        rule = "is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process"
+        raise ConfigError(key, True, rule, "try false, or parallelism.async_tensor=false")
 
 
 def _try(key: str, usable: list[int], given: int) -> str:

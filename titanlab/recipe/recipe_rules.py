@@ -6,11 +6,13 @@ import dataclasses
 import importlib.util
 
 from titanlab.costs.divisors import divisors
+from titanlab.costs.hardware import compute_capability
 from titanlab.costs.setting import Setting
 from titanlab.costs.shard_account import account_for
 from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.recipe import layout_rules
+from titanlab.recipe.async_tensor import eager_products
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, needs_whole_logits, pieces_by_stage
 from titanlab.records.run_name import check_name
@@ -107,7 +109,16 @@ def _layout_fits(recipe: Recipe) -> None:
         config,
         accelerator=recipe.cluster.accelerator,
         compiled=recipe.compile.blocks and recipe.compile.backend,
+        products=lambda: eager_products(recipe).total,
     )
+    layout_rules.check_symmetric_memory(layout, config, accelerator=recipe.cluster.accelerator)
+    if config.symmetric_memory:
+        # Imported here: it imports torch, which no rule about layouts needs.
+        from titanlab.parallelism.symmetric_memory import fsdp
+
+        reason = fsdp.missing()
+        if reason is not None:
+            raise ConfigError(fsdp.KEY, True, *reason)
     layout_rules.check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)
@@ -136,9 +147,9 @@ def _offload(recipe: Recipe) -> None:
 
 def _attention(recipe: Recipe) -> None:
     backend = recipe.model.attention
-    if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient", "flash_attn"):
+    if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient", "flash3", "flash_attn"):
         raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
-    narrow = ("flash", "cudnn", "flash_attn")
+    narrow = ("flash", "cudnn", "flash3", "flash_attn")
     if recipe.cluster.accelerator == "cuda" and recipe.precision.kind == "fp32" and backend in narrow:
         raise ConfigError(
             "model.attention", backend, "computes in 16 bits only on a GPU", "try precision=bf16, or auto"
@@ -146,6 +157,13 @@ def _attention(recipe: Recipe) -> None:
     if backend == "flash_attn" and importlib.util.find_spec(backend) is None:
         rule = "is a kernel of the package flash-attn, which is not installed"
         raise ConfigError("model.attention", backend, rule, "pip install flash-attn, or try auto")
+    if backend == "flash3":
+        # Imported here: it imports torch, which no other rule needs.
+        from titanlab.model.kernels.flash3 import missing
+
+        reason = missing(compute_capability(str(recipe.cluster.device)))
+        if reason is not None:
+            raise ConfigError("model.attention", backend, *reason)
 
 
 def _check_every(recipe: Recipe) -> None:

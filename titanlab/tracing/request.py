@@ -102,14 +102,13 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         if recipe.ac.compiler_budget() is not None:
             notes.append(f"ac={recipe.ac.kind} is the compiler's: blocks keep all activations in the trace")
             recipe = dataclasses.replace(recipe, ac=NoCheckpointing())
-        asynchronous = recipe.parallelism.async_tensor
-        if asynchronous:
-            notes.append("AsyncTP communicates the same bytes in pieces: traced as one collective each")
-        recipe = dataclasses.replace(
-            recipe,
-            compile=Compile(),
-            parallelism=dataclasses.replace(recipe.parallelism, async_tensor=False),
-        )
+        recipe = dataclasses.replace(recipe, compile=Compile())
+    if recipe.parallelism.async_tensor:
+        notes.append("AsyncTP communicates the same bytes in pieces: traced as one collective each")
+    if recipe.parallelism.symmetric_memory:
+        notes.append("parallelism.symmetric_memory is memory of NCCL: the same bytes are traced in other memory")
+    plain = dataclasses.replace(recipe.parallelism, async_tensor=False, symmetric_memory=False)
+    recipe = dataclasses.replace(recipe, parallelism=plain)
     if getattr(recipe.precision, "emulate", "true") != "true":
         recipe = dataclasses.replace(recipe, precision=dataclasses.replace(recipe.precision, emulate="true"))
     if _is_gpu(recipe) and recipe.model.attention not in ("auto", "math"):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titanlab.compile.graph_memory import GraphMemory
 from titanlab.costs.layout import hidden_shape
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
@@ -213,7 +214,7 @@ def _updater(recipe: Recipe, model: nn.Module) -> Callable[[], None]:
 
 def _first_step_check(recipe: Recipe, world: World) -> Callable[[], None]:
     """A check of compiled code; it has to be created before compilation."""
-    if not recipe.parallelism.async_tensor:
+    if not (recipe.parallelism.async_tensor and recipe.compile.blocks):
         return lambda: None
     from titanlab.compile.async_tensor import FusionCheck
 
@@ -283,18 +284,22 @@ def _trainer(
 ) -> Callable[[StepBatch], Sums]:
     sharded = stage.sharded
     size = recipe.microbatch
+    graphs = GraphMemory(records=recipe.compile.records_graphs)
 
     def forward_backward(batch: StepBatch) -> Sums:
         total: torch.Tensor | None = None
         count = batch.tokens.shape[0]
         for start in range(0, count, size):
             rows = slice(start, start + size)
+            graphs.begin()
             with sharded.microbatch(last=start + size >= count):
                 with phase("forward"):
                     part = loss(functools.partial(sharded.forward, batch.tokens[rows], positions), batch.labels[rows])
                 with phase("backward"):
                     (part * scale).backward()
-            part = part.detach()
+            part = graphs.kept(part.detach())
+            if start == 0 and size < count:
+                graphs.keep_gradients(stage.model.parameters())
             total = part if total is None else total + part
         assert total is not None
         with phase("backward"):
@@ -307,14 +312,17 @@ def _trainer(
 def _evaluator(
     stage: Stage, recipe: Recipe, loss: Loss, positions: torch.Tensor | None, *, reports_loss: bool
 ) -> Callable[[StepBatch], Sums]:
+    graphs = GraphMemory(records=recipe.compile.records_graphs)
+
     @torch.no_grad()
     def evaluate(batch: StepBatch) -> Sums:
+        graphs.begin()
         tokens, labels = batch.tokens, batch.labels
         if recipe.layout.tensor > 1 or recipe.compile.compiles:
             # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-        total = loss(functools.partial(stage.sharded.forward, tokens, positions), labels)
+        total = graphs.kept(loss(functools.partial(stage.sharded.forward, tokens, positions), labels))
         stage.sharded.release()
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 

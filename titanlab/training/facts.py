@@ -12,6 +12,7 @@ from titanlab.costs import flops, meter
 from titanlab.costs.account import ModelAccount
 from titanlab.costs.meter import Work
 from titanlab.precision.dtypes import Dtypes
+from titanlab.recipe.async_tensor import eager_products, fuses_in_eager_mode
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -84,6 +85,10 @@ def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
         rows.append(("checkpointing", recipe.ac.kind))
     if compiled:
         rows.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
+    if fuses_in_eager_mode(recipe):
+        found = eager_products(recipe)
+        fused = f"{grouped(len(found.gathering))} with a gather, {grouped(len(found.scattering))} with a scatter"
+        rows.append(("AsyncTP", f"products fused in a forward pass, in eager mode: {fused}; a backward has as many"))
     return rows
 
 

@@ -25,6 +25,7 @@ from titanlab.parallelism.shard import Experts, Sharded, fully_shard_model, keep
 from titanlab.parallelism.tensor import TensorParallel, parallelise
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.parts import keep_in_fp32
+from titanlab.recipe.async_tensor import eager_products, fuses_in_eager_mode
 from titanlab.recipe.recipe import Recipe
 from titanlab.weights.initialise import initialise
 
@@ -82,13 +83,20 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         cut = tensor_cut(recipe, mesh)
         summands = parallelise(model, account_for(account, layout).tensor_plan, cut)
     join_products(model, account.joined, cut)
+    if cut is not None and fuses_in_eager_mode(recipe):
+        # Imported here: symmetric memory is not in every build of torch.
+        from titanlab.compile import async_tensor
+        from titanlab.parallelism.symmetric_memory.products import fuse_products
+
+        async_tensor.register(mesh.axis("tensor").get_group())
+        fuse_products(model, eager_products(recipe), cut)
     if layout.context > 1:
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
     experts = spread_experts(model, mesh.expert_axis) if layout.expert > 1 else []
     recipe.ac.implementation().apply({int(index): block for index, block in model.layers.items()})
     recipe.compile.implementation().compile_blocks(
         model.layers.values(),
-        async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
+        async_group=mesh.axis("tensor").get_group() if config.async_tensor and recipe.compile.blocks else None,
         memory_budget=recipe.ac.compiler_budget(),
     )
     sharded = _apply_data_parallelism(model, recipe, world, mesh, experts)
@@ -133,6 +141,7 @@ def _apply_data_parallelism(
             whole=units.whole,
             apart=units.apart,
             experts=Experts(modules=experts, mesh=mesh.expert_data_parallel) if experts else None,
+            symmetric_memory=recipe.parallelism.symmetric_memory,
         )
     with world.without_data or contextlib.nullcontext():
         materialise(model, recipe, world)

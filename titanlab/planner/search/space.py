@@ -292,6 +292,7 @@ class Space:
             expert=layout.expert,
             # Without tensor parallelism there is nothing to interleave.
             async_tensor=own.async_tensor and layout.tensor > 1,
+            symmetric_memory=own.symmetric_memory and layout.fsdp > 1,
             # A split by hand is for one number of stages.
             split=own.split if layout.pipeline == self.recipe.layout.pipeline else None,
         )

@@ -1,0 +1,1 @@
+"""Kernels that do not come from torch alone."""

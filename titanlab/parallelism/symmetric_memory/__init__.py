@@ -1,0 +1,1 @@
+"""Collectives in symmetric memory: buffers of GPUs that other GPUs read and write."""
