@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlab.costs.attention_order import order
+from titanlab.model.document_attention import document_attention
+from titanlab.model.document_attention import tiling as document_tiling
+from titanlab.model.document_mask import Documents, block_mask, flex, visible
 from titanlab.model.tiled_attention import tiled_attention, tiling
 
 BACKENDS = {
@@ -26,7 +29,8 @@ PACKAGE = "flash_attn"
 class InnerAttention(nn.Module):
     """softmax(q·kᵀ/√head_dim)·v, causal, for q [batch, heads, seq, head_dim] and k, v with kv_heads.
 
-    It is a separate module so that context parallelism can replace it.
+    It is a separate module so that context parallelism can replace it. With `documents`, rows attend only to their own
+    document; see `titanlab.model.document_mask`.
 
     Args:
         kernel: `auto`: on a CPU torch's kernel, for short sequences in tiles; on a GPU the fastest kernel that supports
@@ -54,7 +58,9 @@ class InnerAttention(nn.Module):
             names = (*order("auto", torch.cuda.get_device_capability(device)), "math")
             self._backends = [BACKENDS[name] for name in names]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        if documents is not None:
+            return self._within(q, k, v, documents)
         if self._package is not None:
             output: Tensor = self._package(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
             return output.transpose(1, 2)
@@ -64,11 +70,25 @@ class InnerAttention(nn.Module):
                 tiled: Tensor = tiled_attention(q, k, v, *chosen)[0]
                 return tiled
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self._named(q, k, v, is_causal=True)
+
+    def _within(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        """Attention within documents: FlexAttention on a GPU, tiles on a CPU, a mask of the square by other kernels."""
+        if isinstance(documents, Tensor):
+            if not self._backends:
+                output: Tensor = document_attention(q, k, v, documents, *document_tiling(q))[0]
+                return output
+            if self.kernel != "auto":
+                return self._named(q, k, v, attn_mask=visible(documents))
+            documents = block_mask(documents)
+        return flex(q, k, v, documents)
+
+    def _named(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
         if self._repeats(q) and q.shape[1] != k.shape[1]:
             # Only this kernel does not support shared key/value heads (torch's sdp_utils.cpp).
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with sdpa_kernel(list(self._backends), set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **mask)
 
     def _repeats(self, q: Tensor) -> bool:
         """Whether `efficient` computes: it is configured, or is the only fused kernel that supports float32."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlab.costs.layout import hidden_shape
+from titanlab.data import source
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
@@ -27,17 +28,40 @@ from titanlab.training.balance import Balance, NoBalance
 from titanlab.training.stage import Stage, build_stage, dtypes_of, tensor_cut, together
 
 
+class Documents(NamedTuple):
+    """Where the documents of sequences are.
+
+    positions: of each token in its document
+    starts: the place of the first token of each token's document in the sequence; on the CPU with context parallelism,
+        which takes keys apart by them
+    """
+
+    positions: torch.Tensor
+    starts: torch.Tensor
+
+    def padded(self, missing: int) -> Documents:
+        """The same with so many sequences more, in which every token is a document."""
+        return Documents(*(F.pad(part, (0, 0, 0, missing)) for part in self))
+
+
 class StepBatch(NamedTuple):
     """One rank's share of a step, on its device.
 
     tokens: [sequences, seq of this rank] int64
     labels: [sequences, seq of this rank] int64; -100 does not count
     valid: number of labels that count; 0 on ranks whose loss another rank reports
+    documents: with document masks, positions in documents and the places where documents begin, [sequences, seq of
+        this rank] int64 each
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     valid: int
+    documents: Documents | None = None
+
+    def places(self, rows: slice, positions: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """What a model gets of some sequences beside their tokens; `positions` are those without document masks."""
+        return (positions,) if self.documents is None else tuple(part[rows] for part in self.documents)
 
 
 class Sums(NamedTuple):
@@ -151,7 +175,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
     positions = _positions(recipe, world, mesh)
 
     def forward_backward(batch: StepBatch) -> Sums:
-        total = pipeline.forward_backward(batch.tokens, batch.labels, positions)
+        total = pipeline.forward_backward(batch.tokens, batch.labels, positions, batch.documents)
         with phase("backward"):
             for stage in built.values():
                 stage.finish_gradients()
@@ -159,7 +183,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
 
     @torch.no_grad()
     def evaluate(batch: StepBatch) -> Sums:
-        total = pipeline.evaluate(batch.tokens, batch.labels, positions)
+        total = pipeline.evaluate(batch.tokens, batch.labels, positions, batch.documents)
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
@@ -257,18 +281,36 @@ def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
 
 def _to_device(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool) -> Callable[[Batch], StepBatch]:
     chosen = _positions(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
+    documents = _document_finder(recipe, chosen, world) if recipe.data.document_mask else None
 
     def to_device(batch: Batch) -> StepBatch:
         tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
         if chosen is not None:
             tokens, labels = tokens[:, chosen], labels[:, chosen]
         valid = int((labels != IGNORE).sum()) if reports_loss else 0
-        if world.device.type != "cpu":
-            tokens = tokens.pin_memory().to(world.device, non_blocking=True)
-            labels = labels.pin_memory().to(world.device, non_blocking=True)
-        return StepBatch(tokens, labels, valid)
+        tokens, labels = _on_device(tokens, world), _on_device(labels, world)
+        return StepBatch(tokens, labels, valid, None if documents is None else documents(batch))
 
     return to_device
+
+
+def _document_finder(recipe: Recipe, chosen: torch.Tensor | None, world: World) -> Callable[[Batch], Documents]:
+    """The function that finds the documents of this rank's tokens."""
+    # The data need not exist yet: a trace of a step has none.
+    separators = functools.cache(functools.partial(source.separators, recipe.data))
+
+    def find(batch: Batch) -> Documents:
+        starts = torch.from_numpy(separators().starts(batch.tokens))
+        positions = torch.arange(starts.shape[1]) - starts
+        if chosen is not None:
+            return Documents(_on_device(positions[:, chosen], world), starts[:, chosen])
+        return Documents(_on_device(positions, world), _on_device(starts, world))
+
+    return find
+
+
+def _on_device(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    return tensor if world.device.type == "cpu" else tensor.pin_memory().to(world.device, non_blocking=True)
 
 
 def _trainer(
@@ -291,7 +333,8 @@ def _trainer(
             rows = slice(start, start + size)
             with sharded.microbatch(last=start + size >= count):
                 with phase("forward"):
-                    part = loss(functools.partial(sharded.forward, batch.tokens[rows], positions), batch.labels[rows])
+                    places = batch.places(rows, positions)
+                    part = loss(functools.partial(sharded.forward, batch.tokens[rows], *places), batch.labels[rows])
                 with phase("backward"):
                     (part * scale).backward()
             part = part.detach()
@@ -314,7 +357,10 @@ def _evaluator(
             # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-        total = loss(functools.partial(stage.sharded.forward, tokens, positions), labels)
+            if batch.documents is not None:
+                batch = batch._replace(documents=batch.documents.padded(missing))
+        places = batch.places(slice(None), positions)
+        total = loss(functools.partial(stage.sharded.forward, tokens, *places), labels)
         stage.sharded.release()
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
