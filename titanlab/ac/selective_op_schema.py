@@ -30,8 +30,13 @@ MATMULS = (
 )
 # Operators that models and axes of this package register when they are imported.
 OWN = ("titanlab.context_attention.default", "titanlab.grouped_product.default", "titanlab.exchange.default")
-# Operators that are saved where another one is: tiles of short sequences are torch's kernel, called several times.
-SAME = {"titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default"}
+# Operators that are saved where another one is: tiles of short sequences are torch's kernel, called several times, and
+# FlexAttention takes its place where attention is within documents.
+SAME = {
+    "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "titanlab.document_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "flex_attention": "aten._scaled_dot_product_flash_attention.default",
+}
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
 PAPER = (
     "aten.mm.default",

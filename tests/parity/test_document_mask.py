@@ -1,0 +1,171 @@
+"""Documents in packed sequences are as if they were alone, on every layout.
+
+Logits of packed documents are those of each document alone, from one process and from transformers, within 1e-5 of the
+largest; and layouts train on them as one process does. docs/document-masks.md shows the rows; `make test-matrix`
+writes it.
+"""
+
+import os
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from tests.parity import documents
+from tests.parity.parity_rows import COMMON, OnLayout
+from tests.weights.huggingface import made as folders
+from titanlab.data.documents import Separators
+from titanlab.data.synthetic_schema import Synthetic
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.parity import parity, tolerances
+from titanlab.parity.parity import compare
+from titanlab.training import assemble
+from titanlab.training import generate as sampling
+from titanlab.weights.fill import fill
+from titanlab.weights.starting_weights import open_folder
+
+BAR = tolerances.FP32
+MATRIX = [pytest.mark.matrix]
+ROWS = [
+    ({}, []),
+    ({"replicate": 2}, MATRIX),
+    ({"shard": 2, "microbatch": 1}, MATRIX),
+    ({"tensor": 2}, MATRIX),
+    ({"tensor": 2, "sequence_parallel": False, "loss_parallel": False}, MATRIX),
+    ({"context": 2}, []),
+    ({"context": 2, "context_method": "all_gather"}, MATRIX),
+    ({"context": 4}, MATRIX),
+    ({"context": 4, "context_method": "all_gather"}, MATRIX),
+    ({"pipeline": 2}, MATRIX),
+    ({"pipeline": 2, "schedule": "zbv"}, MATRIX),
+    ({"pipeline": 2, "context": 2, "tensor": 2}, MATRIX),
+    ({"shard": 2, "context": 4, "context_method": "all_gather"}, MATRIX),
+    ({"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, MATRIX),
+]
+TRAINED = [
+    ({"context": 2, "pipeline": 2, "schedule": "interleaved_1f1b"}, []),
+    *((given, MATRIX) for given, _ in ROWS if given),
+    ({"fused": True, "tensor": 2}, MATRIX),
+    ({"blocks": True, "backend": "aot_eager", "context": 2}, MATRIX),
+    ({"blocks": True, "backend": "inductor"}, MATRIX),
+    ({"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, MATRIX),
+]
+LABELS = [OnLayout(given).label for given, _ in TRAINED]
+
+
+def params(rows):
+    return [pytest.param(given, id=OnLayout(given).label, marks=marks) for given, marks in rows]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder of Hugging Face's with random weights large enough for logits of the size of 1."""
+    config = {**folders.LLAMA_3_1, "num_hidden_layers": 4}
+    return folders.folder(tmp_path_factory.mktemp("hub") / "llama", config)
+
+
+def of_folder(path):
+    source = open_folder(path, "x")
+    model = sampling._empty(source.model, documents.SEQ, torch.float32, torch.device("cpu"))
+    fill(model, source)
+    return model
+
+
+@pytest.fixture(scope="module")
+def alone(hub):
+    return documents.alone(of_folder(hub))
+
+
+def recipe(folder, hub, given):
+    keys = OnLayout(given).keys({**COMMON, "global_batch": len(documents.LENGTHS), "seq_len": documents.SEQ})
+    keys.pop("layers")
+    data = Synthetic(vocab_size=256, document_mask=True)
+    return tiny.recipe(folder, model=open_folder(hub, "x").model, data=data, init_from=str(hub), **keys)
+
+
+def distance(found, wanted):
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+@pytest.mark.parametrize("given", params(ROWS))
+def test_logits_are_those_of_documents_alone(pool, hub, alone, tmp_path, given):
+    found = documents.of_layout(pool, recipe(tmp_path, hub, given))
+    assert distance(found, alone) <= BAR
+
+
+def test_documents_alone_are_those_of_transformers(hub, alone):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32, attn_implementation="eager").eval()
+    assert distance(alone, documents.alone(lambda tokens: theirs(tokens).logits)) <= BAR
+    assert alone.std() > 0.5
+
+
+def off_by_one(hub):
+    """The last token of a document is the next one's first."""
+    right = Separators.starts
+    return patch.object(Separators, "starts", lambda self, tokens: right(self, np.roll(tokens, -1, axis=1)))
+
+
+def of_the_first_microbatch(hub):
+    """Every microbatch gets the documents of the first."""
+    right = assemble.StepBatch.places
+    return patch.object(
+        assemble.StepBatch, "places", lambda self, rows, positions: right(self, slice(0, 1), positions)
+    )
+
+
+def unmasked(hub):
+    """Positions restart, and attention is over the whole sequence."""
+    right = assemble.Documents.__new__
+    return patch.object(
+        assemble.Documents, "__new__", lambda cls, positions, starts: right(cls, positions, starts * 0)
+    )
+
+
+def faulty(made, fault):
+    with fault(made):
+        return documents.of_rank(made)[-1]
+
+
+@pytest.mark.parametrize("fault", [off_by_one, unmasked])
+def test_a_planted_fault_is_found(pool, hub, alone, tmp_path, fault):
+    [found] = pool.run(1, faulty, recipe(tmp_path, hub, {}), fault)
+    assert distance(found, alone) > 1000 * BAR
+
+
+def trained(folder, given):
+    data = Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)
+    return tiny.recipe(folder, data=data, **OnLayout(given).keys(COMMON))
+
+
+def traced(made, run, fault=None):
+    with fault(made) if fault else patch.dict({}):
+        return parity.trace(made, run, joined(os.environ) or ALONE)
+
+
+@pytest.fixture(scope="module")
+def reference(pool, tmp_path_factory):
+    """One process that computes the whole square with a mask."""
+    made = trained(tmp_path_factory.mktemp("reference"), {})
+    made = replace(made, model=replace(made.model, attention="math"))
+    return pool.run(1, traced, made, tiny.begin(made))[0]
+
+
+@pytest.mark.parametrize("given", params(TRAINED))
+def test_layouts_train_as_one_process(pool, reference, tmp_path, given):
+    made = trained(tmp_path, given)
+    every = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300)
+    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
+    difference = compare(reference, every[0])
+    assert difference.largest <= BAR, difference
+
+
+@pytest.mark.matrix
+def test_documents_of_another_microbatch_are_found(pool, reference, tmp_path):
+    made = trained(tmp_path, {"microbatch": 1})
+    [found] = pool.run(1, traced, made, tiny.begin(made), of_the_first_microbatch)
+    assert compare(reference, found).largest > 1000 * BAR
