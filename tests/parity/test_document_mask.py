@@ -20,6 +20,8 @@ from tests.weights.huggingface import made as folders
 from titanlab.data.documents import Separators
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
+from titanlab.options import schema_of
 from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import compare
 from titanlab.training import assemble
@@ -52,8 +54,11 @@ TRAINED = [
     ({"blocks": True, "backend": "aot_eager", "context": 2}, MATRIX),
     ({"blocks": True, "backend": "inductor"}, MATRIX),
     ({"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, MATRIX),
+    ({"ac": "selective_op"}, MATRIX),
+    ({"ac": "selective_op", "context": 2, "blocks": True, "backend": "aot_eager"}, MATRIX),
+    ({"ac": "full", "pipeline": 2, "tensor": 2}, MATRIX),
+    ({"loss_chunk": 12, "tensor": 2}, MATRIX),
 ]
-LABELS = [OnLayout(given).label for given, _ in TRAINED]
 
 
 def params(rows):
@@ -96,12 +101,28 @@ def test_logits_are_those_of_documents_alone(pool, hub, alone, tmp_path, given):
     assert distance(found, alone) <= BAR
 
 
-def test_documents_alone_are_those_of_transformers(hub, alone):
+def of_transformers(path):
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    theirs = AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32, attn_implementation="eager").eval()
-    assert distance(alone, documents.alone(lambda tokens: theirs(tokens).logits)) <= BAR
+    logging.disable_progress_bar()
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return documents.alone(lambda tokens: theirs(tokens).logits)
+
+
+def test_documents_alone_are_those_of_transformers(hub, alone):
+    assert distance(alone, of_transformers(hub)) <= BAR
     assert alone.std() > 0.5
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=MATRIX) for name in ("qwen 3", *folders.WITH_EXPERTS)])
+def test_packed_documents_of_every_family_are_those_of_transformers(tmp_path, family):
+    path = folders.folder(tmp_path / "hub", folders.FAMILIES[family])
+    tokens = torch.from_numpy(documents.packed().tokens)
+    starts = torch.from_numpy(Separators(end=0).starts(documents.packed().tokens))
+    with torch.no_grad():
+        packed = of_folder(path)(tokens, torch.arange(documents.SEQ) - starts, starts)
+    assert distance(packed, of_transformers(path)) <= BAR
 
 
 def off_by_one(hub):
@@ -139,7 +160,10 @@ def test_a_planted_fault_is_found(pool, hub, alone, tmp_path, fault):
 
 def trained(folder, given):
     data = Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)
-    return tiny.recipe(folder, data=data, **OnLayout(given).keys(COMMON))
+    keys = OnLayout(given).keys(COMMON)
+    if "ac" in keys:
+        keys["ac"] = schema_of("ac", keys["ac"])()
+    return tiny.recipe(folder, data=data, **keys)
 
 
 def traced(made, run, fault=None):
@@ -162,6 +186,34 @@ def test_layouts_train_as_one_process(pool, reference, tmp_path, given):
     assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
     difference = compare(reference, every[0])
     assert difference.largest <= BAR, difference
+
+
+EXPERTS = [
+    ({"tensor": 2, "expert": 2}, MATRIX),
+    ({"shard": 2, "context": 2, "expert": 2}, MATRIX),
+    ({"pipeline": 2, "context": 2, "expert": 2}, MATRIX),
+]
+
+
+@pytest.fixture(scope="module")
+def reference_with_experts(pool, tmp_path_factory):
+    made = trained_with_experts(tmp_path_factory.mktemp("reference"), {})
+    return pool.run(1, traced, made, tiny.begin(made))[0]
+
+
+@pytest.mark.parametrize("given", params(EXPERTS))
+def test_models_with_experts_train_as_one_process(pool, reference_with_experts, tmp_path, given):
+    made = trained_with_experts(tmp_path, given)
+    found = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300)[0]
+    difference = compare(reference_with_experts, found)
+    assert difference.largest <= BAR, difference
+
+
+def trained_with_experts(folder, given):
+    sizes = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 256, "head_dim": 32, "ffn_dim": 32}
+    keys = OnLayout(given).keys({key: value for key, value in COMMON.items() if key != "layers"})
+    data = Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)
+    return tiny.recipe(folder, data=data, model=Qwen3Moe(**sizes, experts=8, active_experts=2), **keys)
 
 
 @pytest.mark.matrix

@@ -8,6 +8,7 @@ import pytest
 
 from tests import tiny
 from titanlab.cluster.schema import Cluster
+from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.parallelism.schema import Parallelism
 from titanlab.recipe.recipe import Recipe, resolve
@@ -73,6 +74,30 @@ def test_kernels_of_attention_have_their_devices(tmp_path, attention, accelerato
     cluster = Cluster(accelerator=accelerator, device="NVIDIA H100 80GB HBM3" if accelerator == "cuda" else "cpu")
     with pytest.raises(ConfigError, match=f"^model.attention={attention}: {rule}"):
         check(resolved(made, model=replace(made.model, attention=attention), cluster=cluster))
+
+
+@pytest.mark.parametrize(
+    ("attention", "context", "is_refused"),
+    [
+        ("auto", 1, False),
+        ("math", 1, False),
+        ("efficient", 1, False),
+        ("cudnn", 1, True),
+        ("flash", 1, True),
+        ("auto", 2, False),
+        ("flash", 2, False),
+        ("cudnn", 2, True),
+    ],
+)
+def test_document_masks_need_a_kernel_that_has_them_on_a_gpu(tmp_path, attention, context, is_refused):
+    made = tiny.recipe(tmp_path, context=context, bf16=True, data=Synthetic(vocab_size=256, document_mask=True))
+    cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
+    made = resolved(made, model=replace(made.model, attention=attention), cluster=cluster)
+    if not is_refused:
+        return check(made)
+    rule = f"has no form for documents with context={context}, and data.document_mask is on; try auto"
+    with pytest.raises(ConfigError, match=f"^model.attention={attention}: {rule}"):
+        check(made)
 
 
 def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
