@@ -81,16 +81,16 @@ def test_a_model_that_says_it_masks_documents_is_asked_to(monkeypatch):
         return right(model, tokens, positions)
 
     monkeypatch.setattr(gpt.GptModel, "forward", forward)
-    assert faults(Gpt(**SIZES)) == [
-        "documents: with starts, a document's logits are not those of the document alone"
-    ]
+    assert faults(Gpt(**SIZES)) == ["documents: with starts, a document's logits are not those of the document alone"]
 
 
 def test_document_masks_need_a_model_that_has_them(tmp_path):
     from tests import tiny
 
     data = Synthetic(vocab_size=256, document_mask=True)
-    with pytest.raises(ConfigError, match=r"^data.document_mask=true: model=.*gpt.* does not mask documents; try false"):
+    with pytest.raises(
+        ConfigError, match=r"^data.document_mask=true: model=.*gpt.* does not mask documents; try false"
+    ):
         tiny.recipe(tmp_path, seq_len=16, model=Gpt(**{**SIZES, "vocab_size": 256}), data=data)
 
 

@@ -134,17 +134,13 @@ def off_by_one(hub):
 def of_the_first_microbatch(hub):
     """Every microbatch gets the documents of the first."""
     right = assemble.StepBatch.places
-    return patch.object(
-        assemble.StepBatch, "places", lambda self, rows, positions: right(self, slice(0, 1), positions)
-    )
+    return patch.object(assemble.StepBatch, "places", lambda self, rows, positions: right(self, slice(0, 1), positions))
 
 
 def unmasked(hub):
     """Positions restart, and attention is over the whole sequence."""
     right = assemble.Documents.__new__
-    return patch.object(
-        assemble.Documents, "__new__", lambda cls, positions, starts: right(cls, positions, starts * 0)
-    )
+    return patch.object(assemble.Documents, "__new__", lambda cls, positions, starts: right(cls, positions, starts * 0))
 
 
 def faulty(made, fault):

@@ -14,8 +14,8 @@ from titanlab.data import fingerprint as fingerprints
 from titanlab.data.contract import DataSource
 from titanlab.data.corpus.held_out import is_held_out
 from titanlab.data.corpus.text_files import matching
-from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.documents import Separators
+from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.prepared import check_tokenizer, train_tokenizer
 from titanlab.data.rules import check_streams, check_validation, check_vocab_size
 from titanlab.data.shards.index import Index, is_whole, read_index

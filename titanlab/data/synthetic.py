@@ -11,7 +11,6 @@ from titanlab.data.rules import check_vocab_size
 from titanlab.data.streams.stream import Report, Rows, State, Stream
 from titanlab.data.synthetic_schema import Synthetic
 
-
 END = 0
 """The token that ends a document, where there are documents."""
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlab.costs.attention_order import order
-from titanlab.model.document_attention import document_attention
-from titanlab.model.document_attention import tiling as document_tiling
-from titanlab.model.document_mask import Documents, block_mask, flex, visible
+from titanlab.model.documents.masks import Documents, block_mask, flex, visible
+from titanlab.model.documents.tiles import document_attention
+from titanlab.model.documents.tiles import tiling as document_tiling
 from titanlab.model.tiled_attention import tiled_attention, tiling
 
 BACKENDS = {
@@ -30,7 +30,7 @@ class InnerAttention(nn.Module):
     """softmax(q·kᵀ/√head_dim)·v, causal, for q [batch, heads, seq, head_dim] and k, v with kv_heads.
 
     It is a separate module so that context parallelism can replace it. With `documents`, rows attend only to their own
-    document; see `titanlab.model.document_mask`.
+    document; see `titanlab.model.documents.masks`.
 
     Args:
         kernel: `auto`: on a CPU torch's kernel, for short sequences in tiles; on a GPU the fastest kernel that supports

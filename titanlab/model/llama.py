@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titanlab.model import llama_schema
 from titanlab.model.attention import InnerAttention
 from titanlab.model.contract import ModelBuilder
-from titanlab.model.document_mask import Documents, prepared
+from titanlab.model.documents.masks import Documents, prepared
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.mixture_of_experts import MixtureOfExperts
 from titanlab.model.projections import Projections

@@ -23,7 +23,7 @@ from torch.backends.cuda import (
 )
 
 from titanlab.costs.attention_order import order
-from titanlab.model.document_attention import document_attention, document_attention_backward, tiling
+from titanlab.model.documents.tiles import document_attention, document_attention_backward, tiling
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ class Kernel(Protocol):
         """The gradients of q, k and v from these keys only, given `out` and `lse` over all keys of each row."""
         ...
 
-    def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
         """As `forward`, causal within documents that begin at `starts` [batch, rows], which are on the CPU."""
         ...
 
@@ -57,7 +57,7 @@ class Kernel(Protocol):
 class ByDocument:
     """Attention within documents by one causal call for each."""
 
-    def documents_forward(self: Kernel, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def documents_forward(self: Kernel, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in _documents(starts):
             out[piece], lse[piece] = self.forward(q[piece], k[piece], v[piece], causal=True)
@@ -88,7 +88,7 @@ class Cpu:
         dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal)
         return dq, dk, dv
 
-    def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = document_attention(q, k, v, starts, *tiling(q))
         return out, lse
 

@@ -17,9 +17,10 @@ from torch.distributed import ProcessGroup
 # take a group as an argument.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titanlab.parallelism import document_chunks, head_tail
+from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
-from titanlab.parallelism.document_chunks import Chunks
+from titanlab.parallelism.documents import chunks
+from titanlab.parallelism.documents.chunks import Chunks
 from titanlab.parallelism.gather_kv import GatherKv
 from titanlab.parallelism.ring import Ring
 
@@ -97,7 +98,7 @@ def attention(
     if starts is None:
         out, lse = head_tail.forward(exchange, q, k, v, chosen)
     else:
-        out, lse = document_chunks.forward(exchange, q, k, v, chosen, _chunks(starts, group))
+        out, lse = chunks.forward(exchange, q, k, v, chosen, _chunks(starts, group))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -122,7 +123,7 @@ def attention_backward(
     if starts is None:
         dq, dk, dv = head_tail.backward(exchange, *rows, chosen)
     else:
-        dq, dk, dv = document_chunks.backward(exchange, *rows, chosen, _chunks(starts, group))
+        dq, dk, dv = chunks.backward(exchange, *rows, chosen, _chunks(starts, group))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 

@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 
-from tests.model.test_document_attention import apart, starts_of
+from tests.model.documents.test_tiles import apart, starts_of
 from tests.parallelism.test_context import FP32_ERROR, METHODS, SEQ, attend, inputs, opened, own
-from titanlab.parallelism import attention_kernels, context, document_chunks, ring
+from titanlab.parallelism import attention_kernels, context, ring
 from titanlab.parallelism.context import ContextAttention, positions
-from titanlab.parallelism.document_chunks import Chunks, Rectangle
+from titanlab.parallelism.documents import chunks as document_chunks
+from titanlab.parallelism.documents.chunks import Chunks, Rectangle
 from titanlab.parallelism.head_tail import Block
 
 # Chunks have 12 tokens with two ranks, 8 with three, 6 with four. Edges at chunks' edges and beside them; one token;

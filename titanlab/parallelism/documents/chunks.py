@@ -95,7 +95,8 @@ def forward(
     exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, chunks: Chunks
 ) -> tuple[Tensor, Tensor]:
     """As `head_tail.forward`, within documents."""
-    parts = kernel.documents_forward(*(_heads_first(halves(x)) for x in (q, k, v)), chunks.inner)
+    local = (_heads_first(halves(x)) for x in (q, k, v))
+    parts = kernel.documents_forward(*local, starts=chunks.inner)
     out, lse = (joined_halves(_sequence_first(x), q.shape[0]) for x in parts)
     out = out.to(accumulator(q.dtype))
     for block in _blocks(exchange, k, v, chunks):

@@ -36,7 +36,7 @@ def block_mask(starts: Tensor) -> BlockMask:
     `create_block_mask` would find them from the whole square. They follow from the starts of a block's first and last
     row, because starts ascend: no keys before the first row's start, and a mask up to the last row's start.
     """
-    batch, seq_len = starts.shape
+    seq_len = starts.shape[1]
     count = -(-seq_len // _BLOCK)
     blocks = torch.arange(count, device=starts.device)
     last_rows = ((blocks + 1) * _BLOCK).clamp(max=seq_len) - 1
@@ -55,13 +55,20 @@ def block_mask(starts: Tensor) -> BlockMask:
     def mask_mod(sequence: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (key <= row) & (key >= starts[sequence, row])
 
-    tables = (masked_count, masked, whole_count, others)
     return BlockMask.from_kv_blocks(
-        *(table.to(torch.int32).unsqueeze(1).contiguous() for table in tables),
+        _table(masked_count),
+        _table(masked),
+        _table(whole_count),
+        _table(others),
         BLOCK_SIZE=_BLOCK,
         mask_mod=mask_mod,
         seq_lengths=(seq_len, seq_len),
     )
+
+
+def _table(numbers: Tensor) -> Tensor:
+    """[batch, …] → int32 [batch, 1, …]: the same for all heads."""
+    return numbers.to(torch.int32).unsqueeze(1).contiguous()
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:

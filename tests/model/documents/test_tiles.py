@@ -1,16 +1,16 @@
 """Attention within documents is each document's own attention: results, gradients, FLOPs, and every kernel's form."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlab.model.attention import InnerAttention
-from titanlab.model.document_attention import document_attention, tiles, tiling
-from titanlab.model.document_mask import block_mask, flex, visible
+from titanlab.model.documents.tiles import document_attention, tiles, tiling
 from titanlab.model.llama_schema import Llama
 
 ROWS = 64
@@ -39,7 +39,8 @@ def inputs(lengths, kv_heads=2, dtype=torch.float32):
     torch.manual_seed(0)
     shape = len(lengths), sum(lengths[0])
     return [
-        torch.randn(*shape, heads, 16, dtype=dtype).transpose(1, 2).requires_grad_() for heads in (4, kv_heads, kv_heads)
+        torch.randn(*shape, heads, 16, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (4, kv_heads, kv_heads)
     ]
 
 
@@ -111,43 +112,6 @@ def test_tiles_have_every_row_once_and_every_key_that_it_sees(documents, rows):
         assert [tile.last for tile in meeting] == [False] * (len(meeting) - 1) + [True]
 
 
-@pytest.mark.parametrize("seq_len", [40, 128, 300, 512])
-def test_flex_attention_gets_the_blocks_that_torch_would_find(seq_len):
-    torch.manual_seed(seq_len)
-    for mean in (1, 5, 100, 1000):
-        first = torch.rand(3, seq_len) < 1 / mean
-        first[:, 0] = True
-        starts = torch.where(first, torch.arange(seq_len), 0).cummax(1).values
-        ours = block_mask(starts)
-        theirs = create_block_mask(ours.mask_mod, 3, None, seq_len, seq_len, device="cpu")
-        for kind in ("kv", "full_kv", "q", "full_q"):
-            counts = getattr(ours, f"{kind}_num_blocks")
-            assert torch.equal(counts, getattr(theirs, f"{kind}_num_blocks"))
-            tables = [getattr(mask, f"{kind}_indices")[:, 0] for mask in (ours, theirs)]
-            for row, own in enumerate(counts[:, 0].tolist()):
-                for block, count in enumerate(own):
-                    one, other = (sorted(table[row, block, :count].tolist()) for table in tables)
-                    assert one == other
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_is_attention_within_documents():
-    lengths = CASES[-1]
-    leaves = [x.detach() for x in inputs(lengths)]
-    torch.testing.assert_close(flex(*leaves, block_mask(starts_of(lengths))), apart(*leaves, lengths))
-
-
-def test_rows_see_their_document_up_to_themselves():
-    assert visible(starts_of([[2, 1, 3]]))[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1, 1],
-    ]
-
-
 def test_flops_are_those_of_the_whole_square():
     config = Llama(dim=64, layers=1, heads=4, kv_heads=2, ffn_dim=64, vocab_size=64)
     (declared,) = (each for each in config.block_operations(batch=2, seq_len=192) if each.kind == "attention")
@@ -169,6 +133,10 @@ def test_the_operator_is_what_it_says_without_data():
     )
 
 
+def within(attention, starts, *qkv):
+    return attention(*qkv, starts)
+
+
 @pytest.mark.full
 def test_other_documents_need_no_other_compilation():
     torch._dynamo.reset()
@@ -179,7 +147,7 @@ def test_other_documents_need_no_other_compilation():
             leaves = inputs(lengths)
             gradient = torch.randn(leaves[0].shape)
             pair = (
-                computed(lambda *qkv, each=each: each(*qkv, starts_of(lengths)), leaves, gradient)
+                computed(functools.partial(within, each, starts_of(lengths)), leaves, gradient)
                 for each in (compiled, module)
             )
             for one, other in zip(*pair, strict=True):
