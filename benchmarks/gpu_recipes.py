@@ -235,7 +235,8 @@ def train(
     from titanlab.parallelism.gradients import Gradients
     from titanlab.recipe.recipe import resolve
     from titanlab.recipe.recipe_rules import check
-    from titanlab.training.assemble import StepBatch, assemble
+    from titanlab.training.assemble import assemble
+    from titanlab.training.step.batch import StepBatch
     from titanlab.training.totals import Reduction
 
     cuda = args.device == "cuda"

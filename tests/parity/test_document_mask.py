@@ -24,8 +24,8 @@ from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
 from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import compare
-from titanlab.training import assemble
 from titanlab.training import generate as sampling
+from titanlab.training.step import batch
 from titanlab.weights.fill import fill
 from titanlab.weights.starting_weights import open_folder
 
@@ -133,14 +133,14 @@ def off_by_one(hub):
 
 def of_the_first_microbatch(hub):
     """Every microbatch gets the documents of the first."""
-    right = assemble.StepBatch.places
-    return patch.object(assemble.StepBatch, "places", lambda self, rows, positions: right(self, slice(0, 1), positions))
+    right = batch.StepBatch.places
+    return patch.object(batch.StepBatch, "places", lambda self, rows, positions: right(self, slice(0, 1), positions))
 
 
 def unmasked(hub):
     """Positions restart, and attention is over the whole sequence."""
-    right = assemble.Documents.__new__
-    return patch.object(assemble.Documents, "__new__", lambda cls, positions, starts: right(cls, positions, starts * 0))
+    right = batch.Documents.__new__
+    return patch.object(batch.Documents, "__new__", lambda cls, positions, starts: right(cls, positions, starts * 0))
 
 
 def faulty(made, fault):

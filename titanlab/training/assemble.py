@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlab.costs.layout import hidden_shape
-from titanlab.data import source
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
 from titanlab.parallelism.chunked_loss import ChunkedLoss, Columns
-from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, Loss, SplitLoss, loss_sum, of_logits
 from titanlab.precision.loss_scale import LossScale
 from titanlab.profiler.contract import Phase, nothing
@@ -26,42 +24,7 @@ from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.training.bad_steps import with_policy
 from titanlab.training.balance import Balance, NoBalance
 from titanlab.training.stage import Stage, build_stage, dtypes_of, tensor_cut, together
-
-
-class Documents(NamedTuple):
-    """Where the documents of sequences are.
-
-    positions: of each token in its document
-    starts: the place of the first token of each token's document in the sequence; on the CPU with context parallelism,
-        which takes keys apart by them
-    """
-
-    positions: torch.Tensor
-    starts: torch.Tensor
-
-    def padded(self, missing: int) -> Documents:
-        """The same with so many sequences more, in which every token is a document."""
-        return Documents(*(F.pad(part, (0, 0, 0, missing)) for part in self))
-
-
-class StepBatch(NamedTuple):
-    """One rank's share of a step, on its device.
-
-    tokens: [sequences, seq of this rank] int64
-    labels: [sequences, seq of this rank] int64; -100 does not count
-    valid: number of labels that count; 0 on ranks whose loss another rank reports
-    documents: with document masks, positions in documents and the places where documents begin, [sequences, seq of
-        this rank] int64 each
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    valid: int
-    documents: Documents | None = None
-
-    def places(self, rows: slice, positions: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """What a model gets of some sequences beside their tokens; `positions` are those without document masks."""
-        return (positions,) if self.documents is None else tuple(part[rows] for part in self.documents)
+from titanlab.training.step.batch import StepBatch, positions_of, to_device_of
 
 
 class Sums(NamedTuple):
@@ -115,7 +78,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     stage = build_stage(recipe, world, mesh)
     reports_loss = mesh.coordinate("tensor") == 0
     # Without positions a model takes 0, 1, …, which is right for whole sequences.
-    positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
+    positions = positions_of(recipe, world, mesh) if recipe.layout.context > 1 else None
     # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
     # them exactly if fewer labels were valid.
     scale = loss_scale.multiplier(stage.sharded.divides_by / recipe.tokens_per_step)
@@ -124,7 +87,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     trainer = _trainer(stage, recipe, loss, scale, positions, phase, reports_loss=reports_loss)
     return Assembled(
         model=stage.model,
-        to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
+        to_device=to_device_of(recipe, world, mesh, reports_loss=reports_loss),
         forward_backward=_counted(trainer, balance),
         balance=balance,
         loss_scale=loss_scale,
@@ -172,7 +135,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
         phase=phase,
     )
     reports_loss = mesh.coordinate("tensor") == 0 and placement[-1] == this_rank
-    positions = _positions(recipe, world, mesh)
+    positions = positions_of(recipe, world, mesh)
 
     def forward_backward(batch: StepBatch) -> Sums:
         total = pipeline.forward_backward(batch.tokens, batch.labels, positions, batch.documents)
@@ -189,7 +152,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
     model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
     return Assembled(
         model=model,
-        to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
+        to_device=to_device_of(recipe, world, mesh, reports_loss=reports_loss),
         forward_backward=_counted(forward_backward, balance),
         balance=balance,
         loss_scale=loss_scale,
@@ -271,48 +234,6 @@ def _chunked_loss(recipe: Recipe, mesh: Mesh, model: nn.Module, scale: float | t
     )
 
 
-def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
-    """The positions of this rank's tokens in their sequence: [seq of this rank] int64."""
-    layout, seq_len = recipe.layout, recipe.training.seq_len
-    if layout.context == 1:
-        return torch.arange(seq_len, device=world.device)
-    return positions(seq_len, ranks=layout.context, rank=mesh.coordinate("context")).to(world.device)
-
-
-def _to_device(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool) -> Callable[[Batch], StepBatch]:
-    chosen = _positions(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
-    documents = _document_finder(recipe, chosen, world) if recipe.data.document_mask else None
-
-    def to_device(batch: Batch) -> StepBatch:
-        tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
-        if chosen is not None:
-            tokens, labels = tokens[:, chosen], labels[:, chosen]
-        valid = int((labels != IGNORE).sum()) if reports_loss else 0
-        tokens, labels = _on_device(tokens, world), _on_device(labels, world)
-        return StepBatch(tokens, labels, valid, None if documents is None else documents(batch))
-
-    return to_device
-
-
-def _document_finder(recipe: Recipe, chosen: torch.Tensor | None, world: World) -> Callable[[Batch], Documents]:
-    """The function that finds the documents of this rank's tokens."""
-    # The data need not exist yet: a trace of a step has none.
-    separators = functools.cache(functools.partial(source.separators, recipe.data))
-
-    def find(batch: Batch) -> Documents:
-        starts = torch.from_numpy(separators().starts(batch.tokens))
-        positions = torch.arange(starts.shape[1]) - starts
-        if chosen is not None:
-            return Documents(_on_device(positions[:, chosen], world), starts[:, chosen])
-        return Documents(_on_device(positions, world), _on_device(starts, world))
-
-    return find
-
-
-def _on_device(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    return tensor if world.device.type == "cpu" else tensor.pin_memory().to(world.device, non_blocking=True)
-
-
 def _trainer(
     stage: Stage,
     recipe: Recipe,
@@ -357,8 +278,8 @@ def _evaluator(
             # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-            if batch.documents is not None:
-                batch = batch._replace(documents=batch.documents.padded(missing))
+            documents = None if batch.documents is None else batch.documents.padded(missing)
+            batch = StepBatch(tokens, labels, batch.valid, documents)
         places = batch.places(slice(None), positions)
         total = loss(functools.partial(stage.sharded.forward, tokens, *places), labels)
         stage.sharded.release()
