@@ -7,6 +7,7 @@ writes it.
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -29,7 +30,9 @@ from titanlab.training.step import batch
 from titanlab.weights.fill import fill
 from titanlab.weights.starting_weights import open_folder
 
+pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32
+PAGE = Path(__file__).parents[2] / "docs" / "document-masks.md"
 MATRIX = [pytest.mark.matrix]
 ROWS = [
     ({}, []),
@@ -89,6 +92,17 @@ def recipe(folder, hub, given):
     keys.pop("layers")
     data = Synthetic(vocab_size=256, document_mask=True)
     return tiny.recipe(folder, model=open_folder(hub, "x").model, data=data, init_from=str(hub), **keys)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Differences by the row's label; written to the page where all have been measured."""
+    found = {}
+    yield found
+    if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(found) == len(TRAINED):
+        head, rule, _ = PAGE.read_text().rpartition("|---|---|---|---|---|---|\n")
+        lines = [line_of(given, found[OnLayout(given).label]) for given, _ in TRAINED]
+        PAGE.write_text(head + rule + "".join(lines))
 
 
 def distance(found, wanted):
@@ -176,12 +190,27 @@ def reference(pool, tmp_path_factory):
 
 
 @pytest.mark.parametrize("given", params(TRAINED))
-def test_layouts_train_as_one_process(pool, reference, tmp_path, given):
+def test_layouts_train_as_one_process(pool, reference, measured, tmp_path, given):
     made = trained(tmp_path, given)
     every = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300)
     assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
     difference = compare(reference, every[0])
     assert difference.largest <= BAR, difference
+    measured[OnLayout(given).label] = difference
+
+
+def test_the_page_shows_these_rows():
+    shown = [line.split(" | ")[:2] for line in PAGE.read_text().splitlines() if line.startswith("| ") and "e-" in line]
+    assert shown == [cells_of(given) for given, _ in TRAINED]
+
+
+def cells_of(given):
+    return [f"| {OnLayout(given).label}", str(OnLayout(given).layout.world)]
+
+
+def line_of(given, difference):
+    numbers = (difference.loss, difference.grad_norm, difference.gradient[0], difference.parameter[0])
+    return " | ".join([*cells_of(given), *(f"{number:.1e}" for number in numbers)]) + " |\n"
 
 
 EXPERTS = [
