@@ -25,7 +25,8 @@ from titanlab.distributed.ranks import ALONE
 from titanlab.distributed.world import World, open_world
 from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
-from titanlab.training.assemble import Assembled, StepBatch, assemble
+from titanlab.training.assemble import Assembled, assemble
+from titanlab.training.step.batch import StepBatch
 from titanlab.training.totals import Reduction
 
 _KERNELS = 25

@@ -32,6 +32,7 @@ from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.looped_bfs_schema import LoopedBFS
 from titanlab.schedule.zbv_schema import ZBV
 from titanlab.training import assemble, stage
+from titanlab.training.step.batch import StepBatch
 from titanlab.training.totals import Reduction
 
 
@@ -205,7 +206,7 @@ def gradients_of(made, trace):
         mesh = build_mesh(made.layout, "cpu")
         assembled = assemble.assemble(made, world, mesh)
         tokens = torch.arange(12 * 16).view(12, 16) % 256
-        batch = assemble.StepBatch(tokens, tokens, tokens.numel())
+        batch = StepBatch(tokens, tokens, tokens.numel())
         with traced(axis_groups(mesh)) if trace else contextlib.nullcontext():
             assembled.forward_backward(batch)
         return [parameter.grad.to_local().numpy().copy() for parameter in assembled.model.parameters()]

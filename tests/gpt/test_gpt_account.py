@@ -12,6 +12,7 @@ from tiny_gpt import gpt
 from tiny_gpt.gpt_schema import Gpt
 
 from tests.model.published import load
+from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.training.conformance import faults
 
@@ -71,6 +72,26 @@ def test_wrong_operations_are_found():
 def test_wrong_initial_values_are_found():
     with patch.object(Gpt, "initial_values", lambda config: {}):
         assert "initial_values: norm.bias is in only one of initial_values and module" in faults(Gpt(**SIZES))
+
+
+def test_a_model_that_says_it_masks_documents_is_asked_to(monkeypatch):
+    monkeypatch.setattr(Gpt, "masks_documents", True)
+
+    def forward(model, tokens, positions=None, starts=None, right=gpt.GptModel.forward):
+        return right(model, tokens, positions)
+
+    monkeypatch.setattr(gpt.GptModel, "forward", forward)
+    assert faults(Gpt(**SIZES)) == ["documents: with starts, a document's logits are not those of the document alone"]
+
+
+def test_document_masks_need_a_model_that_has_them(tmp_path):
+    from tests import tiny
+
+    data = Synthetic(vocab_size=256, document_mask=True)
+    with pytest.raises(
+        ConfigError, match=r"^data.document_mask=true: model=.*gpt.* does not mask documents; try false"
+    ):
+        tiny.recipe(tmp_path, seq_len=16, model=Gpt(**{**SIZES, "vocab_size": 256}), data=data)
 
 
 def test_the_models_own_rules_are_heard(tmp_path):

@@ -274,7 +274,9 @@ def tied_under_fsdp():
     # In bf16 the blocks still get their angles unrounded.
     rounded = built(config)
     seen = []
-    rounded.layers["0"].attention.register_forward_pre_hook(lambda _, args: seen.append([a.dtype for a in args]))
+    rounded.layers["0"].attention.register_forward_pre_hook(
+        lambda _, args: seen.append([a.dtype for a in args if a is not None])
+    )
     for part in (*rounded.layers.values(), rounded):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
         fully_shard(part, mesh=mesh, mp_policy=policy)

@@ -136,11 +136,11 @@ def halves_swapped():
 
 def planted(monkeypatch, name):
     if name == "later blocks as if they were earlier":
-        monkeypatch.setattr(ring, "Block", lambda k, v, later: head_tail.Block(k, v, False))
+        monkeypatch.setattr(ring, "Block", lambda k, v, later, chunks: head_tail.Block(k, v, False, chunks))
     elif name == "the wrong half":
         monkeypatch.setattr(ring, "first_halves", lambda pair: tuple(x[:, x.shape[1] // 2 :] for x in pair))
     elif name == "a part replaces what was there":
-        monkeypatch.setattr(head_tail, "_merge", lambda out, lse, part, part_lse: out.copy_(part))
+        monkeypatch.setattr(head_tail, "merge", lambda out, lse, part, part_lse: out.copy_(part))
     elif name == "gradients of others are dropped":
         monkeypatch.setattr(ring.Ring, "collect", lambda self, into: None)
 
@@ -258,7 +258,7 @@ def checked_operator():
     group = opened()
     q, k, v, _ = (own(x).transpose(1, 2).requires_grad_() for x in inputs(2, 2, 16))
     for method in METHODS:
-        torch.library.opcheck(attention, (q, k, v, method, group.group_name, "auto"))
+        torch.library.opcheck(attention, (q, k, v, None, method, group.group_name, "auto"))
 
 
 @pytest.mark.filterwarnings("default")

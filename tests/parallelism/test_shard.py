@@ -12,7 +12,8 @@ from tests import tiny
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
-from titanlab.training.assemble import StepBatch, assemble
+from titanlab.training.assemble import assemble
+from titanlab.training.step.batch import StepBatch
 
 
 def collectives(made):

@@ -47,10 +47,10 @@ def norms_not_summed(made):
 def values_permuted(made):
     """The value heads of a process are in another order than its keys."""
 
-    def forward(self, hidden, rope):
+    def forward(self, hidden, rope, documents=None):
         q, k, v = (w(hidden).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = llama.rotate(q, rope), llama.rotate(k, rope)
-        mixed = self.inner(q.transpose(1, 2), k.transpose(1, 2), v.flip(-2).transpose(1, 2))
+        mixed = self.inner(q.transpose(1, 2), k.transpose(1, 2), v.flip(-2).transpose(1, 2), documents)
         return self.wo(mixed.transpose(1, 2).flatten(2))
 
     return patch.object(llama.Attention, "forward", forward)

@@ -50,6 +50,16 @@ def test_structure_stays_and_sizes_shrink(tmp_path):
     assert not notes
 
 
+def test_document_masks_stay_with_a_few_documents_in_a_sequence(tmp_path):
+    candidate = large(tmp_path, context=4)
+    (plain,) = reduced(candidate)
+    (masked,) = reduced(changed(candidate, data=dataclasses.replace(candidate.recipe.data, document_mask=True)))
+    assert not plain.recipe.data.document_mask
+    assert masked.recipe.data.document_mask
+    assert masked.recipe.data.document_tokens == masked.recipe.training.seq_len // 4
+    assert masked.recipe.data.gaps
+
+
 def test_a_process_keeps_two_key_value_heads_where_it_has_two_or_more(tmp_path):
     for tensor, kv_heads in ((2, 4), (4, 8), (8, 8)):
         (made,) = reduced(large(tmp_path, tensor=tensor))

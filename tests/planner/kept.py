@@ -17,7 +17,8 @@ from titanlab.distributed.world import open_world
 from titanlab.parallelism.pipeline_stage import ScheduledStage
 from titanlab.tracing.fake_world import fake_world
 from titanlab.tracing.saved_bytes import _Made
-from titanlab.training.assemble import StepBatch, assemble
+from titanlab.training.assemble import assemble
+from titanlab.training.step.batch import StepBatch
 
 LOG_PROBABILITY_BYTES = 4
 

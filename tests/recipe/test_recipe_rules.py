@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 
 from tests import tiny
 from titanlab.cluster.schema import Cluster
+from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
+from titanlab.model.kernels import flash3
 from titanlab.parallelism.schema import Parallelism
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import MOST_PROCESSES, check, check_all_but_data, setting
@@ -93,6 +96,32 @@ def test_flash_attention_3_needs_its_package_and_a_hopper(tmp_path, device, rule
     cluster = Cluster(accelerator="cuda", device=device)
     with pytest.raises(ConfigError, match=f"^model.attention=flash3: {rule}"):
         check(resolved(made, model=replace(made.model, attention="flash3"), cluster=cluster))
+
+
+@pytest.mark.parametrize(
+    ("attention", "context", "is_refused"),
+    [
+        ("auto", 1, False),
+        ("math", 1, False),
+        ("efficient", 1, False),
+        ("cudnn", 1, True),
+        ("flash", 1, True),
+        ("flash3", 1, True),
+        ("auto", 2, False),
+        ("flash", 2, False),
+        ("flash3", 2, False),
+        ("cudnn", 2, True),
+    ],
+)
+def test_document_masks_need_a_kernel_that_has_them_on_a_gpu(tmp_path, monkeypatch, attention, context, is_refused):
+    monkeypatch.setattr(flash3, "missing", lambda capability: None)
+    made = tiny.recipe(tmp_path, context=context, bf16=True, data=Synthetic(vocab_size=256, document_mask=True))
+    cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
+    made = resolved(made, model=replace(made.model, attention=attention), cluster=cluster)
+    rule = f"has no form for documents with context={context}, and data.document_mask is on; try auto"
+    refusal = pytest.raises(ConfigError, match=f"^model.attention={attention}: {rule}")
+    with refusal if is_refused else contextlib.nullcontext():
+        check(made)
 
 
 def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):

@@ -16,6 +16,9 @@ import pytest
 from hypothesis import given
 
 from tests import tiny
+from titanlab.data.stdlib_schema import Stdlib
+from titanlab.data.synthetic_schema import Synthetic
+from titanlab.data.tokens_schema import TokenFolder
 from titanlab.records.identity import canonical, canonical_json, identify
 
 
@@ -191,6 +194,13 @@ def test_a_changed_default_never_shares_a_hash_with_the_old_one():
     changed = dataclasses.make_dataclass("Root", [("steps", int, 20)], bases=(Root,), kw_only=True)
     assert hashed(changed()) != hashed(Root())
     assert hashed(changed(steps=10)) == hashed(Root())
+
+
+def test_data_without_document_masks_keeps_its_hash():
+    plain, masked = (Synthetic(document_mask=on) for on in (False, True))
+    assert canonical(plain) == {"kind": "synthetic", "vocab_size": 2048}
+    assert canonical(masked) == {**canonical(plain), "document_mask": True}
+    assert "document_mask" not in {**canonical(Stdlib()), **canonical(TokenFolder(folder="x"))}
 
 
 def test_before_does_not_take_true_for_one():

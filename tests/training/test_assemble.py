@@ -2,11 +2,13 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
 from tests import tiny
 from titanlab.data.source import Batch
+from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
@@ -55,6 +57,30 @@ def test_ranks_of_a_context_have_parts_of_the_same_sequences(pool, tmp_path):
     assert sorted(first[2] + second[2]) == sorted(whole)
     assert first[0][0] + second[0][0] == pytest.approx(alone[0], rel=1e-5)
     assert first[0][1] + second[0][1] == alone[1]
+
+
+def documents_of(made):
+    with open_world(joined(os.environ), accelerator="cpu", seed=0, deterministic=False) as world:
+        tokens = np.arange(4 * 32).reshape(4, 32) % 5
+        found = assemble(made, world, build_mesh(made.layout, "cpu")).to_device(Batch(tokens, tokens)).documents
+        return found.positions.tolist(), found.starts.tolist()
+
+
+def test_positions_restart_with_each_document(pool, tmp_path):
+    """With rotary positions no logits would show it: they depend on distances alone."""
+    data = Synthetic(vocab_size=256, document_mask=True)
+    [(positions, starts)] = pool.run(1, documents_of, tiny.recipe(tmp_path, global_batch=4, data=data))
+    # Token 0 ends a document: of the first sequence the first, sixth, … token.
+    assert positions[0] == [0, *([0, 1, 2, 3, 4] * 7)[:31]]
+    assert positions[1] == [0, 1, 2, 3, *([0, 1, 2, 3, 4] * 6)[:28]]
+    assert [a + b for a, b in zip(positions[3], starts[3], strict=True)] == list(range(32))
+    parts = pool.run(2, documents_of, tiny.recipe(tmp_path, global_batch=4, data=data, context=2))
+    for row in range(4):
+        # Of two ranks the first has the chunks at both ends.
+        first, second = (part[0][row] for part in parts)
+        assert first[:8] + second + first[8:] == positions[row]
+        first, second = (part[1][row] for part in parts)
+        assert first[:8] + second + first[8:] == starts[row]
 
 
 def test_one_of_the_ranks_with_the_same_loss_answers_for_it(pool, tmp_path):

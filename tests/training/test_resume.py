@@ -288,7 +288,7 @@ def corpus(tmp_path_factory):
 
 def real_data(kind, corpus):
     # No validation documents: nothing but the training stream is of interest here.
-    text = {"vocab_size": 320, "validation_fraction": 0.0}
+    text = {"vocab_size": 320, "validation_fraction": 0.0, "document_mask": True}
     if kind == "files":
         return Files(files=str(corpus / "*.jsonl"), **text)
     return HuggingFace(

@@ -7,15 +7,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from titanlab.costs.setting import Setting
+    from titanlab.data.documents import Separators
     from titanlab.data.streams.stream import Report, Rows, State, Stream
     from titanlab.data.tokenizers.tokenizer import Tokenizer
 
 
 class DataConfig(Protocol):
-    """A config of the group `data`: a dataclass that inherits from this class."""
+    """A config of the group `data`: a dataclass that inherits from this class.
+
+    Attributes:
+        kind: name of the option.
+        document_mask: attention stays within each document, and positions restart; the source then has `separators`.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     kind: str
+    document_mask: bool = False
 
     def implementation(self) -> DataSource:
         """The reader of the data. Its file must not import torch, nor numpy at the top."""
@@ -84,6 +91,14 @@ class DataSource(Protocol):
             ConfigError: the data has not been prepared.
         """
         ...
+
+    def separators(self) -> Separators | None:
+        """The tokens that separate the documents of prepared data; None: a kind of data without documents.
+
+        Raises:
+            ConfigError: the data has not been prepared.
+        """
+        return None
 
     def open_train(
         self, *, seed: int, seq_len: int, global_batch: int, rank: int, ranks: int, state: State | None

@@ -14,8 +14,9 @@ from titanlab.data import fingerprint as fingerprints
 from titanlab.data.contract import DataSource
 from titanlab.data.corpus.held_out import is_held_out
 from titanlab.data.corpus.text_files import matching
+from titanlab.data.documents import Separators
 from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
-from titanlab.data.prepared import train_tokenizer
+from titanlab.data.prepared import check_tokenizer, train_tokenizer
 from titanlab.data.rules import check_streams, check_validation, check_vocab_size
 from titanlab.data.shards.index import Index, is_whole, read_index
 from titanlab.data.streams.stream import Report, Rows, State, Stream
@@ -49,6 +50,9 @@ class HuggingFaceSource(DataSource):
     def vocab_size(self) -> int:
         return self._index.vocab_size
 
+    def separators(self) -> Separators:
+        return Separators(begin=self._index.bos_id, end=self._index.eos_id)
+
     def check(self, *, ranks: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
         config = self.config
         check_streams(config.streams, ranks)
@@ -56,6 +60,8 @@ class HuggingFaceSource(DataSource):
             _local_files(config)
         expected = config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size
         check_vocab_size(vocab_size, expected)
+        if config.document_mask and config.tokenizer is not None:
+            check_tokenizer(self.tokenizer())
         if validation_sequences:
             if config.validation_split is None and not config.validation_fraction:
                 check_validation(None, "data.validation_fraction", config.validation_fraction)

@@ -13,6 +13,7 @@ from titanlab.data import cache, fingerprint
 from titanlab.data.contract import DataSource
 from titanlab.data.corpus.held_out import is_held_out
 from titanlab.data.corpus.text_files import Corpus
+from titanlab.data.documents import Separators, check_separators
 from titanlab.data.rules import check_sequences, check_validation, check_vocab_size
 from titanlab.data.shards.index import Index, is_whole, read_index
 from titanlab.data.streams.stream import Report, Rows, State, Stream
@@ -97,6 +98,9 @@ class PreparedText(DataSource, Generic[TextConfig]):
     def vocab_size(self) -> int:
         return self.index.vocab_size
 
+    def separators(self) -> Separators:
+        return Separators(begin=self.index.bos_id, end=self.index.eos_id)
+
     def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
         config, folder = self.config, self.folder
         whole = folder.is_dir() and is_whole(folder)
@@ -104,6 +108,8 @@ class PreparedText(DataSource, Generic[TextConfig]):
             # Before the vocabulary: a file without text must give its own error.
             self.corpus.check()
         check_vocab_size(vocab_size, config.vocab_size if config.tokenizer is None else self.tokenizer().vocab_size)
+        if config.document_mask and config.tokenizer is not None:
+            check_tokenizer(self.tokenizer())
         if validation_sequences and not config.validation_fraction:
             check_validation(None, VALIDATION_KEY, config.validation_fraction)
         if whole:
@@ -134,6 +140,16 @@ class PreparedText(DataSource, Generic[TextConfig]):
             fingerprint=self.fingerprint(),
             report=report,
         )
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Check that a tokenizer tells documents apart; one that is trained here does.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    separators = Separators(begin=tokenizer.bos_id, end=tokenizer.eos_id)
+    check_separators(separators, whose="the tokenizer", cure="try false, or a tokenizer with such a token")
 
 
 def make_shards(

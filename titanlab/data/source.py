@@ -6,14 +6,17 @@ This module does not import torch; it imports numpy only when data is opened.
 from __future__ import annotations
 
 from titanlab.data.contract import DataConfig
+from titanlab.data.documents import KEY, Separators
 from titanlab.data.rules import check_batch
 from titanlab.data.streams.stream import IGNORE, Batch, Report, Rows, State, Stream, merge_states
 from titanlab.data.tokenizers.tokenizer import Tokenizer
+from titanlab.errors import ConfigError
 
 __all__ = [
     "IGNORE",
     "Batch",
     "Rows",
+    "Separators",
     "State",
     "Stream",
     "Tokenizer",
@@ -23,6 +26,7 @@ __all__ = [
     "open_train",
     "open_validation",
     "prepare",
+    "separators",
     "tokenizer",
     "vocab_size",
 ]
@@ -60,6 +64,18 @@ def tokenizer(config: DataConfig) -> Tokenizer | None:
 def vocab_size(config: DataConfig) -> int:
     """Size of the vocabulary of prepared data: every id is below it."""
     return config.implementation().vocab_size()
+
+
+def separators(config: DataConfig) -> Separators:
+    """The tokens that separate the documents of prepared data.
+
+    Raises:
+        ConfigError: the kind of data has no documents, or the data has not been prepared.
+    """
+    found = config.implementation().separators()
+    if found is None:
+        raise ConfigError(KEY, True, f"data={config.kind} does not say where documents begin", "try false")
+    return found
 
 
 def open_train(

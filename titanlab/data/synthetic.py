@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlab.data.contract import DataSource
+from titanlab.data.documents import Separators
 from titanlab.data.rules import check_vocab_size
 from titanlab.data.streams.stream import Report, Rows, State, Stream
 from titanlab.data.synthetic_schema import Synthetic
+
+END = 0
+"""The token that ends a document, where there are documents."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class SyntheticSource(DataSource):
     config: Synthetic
 
     def fingerprint(self) -> str:
-        return f"synthetic-1-{self.config.vocab_size}" + ("-gaps" if self.config.gaps else "")
+        documents = f"-documents-{self.config.document_tokens}" if self.config.document_mask else ""
+        return f"synthetic-1-{self.config.vocab_size}" + ("-gaps" if self.config.gaps else "") + documents
 
     def prepare(self, *, report: Report) -> None:
         """There is nothing to do."""
@@ -29,6 +34,9 @@ class SyntheticSource(DataSource):
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    def separators(self) -> Separators:
+        return Separators(end=END)
+
     def check(self, *, vocab_size: int, **_: int) -> None:
         check_vocab_size(vocab_size, self.config.vocab_size)
 
@@ -37,10 +45,19 @@ class SyntheticSource(DataSource):
         from titanlab.data.streams.random_tokens import RandomStream
 
         return RandomStream(
-            self.config.vocab_size, gaps=self.config.gaps, fingerprint=self.fingerprint(), state=state, **how
+            self.config.vocab_size,
+            gaps=self.config.gaps,
+            document_tokens=self._document_tokens,
+            fingerprint=self.fingerprint(),
+            state=state,
+            **how,
         )
 
     def open_validation(self, **how: int) -> Rows:
         from titanlab.data.streams.random_tokens import RandomRows
 
-        return RandomRows(self.config.vocab_size, **how)
+        return RandomRows(self.config.vocab_size, document_tokens=self._document_tokens, **how)
+
+    @property
+    def _document_tokens(self) -> int | None:
+        return self.config.document_tokens if self.config.document_mask else None

@@ -21,12 +21,15 @@ class Text(DataConfig):
             a SentencePiece BPE on the text itself.
         vocab_size: of the tokenizer to train; not used if `tokenizer` names one.
         validation_fraction: fraction of the documents to hold out of training, chosen by a hash of their content.
+        document_mask: attention stays within each document, and positions restart at its first token; what a sequence
+            cuts off a document is a document of its own.
     """
 
     # The tokenizer's path is not part of the run's identity: the data's fingerprint has the file's content.
     tokenizer: str | None = field(default=None, metadata={"identity": False})
     vocab_size: int = 2048
     validation_fraction: float = 0.01
+    document_mask: bool = field(default=False, metadata={"before": False})
 
     def __post_init__(self) -> None:
         if self.vocab_size < SMALLEST_VOCABULARY:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.data.contract import DataSource
+from titanlab.data.documents import KEY, Separators, check_separators
 from titanlab.data.rules import check_sequences, check_validation, check_vocab_size
-from titanlab.data.shards.index import Index, fingerprint_of, read_index
+from titanlab.data.shards.index import INDEX, Index, fingerprint_of, read_index
 from titanlab.data.streams.stream import Report, Rows, State, Stream
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.data.tokenizers.tokenizer import Tokenizer
@@ -37,9 +38,11 @@ class TokenFolderSource(DataSource):
 
     def prepare(self, *, report: Report) -> None:
         # The shards exist; only their tokens are checked, because a wrong index would waste a run.
-        from titanlab.data.shards.split import check_tokens
+        from titanlab.data.shards.split import check_documents, check_tokens
 
         check_tokens(self.folder, self.index)
+        if self.config.document_mask:
+            check_documents(self.folder, self.index, self.separators(), KEY)
 
     def tokenizer(self) -> Tokenizer | None:
         name = self.index.tokenizer
@@ -48,9 +51,14 @@ class TokenFolderSource(DataSource):
     def vocab_size(self) -> int:
         return self.index.vocab_size
 
+    def separators(self) -> Separators:
+        return Separators(begin=self.index.bos_id, end=self.index.eos_id)
+
     def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
         check_vocab_size(vocab_size, self.index.vocab_size)
         check_sequences(self.index, seq_len)
+        if self.config.document_mask:
+            check_separators(self.separators(), whose=INDEX, cure="name bos_id or eos_id in it, or try false")
         if validation_sequences:
             check_validation(self.index, "data.folder", self.config.folder)
 

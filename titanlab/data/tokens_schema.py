@@ -17,10 +17,14 @@ class TokenFolder(DataConfig):
 
     Attributes:
         folder: contains `index.json` and the shards that it names.
+        document_mask: attention stays within each document, and positions restart at its first token; what a sequence
+            cuts off a document is a document of its own. Documents are told apart by `bos_id` and `eos_id` of the
+            index.
     """
 
     kind: str = "tokens"
     folder: str = field(default="", metadata={"identity": False})
+    document_mask: bool = field(default=False, metadata={"before": False})
 
     def __post_init__(self) -> None:
         if not self.folder.strip():

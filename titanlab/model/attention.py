@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlab.costs.attention_order import FLASH3, rules, with_one_flash
+from titanlab.model.documents.masks import Documents, block_mask, flex, visible
+from titanlab.model.documents.tiles import document_attention
+from titanlab.model.documents.tiles import tiling as document_tiling
 from titanlab.model.kernels.flash3 import choose_flash
 from titanlab.model.tiled_attention import tiled_attention, tiling
 
@@ -28,7 +31,8 @@ PACKAGE = "flash_attn"
 class InnerAttention(nn.Module):
     """softmax(q·kᵀ/√head_dim)·v, causal, for q [batch, heads, seq, head_dim] and k, v with kv_heads.
 
-    It is a separate module so that context parallelism can replace it.
+    It is a separate module so that context parallelism can replace it. With `documents`, rows attend only to their own
+    document; see `titanlab.model.documents.masks`.
 
     Args:
         kernel: `auto`: on a CPU torch's kernel, for short sequences in tiles; on a GPU the fastest kernel that supports
@@ -61,7 +65,9 @@ class InnerAttention(nn.Module):
                 *self._measured, rest = _orders(capability, has_flash3=has_flash3)
                 self._backends = rest.backends
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        if documents is not None:
+            return self._within(q, k, v, documents)
         if self._package is not None:
             output: Tensor = self._package(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
             return output.transpose(1, 2)
@@ -71,12 +77,26 @@ class InnerAttention(nn.Module):
                 tiled: Tensor = tiled_attention(q, k, v, *chosen)[0]
                 return tiled
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self._named(q, k, v, is_causal=True)
+
+    def _within(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        """Attention within documents: FlexAttention on a GPU, tiles on a CPU, a mask of the square by other kernels."""
+        if isinstance(documents, Tensor):
+            if not self._backends:
+                output: Tensor = document_attention(q, k, v, documents, *document_tiling(q))[0]
+                return output
+            if self.kernel != "auto":
+                return self._named(q, k, v, attn_mask=visible(documents))
+            documents = block_mask(documents)
+        return flex(q, k, v, documents)
+
+    def _named(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
         backends = self._chosen(q)
         if _repeats(backends, q) and q.shape[1] != k.shape[1]:
             # Only this kernel does not support shared key/value heads (torch's sdp_utils.cpp).
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with sdpa_kernel(list(backends), set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **mask)
 
     def _chosen(self, q: Tensor) -> Sequence[SDPBackend]:
         for backends, dtype, head_dim, longest in self._measured:

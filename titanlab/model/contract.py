@@ -43,12 +43,14 @@ class ModelConfig(Protocol):
         kind: name of the option.
         vocab_size: rows of the embedding and of the output head.
         attention: the kernel that computes attention; see `titanlab.model.attention`.
+        masks_documents: whether the model's forward takes `starts`; see `titanlab.model.language_model`.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     kind: str
     vocab_size: int
     attention: str = "auto"
+    masks_documents: ClassVar[bool] = False
 
     def account(self) -> ModelAccount:
         """Parameters by name in the module's order, the sizes that cost estimates need, and the pipeline's pieces."""

@@ -9,7 +9,9 @@ from torch import nn
 class LanguageModel(nn.Module):
     """`forward(tokens, positions)`: ids [batch, seq], positions [seq] → logits [batch, seq, vocab].
 
-    Positions are 0, 1, … by default. With some of its account's `pieces` set to None or removed from `layers`, the
+    Positions are 0, 1, … by default. A model that masks documents also gets positions [batch, seq] and, as its third
+    argument, `starts` [batch, seq]: the place of the first token of each token's document, which its attention gets
+    (`titanlab.model.documents.masks`). With some of its account's `pieces` set to None or removed from `layers`, the
     model is a pipeline stage, whose inputs and outputs between stages are hidden states [batch, seq, dim].
 
     Attributes:

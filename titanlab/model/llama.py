@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titanlab.model import llama_schema
 from titanlab.model.attention import InnerAttention
 from titanlab.model.contract import ModelBuilder
+from titanlab.model.documents.masks import Documents, prepared
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.mixture_of_experts import MixtureOfExperts
 from titanlab.model.projections import Projections
@@ -70,20 +71,22 @@ class Llama(LanguageModel):
             if isinstance(module, InnerAttention):
                 module.prepare(self.rope.device)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Logits of every position.
 
         Args:
             tokens: [batch, seq] ids; hidden states [batch, seq, dim] if the stage has no embedding.
             positions: [seq] or [batch, seq] position of each token in its sequence; 0, 1, … by default.
+            starts: [batch, seq] place of the first token of each token's document; None: attention over sequences.
 
         Raises:
             ValueError: the sequence is longer than the model was built for.
         """
         hidden: Tensor = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         rope = self._rope(tokens.shape[1], positions)
+        documents = None if starts is None else prepared(starts, self.config.attention)
         for layer in self.layers.values():
-            hidden = layer(hidden, rope)
+            hidden = layer(hidden, rope, documents)
         if self.norm is not None:
             hidden = self.norm(hidden)
         if isinstance(self.output, TiedOutput):
@@ -118,8 +121,8 @@ class Block(nn.Module):
             else MixtureOfExperts(config.dim, config.ffn_dim, config.routed)
         )
 
-    def forward(self, hidden: Tensor, rope: Tensor) -> Tensor:
-        attended: Tensor = hidden + self.attention(self.attention_norm(hidden), rope)
+    def forward(self, hidden: Tensor, rope: Tensor, documents: Documents | None = None) -> Tensor:
+        attended: Tensor = hidden + self.attention(self.attention_norm(hidden), rope, documents)
         fed: Tensor = self.feed_forward(self.ffn_norm(attended))
         return attended + fed
 
@@ -141,14 +144,14 @@ class Attention(nn.Module):
         self.projections = Projections()
         self.inner = InnerAttention(config.attention)
 
-    def forward(self, hidden: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Tensor, documents: Documents | None = None) -> Tensor:
         # The number of heads is that of the projections' outputs: under tensor parallelism, this rank's heads.
         projected = self.projections(hidden, self.wq, self.wk, self.wv)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rope), rotate(k, rope)
-        mixed = self.inner(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        mixed = self.inner(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)
         output: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return output
 

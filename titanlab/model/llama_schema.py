@@ -48,6 +48,7 @@ class Llama(ModelConfig):
 
     # Whether each head of queries and keys is normalised before it is rotated.
     has_head_norms: ClassVar[bool] = False
+    masks_documents: ClassVar[bool] = True
 
     kind: str = "llama"
     dim: int

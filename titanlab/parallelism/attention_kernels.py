@@ -8,7 +8,8 @@ runs the backward pass over a part of the keys with the denominators over all ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch.backends.cuda import (
 )
 
 from titanlab.costs.attention_order import FLASH3, order
+from titanlab.model.documents.tiles import document_attention, document_attention_backward, tiling
 from titanlab.model.kernels.flash3 import choose_flash
 
 aten = torch.ops.aten
@@ -42,6 +44,36 @@ class Kernel(Protocol):
         """The gradients of q, k and v from these keys only, given `out` and `lse` over all keys of each row."""
         ...
 
+    def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, causal within documents that begin at `starts` [batch, rows], which are on the CPU."""
+        ...
+
+    def documents_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
+    ) -> Gradients:
+        """As `backward`, causal within documents."""
+        ...
+
+
+class ByDocument:
+    """Attention within documents by one causal call for each."""
+
+    def documents_forward(self: Kernel, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        for piece in _documents(starts):
+            out[piece], lse[piece] = self.forward(q[piece], k[piece], v[piece], causal=True)
+        return out, lse
+
+    def documents_backward(
+        self: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
+    ) -> Gradients:
+        whole = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for piece in _documents(starts):
+            parts = self.backward(*(x[piece] for x in (grad, q, k, v, out, lse)), causal=True)
+            for gradient, part in zip(whole, parts, strict=True):
+                gradient[piece] = part
+        return whole
+
 
 class Cpu:
     """The fused kernel on CPU: float32, bfloat16, float16; grouped-query heads."""
@@ -57,8 +89,18 @@ class Cpu:
         dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal)
         return dq, dk, dv
 
+    def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = document_attention(q, k, v, starts, *tiling(q))
+        return out, lse
 
-class Flash:
+    def documents_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
+    ) -> Gradients:
+        dq, dk, dv = document_attention_backward(grad, q, k, v, starts, out, lse, *tiling(q))
+        return dq, dk, dv
+
+
+class Flash(ByDocument):
     """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; grouped-query heads.
 
     Where FlashAttention 3 has taken its place, the operators are the same.
@@ -78,7 +120,7 @@ class Flash:
         return dq, dk, dv
 
 
-class Cudnn:
+class Cudnn(ByDocument):
     """cuDNN's fused attention on CUDA: 16 bits; grouped-query heads; its denominators have an extra last dim of 1."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -95,7 +137,7 @@ class Cudnn:
         return dq, dk, dv
 
 
-class Efficient:
+class Efficient(ByDocument):
     """Memory-efficient attention (arXiv 2112.05682) on CUDA: also float32; its denominators are padded to 32 rows.
 
     It does not take grouped-query heads, so key/value heads are repeated.
@@ -146,12 +188,13 @@ _CAN_USE: dict[str, Callable[[SDPAParams], bool]] = {
 }
 
 
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = False) -> Kernel:
     """The kernel for these inputs: the requested kernel if it supports them, else the next that does.
 
     Args:
         name: `flash`, `flash3`, `cudnn`, `efficient`, or `auto`: the fastest that supports the inputs (`efficient` for
             32 bits). On CPU there is only one.
+        shapes_vary: rows and keys are of other numbers in every call: not cuDNN, which makes a plan for each shape.
 
     Raises:
         RuntimeError: no kernel of this device supports the inputs.
@@ -164,6 +207,8 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     dtype, (*_, seq_len, head_dim) = str(q.dtype).removeprefix("torch."), q.shape
     names = order(name, capability, dtype=dtype, head_dim=head_dim, seq_len=seq_len, has_flash3=has_flash3)
     for candidate in names:
+        if shapes_vary and candidate == "cudnn":
+            continue
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
         k_, v_ = (k, v) if shared else (_broadcast(x, q.shape[1]) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
@@ -177,6 +222,16 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
 def _broadcast(x: Tensor, heads: int) -> Tensor:
     """A view with the shape of `repeated`'s result, enough for a check of shapes."""
     return x if x.shape[1] == heads else x[:, :1].expand(-1, heads, -1, -1)
+
+
+def _documents(starts: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """The part of each document in tensors [batch, heads, rows, …]."""
+    for sequence, begins in enumerate(starts.tolist()):
+        begin = 0
+        while begin < len(begins):
+            end = bisect_right(begins, begins[begin], lo=begin)
+            yield slice(sequence, sequence + 1), slice(None), slice(begin, end)
+            begin = end
 
 
 def _no_seed(q: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
+from titanlab.parallelism.documents import chunks
+from titanlab.parallelism.documents.chunks import Chunks
 from titanlab.parallelism.gather_kv import GatherKv
 from titanlab.parallelism.ring import Ring
 
@@ -46,7 +48,8 @@ def positions(seq_len: int, *, ranks: int, rank: int) -> Tensor:
 class ContextAttention(nn.Module):
     """Causal softmax(q·kᵀ/√head_dim)·v over sequences of which this rank has `positions`; replaces a model's attention.
 
-    q [batch, heads, seq / ranks, head_dim] and k, v with kv_heads → shaped as q. Every rank of the group has to call
+    q [batch, heads, seq / ranks, head_dim] and k, v with kv_heads → shaped as q. With `starts` [batch, seq / ranks] on
+    the CPU, attention is within documents; they are places in the whole sequence. Every rank of the group has to call
     it, forward and backward, in the same order.
 
     Args:
@@ -64,8 +67,8 @@ class ContextAttention(nn.Module):
         self.group_name: str = group.group_name
         self.kernel = kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = attention(q, k, v, self.method, self.group_name, self.kernel)[0]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+        out: Tensor = attention(q, k, v, starts, self.method, self.group_name, self.kernel)[0]
         return out
 
     def extra_repr(self) -> str:
@@ -85,52 +88,73 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
 
 
 @torch.library.custom_op("titanlab::context_attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, method: str, group: str, kernel: str) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, method: str, group: str, kernel: str
+) -> tuple[Tensor, Tensor]:
     """The output of `ContextAttention`, and the logarithms of denominators [batch, heads, seq / ranks], float32."""
-    chosen = choose(kernel, q, k, v)
+    chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     q, k, v = map(_sequence_first, (q, k, v))
     exchange = EXCHANGES[method]((k, v), _group(group))
-    out, lse = head_tail.forward(exchange, q, k, v, chosen)
+    if starts is None:
+        out, lse = head_tail.forward(exchange, q, k, v, chosen)
+    else:
+        out, lse = chunks.forward(exchange, q, k, v, chosen, _chunks(starts, group))
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 @torch.library.custom_op("titanlab::context_attention_backward", mutates_args=())
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, method: str, group: str, kernel: str
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    method: str,
+    group: str,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    chosen = choose(kernel, q, k, v)
+    chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
     exchange = EXCHANGES[method]((k, v), _group(group))
-    dq, dk, dv = head_tail.backward(exchange, grad, q, k, v, out, lse, chosen)
+    rows = (grad, q, k, v, out, lse)
+    if starts is None:
+        dq, dk, dv = head_tail.backward(exchange, *rows, chosen)
+    else:
+        dq, dk, dv = chunks.backward(exchange, *rows, chosen, _chunks(starts, group))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, method: str, group: str, kernel: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=head_tail.accumulator(q.dtype))
     return _like(q), lse.transpose(1, 2)
 
 
 @attention_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, method: str, group: str, kernel: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, starts, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, starts, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     assert grad is not None, "every rank has to take part in the backward pass"
-    return *attention_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None
+    return *attention_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _chunks(starts: Tensor, group: str) -> Chunks:
+    ranks = _group(group)
+    return Chunks(starts, rank=ranks.rank(), ranks=ranks.size())
 
 
 def _group(name: Any) -> ProcessGroup:

@@ -9,13 +9,14 @@ kernel's dtype, without parts that are zero, and are added in float32.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work, all_to_all_single
 
 from titanlab.parallelism.collectives import all_gather_single
-from titanlab.parallelism.head_tail import Block, Pair
+from titanlab.parallelism.head_tail import Block, Pair, owned
 
 
 class GatherKv:
@@ -45,9 +46,11 @@ class GatherKv:
         self._work.wait()
         self._sent = self._work = None
         if self._rank > 0:
-            yield Block(*_joined(gathered[: self._rank, :, :, : self._half]), later=False)
+            heads = tuple(range(self._rank))
+            yield Block(*_joined(gathered[: self._rank, :, :, : self._half]), later=False, chunks=heads)
         if self._rank + 1 < self._ranks:
-            yield Block(*_joined(gathered[self._rank + 1 :]), later=True)
+            chunks = (owned(owner, self._ranks) for owner in range(self._rank + 1, self._ranks))
+            yield Block(*_joined(gathered[self._rank + 1 :]), later=True, chunks=tuple(chain(*chunks)))
 
     def give(self, gradients: Pair, into: Pair) -> None:
         is_later = self._rank == 0 or len(self._gradients) == 1

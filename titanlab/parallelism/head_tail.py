@@ -29,11 +29,13 @@ class Block(NamedTuple):
     """Keys and values of other ranks, [batch, seq, kv_heads, head_dim] each.
 
     later: they belong to ranks after this one, so that only the local tail attends to them; otherwise all rows do.
+    chunks: numbers of the sequence's chunks whose keys these are, in their order here
     """
 
     k: Tensor
     v: Tensor
     later: bool
+    chunks: tuple[int, ...]
 
 
 class Exchange(Protocol):
@@ -55,6 +57,11 @@ class Exchange(Protocol):
         ...
 
 
+def owned(rank: int, ranks: int) -> tuple[int, int]:
+    """The numbers of a rank's chunks, its head and its tail."""
+    return rank, 2 * ranks - 1 - rank
+
+
 def forward(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Attention of the local rows to all keys before them.
 
@@ -66,13 +73,13 @@ def forward(exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel)
         [batch, seq, heads], float32.
     """
     half = q.shape[1] // 2
-    out, lse = (_whole(x, q.shape[0]) for x in _forward(kernel, _halves(q), _halves(k), _halves(v), causal=True))
+    out, lse = (joined_halves(x, q.shape[0]) for x in _forward(kernel, halves(q), halves(k), halves(v), causal=True))
     # Partial outputs are added in float32: the errors of rounding every sum to 16 bits would add up.
     out = out.to(accumulator(q.dtype))
-    _merge(out[:, half:], lse[:, half:], *_forward(kernel, q[:, half:], k[:, :half], v[:, :half]))
+    merge(out[:, half:], lse[:, half:], *_forward(kernel, q[:, half:], k[:, :half], v[:, :half]))
     for block in exchange.blocks():
         first = half if block.later else 0
-        _merge(out[:, first:], lse[:, first:], *_forward(kernel, q[:, first:], block.k, block.v))
+        merge(out[:, first:], lse[:, first:], *_forward(kernel, q[:, first:], block.k, block.v))
         del block  # before memory for the next is allocated
     return out.to(q.dtype), lse
 
@@ -87,8 +94,8 @@ def backward(
     half, total = q.shape[1] // 2, accumulator(q.dtype)
     rows = _Rows(grad, q, out, lse)
     tail = rows.map(lambda x: x[:, half:])
-    parts = _backward(kernel, rows.map(_halves), _halves(k), _halves(v), causal=True)
-    dq, dk, dv = (_whole(x, q.shape[0]).to(total) for x in parts)
+    parts = _backward(kernel, rows.map(halves), halves(k), halves(v), causal=True)
+    dq, dk, dv = (joined_halves(x, q.shape[0]).to(total) for x in parts)
     for block in exchange.blocks():
         part_q, part_k, part_v = _backward(kernel, tail if block.later else rows, block.k, block.v)
         exchange.give((part_k, part_v), into=(dk, dv))
@@ -130,17 +137,17 @@ def _backward(kernel: Kernel, rows: _Rows, k: Tensor, v: Tensor, *, causal: bool
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _halves(x: Tensor) -> Tensor:
+def halves(x: Tensor) -> Tensor:
     """The halves of each sequence as separate sequences: [batch, seq, …] → [2·batch, seq/2, …], without a copy."""
     return x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
 
 
-def _whole(x: Tensor, batch: int) -> Tensor:
-    """The inverse of `_halves`, contiguous."""
+def joined_halves(x: Tensor, batch: int) -> Tensor:
+    """The inverse of `halves`, contiguous."""
     return x.reshape(batch, 2 * x.shape[1], *x.shape[2:]).contiguous()
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge attention to more keys into `out` [batch, rows, heads, head_dim] and `lse` [batch, rows, heads], in place.
 
     The new part's share of the denominator, exp(b) / (exp(a) + exp(b)), is a sigmoid: it cannot overflow.

@@ -91,12 +91,16 @@ class Pipeline:
             if action.computation_type in (_ComputationType.FORWARD, *_COMMUNICATION_OF_FORWARDS)
         ]
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """Run all microbatches of a step; add their gradients to those of the stages' parameters.
 
         Args:
             tokens, labels: [microbatches · microbatch, seq] int64, the same on all ranks of the pipeline.
             positions: [seq] int64.
+            documents: what stages take after their first argument instead of `positions`, [microbatches · microbatch,
+                seq] each: positions in documents, and the places where documents begin.
 
         Returns:
             The sum of the losses, float32; zero on ranks that do not have the last stage.
@@ -107,10 +111,12 @@ class Pipeline:
             )
         for stage in self._stages:
             stage.begin_step()
-        return self._run(self._train, tokens, labels, positions)
+        return self._run(self._train, tokens, labels, positions, documents)
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    def evaluate(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Sequence[Tensor] | None = None
+    ) -> Tensor:
         """The sum of the losses of up to microbatches · microbatch sequences; zero without the last stage.
 
         A smaller batch is padded with labels that do not count, so that all ranks run the same collectives.
@@ -120,7 +126,9 @@ class Pipeline:
         if missing < 0:
             raise ValueError(f"{tokens.shape[0]} sequences are more than the {whole} of a step")
         tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-        total = self._run(self._evaluate, tokens, labels, positions)
+        if documents is not None:
+            documents = [F.pad(part, (0, 0, 0, missing)) for part in documents]
+        total = self._run(self._evaluate, tokens, labels, positions, documents)
         for stage in self._stages:
             stage.free_parameters()
         return total
@@ -169,13 +177,24 @@ class Pipeline:
         runtime._stages_forward_initialized = True
         return runtime
 
-    def _run(self, runtime: _PipelineScheduleRuntime, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    def _run(
+        self,
+        runtime: _PipelineScheduleRuntime,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor,
+        documents: Sequence[Tensor] | None,
+    ) -> Tensor:
         size = self._microbatch
         rows = [slice(index * size, (index + 1) * size) for index in range(self._microbatches)]
         total = torch.zeros((), device=self._device)
         self._runs = True
         try:
-            runtime._step_microbatches([(tokens[row], labels[row], positions) for row in rows], return_outputs=False)
+            given = [
+                (tokens[row], labels[row], *([positions] if documents is None else (part[row] for part in documents)))
+                for row in rows
+            ]
+            runtime._step_microbatches(given, return_outputs=False)
             for stage in self._stages:
                 if stage.loss_sum is not None:
                     total = stage.loss_sum

@@ -134,8 +134,8 @@ class ScheduledStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,  # noqa: FBT001, FBT002 (torch's)
     ) -> Tensor:
-        """Compute one microbatch; args: its tokens and labels [microbatch, seq], and positions [seq]."""
-        tokens, labels, positions = args
+        """Compute one microbatch; args: its tokens and labels [microbatch, seq], and what the module takes next."""
+        tokens, labels, *places = args
         hidden = None
         if not self.is_first:
             hidden = self._take(self._arrived, fwd_chunk_id, self.stage_index - 1)
@@ -144,7 +144,7 @@ class ScheduledStage(PipelineStage):
         if self.is_last:
             given = tokens if hidden is None else hidden
             with self._phase("forward"):
-                output = self._loss(lambda: self.submod(given, positions), labels)
+                output = self._loss(lambda: self.submod(given, *places), labels)
             # A chunked loss has written the gradient of the head's weight.
             if torch.is_grad_enabled():
                 _sum_in_reduce_dtype(self.submod)
@@ -153,7 +153,7 @@ class ScheduledStage(PipelineStage):
             output = output * self._scale
         else:
             with self._phase("forward"):
-                output = self.submod(tokens if hidden is None else hidden, positions)
+                output = self.submod(tokens if hidden is None else hidden, *places)
             if self._is_elsewhere(self.stage_index + 1):
                 self._computed[fwd_chunk_id] = self._checked(output, "hidden state")
         if output.requires_grad:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch.distributed import P2POp, ProcessGroup, batch_isend_irecv, irecv, isend
 
-from titanlab.parallelism.head_tail import Block, Pair
+from titanlab.parallelism.head_tail import Block, Pair, owned
 
 
 class Ring:
@@ -38,7 +38,9 @@ class Ring:
             block = self._block.received()
             self._step += 1
             self._block = self._pass_on(block, step=self._step + 1)
-            yield Block(*block, later=self._is_later(self._step))
+            later = self._is_later(self._step)
+            owner = (self._rank + self._step) % self._ranks
+            yield Block(*block, later=later, chunks=owned(owner, self._ranks)[: 1 + later])
 
     def give(self, gradients: Pair, into: Pair) -> None:
         self.collect(into)

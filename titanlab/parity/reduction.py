@@ -98,7 +98,7 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         ac=_checkpointing(recipe, notes),
         compile=_compiled(each, notes),
         optimizer=_optimizer(recipe, steps),
-        data=Synthetic(vocab_size=model.vocab_size, gaps=True),
+        data=_data(recipe, model.vocab_size, sizes),
         checkpoint=_checkpoint(recipe, notes) if saves else NoCheckpoints(),
         cluster=Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0),
         tracker=Jsonl(),
@@ -114,6 +114,13 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
             "recipe", each.run, rule, "prove it in its own size: titanlab train, with few steps"
         ) from error
     return Reduced(recipe=made, notes=tuple(notes.lines))
+
+
+def _data(recipe: Recipe, vocab_size: int, sizes: Sizes) -> Synthetic:
+    if not recipe.data.document_mask:
+        return Synthetic(vocab_size=vocab_size, gaps=True)
+    # A few documents in each sequence: some of one token, some cut by the sequence's end.
+    return Synthetic(vocab_size=vocab_size, gaps=True, document_mask=True, document_tokens=sizes.seq_len // 4)
 
 
 def _chunk(recipe: Recipe, each: Folded, sizes: Sizes) -> int:

@@ -18,6 +18,10 @@ from titanlab.recipe.recipe import Recipe, needs_whole_logits, pieces_by_stage
 from titanlab.records.run_name import check_name
 
 SEEDS = 2**63
+# Kernels of a GPU that cannot keep attention within documents, without and with context parallelism. FlexAttention can,
+# and kernels that take a mask; with context parallelism those that take rows and keys of any number: cuDNN makes a plan
+# for each.
+_WITHOUT_DOCUMENTS = {False: ("flash", "flash3", "cudnn", "flash_attn"), True: ("cudnn",)}
 # Ten times the largest clusters; up to this number, plans with an entry for every process are still made at once.
 MOST_PROCESSES = 1_000_000
 
@@ -39,7 +43,7 @@ def check_all_but_data(recipe: Recipe) -> None:
         ConfigError: the first rule that it breaks.
     """
     rules = (_names, check_addressable, _batch, _processes, _layout_fits, _rate, _nan, _offload, _attention)
-    for rule in (*rules, _check_every, _loss_chunk, _options):
+    for rule in (*rules, _documents, _check_every, _loss_chunk, _options):
         rule(recipe)
     # Otherwise a missing package would be noticed only after the model has been built.
     recipe.tracker.check_installed()
@@ -164,6 +168,18 @@ def _attention(recipe: Recipe) -> None:
         reason = missing(compute_capability(str(recipe.cluster.device)))
         if reason is not None:
             raise ConfigError("model.attention", backend, *reason)
+
+
+def _documents(recipe: Recipe) -> None:
+    if not recipe.data.document_mask:
+        return
+    if not recipe.model.masks_documents:
+        rule = f"model={recipe.model.kind} does not mask documents"
+        raise ConfigError("data.document_mask", True, rule, "try false, or see docs/models-of-your-own.md")
+    backend = recipe.model.attention
+    if recipe.cluster.accelerator == "cuda" and backend in _WITHOUT_DOCUMENTS[recipe.layout.context > 1]:
+        rule = f"has no form for documents with context={recipe.layout.context}, and data.document_mask is on"
+        raise ConfigError("model.attention", backend, rule, "try auto")
 
 
 def _check_every(recipe: Recipe) -> None:

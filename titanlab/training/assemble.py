@@ -18,7 +18,6 @@ from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
 from titanlab.parallelism.chunked_loss import ChunkedLoss, Columns
-from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE, Loss, SplitLoss, loss_sum, of_logits
 from titanlab.precision.loss_scale import LossScale
 from titanlab.profiler.contract import Phase, nothing
@@ -26,19 +25,7 @@ from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.training.bad_steps import with_policy
 from titanlab.training.balance import Balance, NoBalance
 from titanlab.training.stage import Stage, build_stage, dtypes_of, tensor_cut, together
-
-
-class StepBatch(NamedTuple):
-    """One rank's share of a step, on its device.
-
-    tokens: [sequences, seq of this rank] int64
-    labels: [sequences, seq of this rank] int64; -100 does not count
-    valid: number of labels that count; 0 on ranks whose loss another rank reports
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    valid: int
+from titanlab.training.step.batch import StepBatch, positions_of, to_device_of
 
 
 class Sums(NamedTuple):
@@ -92,7 +79,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     stage = build_stage(recipe, world, mesh)
     reports_loss = mesh.coordinate("tensor") == 0
     # Without positions a model takes 0, 1, …, which is right for whole sequences.
-    positions = _positions(recipe, world, mesh) if recipe.layout.context > 1 else None
+    positions = positions_of(recipe, world, mesh) if recipe.layout.context > 1 else None
     # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
     # them exactly if fewer labels were valid.
     scale = loss_scale.multiplier(stage.sharded.divides_by / recipe.tokens_per_step)
@@ -101,7 +88,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     trainer = _trainer(stage, recipe, loss, scale, positions, phase, reports_loss=reports_loss)
     return Assembled(
         model=stage.model,
-        to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
+        to_device=to_device_of(recipe, world, mesh, reports_loss=reports_loss),
         forward_backward=_counted(trainer, balance),
         balance=balance,
         loss_scale=loss_scale,
@@ -149,10 +136,10 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
         phase=phase,
     )
     reports_loss = mesh.coordinate("tensor") == 0 and placement[-1] == this_rank
-    positions = _positions(recipe, world, mesh)
+    positions = positions_of(recipe, world, mesh)
 
     def forward_backward(batch: StepBatch) -> Sums:
-        total = pipeline.forward_backward(batch.tokens, batch.labels, positions)
+        total = pipeline.forward_backward(batch.tokens, batch.labels, positions, batch.documents)
         with phase("backward"):
             for stage in built.values():
                 stage.finish_gradients()
@@ -160,13 +147,13 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
 
     @torch.no_grad()
     def evaluate(batch: StepBatch) -> Sums:
-        total = pipeline.evaluate(batch.tokens, batch.labels, positions)
+        total = pipeline.evaluate(batch.tokens, batch.labels, positions, batch.documents)
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 
     model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
     return Assembled(
         model=model,
-        to_device=_to_device(recipe, world, mesh, reports_loss=reports_loss),
+        to_device=to_device_of(recipe, world, mesh, reports_loss=reports_loss),
         forward_backward=_counted(forward_backward, balance),
         balance=balance,
         loss_scale=loss_scale,
@@ -248,30 +235,6 @@ def _chunked_loss(recipe: Recipe, mesh: Mesh, model: nn.Module, scale: float | t
     )
 
 
-def _positions(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
-    """The positions of this rank's tokens in their sequence: [seq of this rank] int64."""
-    layout, seq_len = recipe.layout, recipe.training.seq_len
-    if layout.context == 1:
-        return torch.arange(seq_len, device=world.device)
-    return positions(seq_len, ranks=layout.context, rank=mesh.coordinate("context")).to(world.device)
-
-
-def _to_device(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool) -> Callable[[Batch], StepBatch]:
-    chosen = _positions(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
-
-    def to_device(batch: Batch) -> StepBatch:
-        tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
-        if chosen is not None:
-            tokens, labels = tokens[:, chosen], labels[:, chosen]
-        valid = int((labels != IGNORE).sum()) if reports_loss else 0
-        if world.device.type != "cpu":
-            tokens = tokens.pin_memory().to(world.device, non_blocking=True)
-            labels = labels.pin_memory().to(world.device, non_blocking=True)
-        return StepBatch(tokens, labels, valid)
-
-    return to_device
-
-
 def _trainer(
     stage: Stage,
     recipe: Recipe,
@@ -294,7 +257,8 @@ def _trainer(
             graphs.begin()
             with sharded.microbatch(last=start + size >= count):
                 with phase("forward"):
-                    part = loss(functools.partial(sharded.forward, batch.tokens[rows], positions), batch.labels[rows])
+                    places = batch.places(rows, positions)
+                    part = loss(functools.partial(sharded.forward, batch.tokens[rows], *places), batch.labels[rows])
                 with phase("backward"):
                     (part * scale).backward()
             part = graphs.kept(part.detach())
@@ -322,7 +286,10 @@ def _evaluator(
             # The tokens of a full microbatch are divisible by the ranks, and compiled code exists for their shape.
             missing = recipe.microbatch - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
-        total = graphs.kept(loss(functools.partial(stage.sharded.forward, tokens, positions), labels))
+            documents = None if batch.documents is None else batch.documents.padded(missing)
+            batch = StepBatch(tokens, labels, batch.valid, documents)
+        places = batch.places(slice(None), positions)
+        total = graphs.kept(loss(functools.partial(stage.sharded.forward, tokens, *places), labels))
         stage.sharded.release()
         return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
 

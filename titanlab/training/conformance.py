@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from titanlab.weights.initialise import initialise
 
 # Relative difference of logits between two ways to call one model: they compute the same sums in the same order.
 _ROUNDING = 1e-6
+# Likewise, where sums are in another order.
+_SUMS = 1e-5
 
 
 def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[str]:
@@ -47,7 +49,10 @@ def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[st
     if not lines:
         # These checks need the parameters, pieces and plan to be correct.
         lines += [*_operations(model, account, block, edges, **sizes), *_per_token(account, block, edges, **sizes)]
-        lines += _stages(lambda: builder.build(seq_len=seq_len), account, values, **sizes)
+        make_model = _maker(lambda: builder.build(seq_len=seq_len), account, values)
+        lines += _stages(make_model, account, **sizes)
+        if config.masks_documents:
+            lines += _documents(make_model(account.pieces), account, **sizes)
     return lines
 
 
@@ -168,8 +173,8 @@ def _per_token(
         yield f"FLOPs: the sizes in the account make {from_sizes} a token, its operations {from_operations}; {cause}"
 
 
-def _stages(build: Any, account: ModelAccount, values: Any, *, batch: int, seq_len: int) -> Iterator[str]:
-    """The model must compute the same when it is cut before any piece; a model with a tied head is not cut."""
+def _maker(build: Any, account: ModelAccount, values: Any) -> Callable[[tuple[str, ...]], LanguageModel]:
+    """A function that makes the model, or some pieces of it, with the same initial values."""
 
     def make_model(kept: tuple[str, ...]) -> LanguageModel:
         with shapes_only():
@@ -181,6 +186,23 @@ def _stages(build: Any, account: ModelAccount, values: Any, *, batch: int, seq_l
         initialise(model, values, 0)
         return model
 
+    return make_model
+
+
+def _documents(model: LanguageModel, account: ModelAccount, *, batch: int, seq_len: int) -> Iterator[str]:
+    """Two documents in a sequence must be as if each were alone."""
+    tokens = torch.arange(batch * seq_len).view(batch, seq_len) % account.vocab_size
+    cut = seq_len // 3
+    starts = torch.where(torch.arange(seq_len) < cut, 0, cut).expand(batch, -1)
+    with torch.no_grad():
+        packed = model(tokens, torch.arange(seq_len) - starts, starts)
+        alone = torch.cat([model(piece.contiguous()) for piece in (tokens[:, :cut], tokens[:, cut:])], dim=1)
+    if not _equal(alone, packed, _SUMS):
+        yield "documents: with starts, a document's logits are not those of the document alone"
+
+
+def _stages(make_model: Any, account: ModelAccount, *, batch: int, seq_len: int) -> Iterator[str]:
+    """The model must compute the same when it is cut before any piece; a model with a tied head is not cut."""
     tokens = torch.arange(batch * seq_len).view(batch, seq_len) % account.vocab_size
     positions = torch.arange(seq_len)
     with torch.no_grad():
@@ -205,5 +227,5 @@ def _stages(build: Any, account: ModelAccount, values: Any, *, batch: int, seq_l
                 yield f"pieces: cut before {name}, the model computes something else"
 
 
-def _equal(reference: Tensor, other: Tensor) -> bool:
-    return reference.shape == other.shape and bool((reference - other).norm() <= _ROUNDING * reference.norm())
+def _equal(reference: Tensor, other: Tensor, rounding: float = _ROUNDING) -> bool:
+    return reference.shape == other.shape and bool((reference - other).norm() <= rounding * reference.norm())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from titanlab.data.documents import Separators
 from titanlab.data.shards.index import INDEX, Index
 from titanlab.data.streams.stream import IGNORE, Batch
 from titanlab.errors import ConfigError
@@ -31,6 +32,21 @@ def check_tokens(folder: Path, index: Index, key: str = "data.folder") -> None:
                 f"has token {int(first.max())}, and {INDEX} says vocab_size {index.vocab_size}",
                 "check dtype and vocab_size in the index",
             )
+
+
+def check_documents(folder: Path, index: Index, separators: Separators, key: str) -> None:
+    """Check that a document ends in the first 2^20 tokens of at least one file.
+
+    Raises:
+        ConfigError: it does not, so that the tokens named in the index are not those that separate documents.
+    """
+    for shard in (*index.train, *index.validation):
+        first = np.fromfile(folder / shard.file, dtype=_stored(index), count=min(shard.tokens, _CHECKED_TOKENS))
+        if first.size and separators.starts(first[None].astype(np.int64)).any():
+            return
+    rule = f"no document ends in the first {_CHECKED_TOKENS:,} tokens of any file"
+    cure = f"check bos_id={index.bos_id} and eos_id={index.eos_id} in {INDEX}, or try false"
+    raise ConfigError(key, True, rule, cure)
 
 
 class Split:

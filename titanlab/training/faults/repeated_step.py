@@ -10,7 +10,8 @@ from titanlab.checkpoint.generators import generator_states, set_generators
 from titanlab.distributed.world import World
 from titanlab.errors import TitanlabError
 from titanlab.parallelism.local import local_part
-from titanlab.training.assemble import Assembled, StepBatch, Sums
+from titanlab.training.assemble import Assembled, Sums
+from titanlab.training.step.batch import StepBatch
 
 
 class SilentCorruption(TitanlabError):

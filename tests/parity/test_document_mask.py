@@ -1,0 +1,248 @@
+"""Documents in packed sequences are as if they were alone, on every layout.
+
+Logits of packed documents are those of each document alone, from one process and from transformers, within 1e-5 of the
+largest; and layouts train on them as one process does. docs/document-masks.md shows the rows; `make test-matrix`
+writes it.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+from tests.parity import documents
+from tests.parity.parity_rows import COMMON, OnLayout
+from tests.weights.huggingface import made as folders
+from titanlab.data.documents import Separators
+from titanlab.data.synthetic_schema import Synthetic
+from titanlab.distributed.ranks import ALONE, joined
+from titanlab.model.qwen3_moe_schema import Qwen3Moe
+from titanlab.options import schema_of
+from titanlab.parity import parity, tolerances
+from titanlab.parity.parity import compare
+from titanlab.training import generate as sampling
+from titanlab.training.step import batch
+from titanlab.weights.fill import fill
+from titanlab.weights.starting_weights import open_folder
+
+pytestmark = pytest.mark.on_page
+BAR = tolerances.FP32
+PAGE = Path(__file__).parents[2] / "docs" / "document-masks.md"
+MATRIX = [pytest.mark.matrix]
+ROWS = [
+    ({}, []),
+    ({"replicate": 2}, MATRIX),
+    ({"shard": 2, "microbatch": 1}, MATRIX),
+    ({"tensor": 2}, MATRIX),
+    ({"tensor": 2, "sequence_parallel": False, "loss_parallel": False}, MATRIX),
+    ({"context": 2}, []),
+    ({"context": 2, "context_method": "all_gather"}, MATRIX),
+    ({"context": 4}, MATRIX),
+    ({"context": 4, "context_method": "all_gather"}, MATRIX),
+    ({"pipeline": 2}, MATRIX),
+    ({"pipeline": 2, "schedule": "zbv"}, MATRIX),
+    ({"pipeline": 2, "context": 2, "tensor": 2}, MATRIX),
+    ({"shard": 2, "context": 4, "context_method": "all_gather"}, MATRIX),
+    ({"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, MATRIX),
+]
+TRAINED = [
+    ({"context": 2, "pipeline": 2, "schedule": "interleaved_1f1b"}, []),
+    *((given, MATRIX) for given, _ in ROWS if given),
+    ({"fused": True, "tensor": 2}, MATRIX),
+    ({"blocks": True, "backend": "aot_eager", "context": 2}, MATRIX),
+    ({"blocks": True, "backend": "inductor"}, MATRIX),
+    ({"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, MATRIX),
+    ({"ac": "selective_op"}, MATRIX),
+    ({"ac": "selective_op", "context": 2, "blocks": True, "backend": "aot_eager"}, MATRIX),
+    ({"ac": "full", "pipeline": 2, "tensor": 2}, MATRIX),
+    ({"loss_chunk": 12, "tensor": 2}, MATRIX),
+]
+
+
+def params(rows):
+    return [pytest.param(given, id=OnLayout(given).label, marks=marks) for given, marks in rows]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder of Hugging Face's with random weights large enough for logits of the size of 1."""
+    config = {**folders.LLAMA_3_1, "num_hidden_layers": 4}
+    return folders.folder(tmp_path_factory.mktemp("hub") / "llama", config)
+
+
+def of_folder(path):
+    source = open_folder(path, "x")
+    model = sampling._empty(source.model, documents.SEQ, torch.float32, torch.device("cpu"))
+    fill(model, source)
+    return model
+
+
+@pytest.fixture(scope="module")
+def alone(hub):
+    return documents.alone(of_folder(hub))
+
+
+def recipe(folder, hub, given):
+    keys = OnLayout(given).keys({**COMMON, "global_batch": len(documents.LENGTHS), "seq_len": documents.SEQ})
+    keys.pop("layers")
+    data = Synthetic(vocab_size=256, document_mask=True)
+    return tiny.recipe(folder, model=open_folder(hub, "x").model, data=data, init_from=str(hub), **keys)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Differences by the row's label; written to the page where all have been measured."""
+    found = {}
+    yield found
+    if os.environ.get("TITANLAB_WRITE_PARITY") == "1" and len(found) == len(TRAINED):
+        head, rule, _ = PAGE.read_text().rpartition("|---|---|---|---|---|---|\n")
+        lines = [line_of(given, found[OnLayout(given).label]) for given, _ in TRAINED]
+        PAGE.write_text(head + rule + "".join(lines))
+
+
+def distance(found, wanted):
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+@pytest.mark.parametrize("given", params(ROWS))
+def test_logits_are_those_of_documents_alone(pool, hub, alone, tmp_path, given):
+    found = documents.of_layout(pool, recipe(tmp_path, hub, given))
+    assert distance(found, alone) <= BAR
+
+
+def of_transformers(path):
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return documents.alone(lambda tokens: theirs(tokens).logits)
+
+
+def test_documents_alone_are_those_of_transformers(hub, alone):
+    assert distance(alone, of_transformers(hub)) <= BAR
+    assert alone.std() > 0.5
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=MATRIX) for name in ("qwen 3", *folders.WITH_EXPERTS)])
+def test_packed_documents_of_every_family_are_those_of_transformers(tmp_path, family):
+    path = folders.folder(tmp_path / "hub", folders.FAMILIES[family])
+    tokens = torch.from_numpy(documents.packed().tokens)
+    starts = torch.from_numpy(Separators(end=0).starts(documents.packed().tokens))
+    with torch.no_grad():
+        packed = of_folder(path)(tokens, torch.arange(documents.SEQ) - starts, starts)
+    assert distance(packed, of_transformers(path)) <= BAR
+
+
+def off_by_one(hub):
+    """The last token of a document is the next one's first."""
+    right = Separators.starts
+    return patch.object(Separators, "starts", lambda self, tokens: right(self, np.roll(tokens, -1, axis=1)))
+
+
+def of_the_first_microbatch(hub):
+    """Every microbatch gets the documents of the first."""
+    right = batch.StepBatch.places
+    return patch.object(batch.StepBatch, "places", lambda self, rows, positions: right(self, slice(0, 1), positions))
+
+
+def unmasked(hub):
+    """Positions restart, and attention is over the whole sequence."""
+    right = batch.Documents.__new__
+    return patch.object(batch.Documents, "__new__", lambda cls, positions, starts: right(cls, positions, starts * 0))
+
+
+def faulty(made, fault):
+    with fault(made):
+        return documents.of_rank(made)[-1]
+
+
+@pytest.mark.parametrize("fault", [off_by_one, unmasked])
+def test_a_planted_fault_is_found(pool, hub, alone, tmp_path, fault):
+    [found] = pool.run(1, faulty, recipe(tmp_path, hub, {}), fault)
+    assert distance(found, alone) > 1000 * BAR
+
+
+def trained(folder, given):
+    data = Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)
+    keys = OnLayout(given).keys(COMMON)
+    if "ac" in keys:
+        keys["ac"] = schema_of("ac", keys["ac"])()
+    return tiny.recipe(folder, data=data, **keys)
+
+
+def traced(made, run, fault=None):
+    with fault(made) if fault else patch.dict({}):
+        return parity.trace(made, run, joined(os.environ) or ALONE)
+
+
+@pytest.fixture(scope="module")
+def reference(pool, tmp_path_factory):
+    """One process that computes the whole square with a mask."""
+    made = trained(tmp_path_factory.mktemp("reference"), {})
+    made = replace(made, model=replace(made.model, attention="math"))
+    return pool.run(1, traced, made, tiny.begin(made))[0]
+
+
+@pytest.mark.parametrize("given", params(TRAINED))
+def test_layouts_train_as_one_process(pool, reference, measured, tmp_path, given):
+    made = trained(tmp_path, given)
+    every = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300)
+    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
+    difference = compare(reference, every[0])
+    assert difference.largest <= BAR, difference
+    measured[OnLayout(given).label] = difference
+
+
+def test_the_page_shows_these_rows():
+    shown = [line.split(" | ")[:2] for line in PAGE.read_text().splitlines() if line.startswith("| ") and "e-" in line]
+    assert shown == [cells_of(given) for given, _ in TRAINED]
+
+
+def cells_of(given):
+    return [f"| {OnLayout(given).label}", str(OnLayout(given).layout.world)]
+
+
+def line_of(given, difference):
+    numbers = (difference.loss, difference.grad_norm, difference.gradient[0], difference.parameter[0])
+    return " | ".join([*cells_of(given), *(f"{number:.1e}" for number in numbers)]) + " |\n"
+
+
+EXPERTS = [
+    ({"tensor": 2, "expert": 2}, MATRIX),
+    ({"shard": 2, "context": 2, "expert": 2}, MATRIX),
+    ({"pipeline": 2, "context": 2, "expert": 2}, MATRIX),
+]
+
+
+@pytest.fixture(scope="module")
+def reference_with_experts(pool, tmp_path_factory):
+    made = trained_with_experts(tmp_path_factory.mktemp("reference"), {})
+    return pool.run(1, traced, made, tiny.begin(made))[0]
+
+
+@pytest.mark.parametrize("given", params(EXPERTS))
+def test_models_with_experts_train_as_one_process(pool, reference_with_experts, tmp_path, given):
+    made = trained_with_experts(tmp_path, given)
+    found = pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=300)[0]
+    difference = compare(reference_with_experts, found)
+    assert difference.largest <= BAR, difference
+
+
+def trained_with_experts(folder, given):
+    sizes = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 256, "head_dim": 32, "ffn_dim": 32}
+    keys = OnLayout(given).keys({key: value for key, value in COMMON.items() if key != "layers"})
+    data = Synthetic(vocab_size=256, document_mask=True, document_tokens=6, gaps=True)
+    return tiny.recipe(folder, data=data, model=Qwen3Moe(**sizes, experts=8, active_experts=2), **keys)
+
+
+@pytest.mark.matrix
+def test_documents_of_another_microbatch_are_found(pool, reference, tmp_path):
+    made = trained(tmp_path, {"microbatch": 1})
+    [found] = pool.run(1, traced, made, tiny.begin(made), of_the_first_microbatch)
+    assert compare(reference, found).largest > 1000 * BAR

@@ -1,0 +1,1 @@
+"""Attention within the documents of sequences that context-parallel ranks share."""
