@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,15 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
 
     Args:
         table: `measured`: rows of `benchmarks/gpu_attention.py`; `published`: by the first number of the capability.
+
+    Raises:
+        ValueError: a row names an unknown kernel.
     """
     published = Rule(("flash", "cudnn", "efficient"), source="no measurement is known; torch's own first choice")
     for row in table["published"]:
         if capability is not None and row["capability"][0] == capability[0]:
             first = row["first"]
+            _check([first])
             published = Rule((first, *(name for name in FUSED if name != first)), source=row["source"])
     groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for row in table["measured"]:
@@ -112,8 +116,16 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
         # Halfway between two measured lengths, as a factor, the nearer one changes.
         bounds = [math.isqrt(a["seq_len"] * b["seq_len"]) for a, b in zip(rows, rows[1:], strict=False)]
         for row, longest in zip(rows, [*bounds, None], strict=True):
-            measured = {name: ms for name, ms in row["ms"].items() if ms is not None and name in (*FUSED, FLASH3)}
+            measured = {name: ms for name, ms in row["ms"].items() if ms is not None}
+            _check(measured)
             fastest = sorted(measured, key=lambda name: float(measured[name]))
             names = (*fastest, *(name for name in published.order if name not in measured))
             found.append(Rule(names, dtype, head_dim, longest, row["source"]))
     return (*found, published)
+
+
+def _check(names: Iterable[str]) -> None:
+    known = (*FUSED, FLASH3)
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"{TABLE.name} names {', '.join(unknown)}; there is {', '.join(known)}")
