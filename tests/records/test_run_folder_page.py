@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlab.costs import meter
+from titanlab.distributed.start_up import PHASES
 from titanlab.profiler.memory import largest
 from titanlab.profiler.step_parts import EXPOSED, STEP
 from titanlab.profiler.step_parts import PHASES as PARTS
@@ -15,7 +16,6 @@ from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.provenance import collect
 from titanlab.records.run_status import STATES, Status
-from titanlab.records.start_up import PHASES
 from titanlab.tracker.record import FINISHED, OPEN, STARTING, Record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()

@@ -9,8 +9,8 @@ import pytest
 
 from tests import tiny
 from tests.test_layers import HEAVY
+from titanlab.distributed.start_up import FILE, PHASES
 from titanlab.launch.local import ranks as local
-from titanlab.records.start_up import FILE, PHASES
 from titanlab.worker.imports import import_techniques
 
 # What a plain run does not need: each takes a tenth of a second or more to import.

@@ -23,6 +23,7 @@ from titanlab.costs import meter
 from titanlab.costs.meter import Meter
 from titanlab.costs.traffic_table import flat, lines
 from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.start_up import write_start_up
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.distributed.world import World
 from titanlab.recipe.recipe import Recipe
@@ -31,7 +32,6 @@ from titanlab.records.metrics_file import EXPERTS
 from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
-from titanlab.records.start_up import write_start_up
 from titanlab.terminal.console import Console
 from titanlab.terminal.progress import Progress
 from titanlab.tracker.contract import Tracker

@@ -22,6 +22,7 @@ from titanlab.data import source
 from titanlab.distributed.flight_recorder import topology
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import Ranks
+from titanlab.distributed.start_up import StartUp
 from titanlab.distributed.stop import STOPS, StopRequest, stop_request
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.distributed.world import open_world
@@ -30,7 +31,6 @@ from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.start_up import StartUp
 from titanlab.training.assemble import assemble
 from titanlab.training.faults.rank_times import RankTimes
 from titanlab.training.faults.repeated_step import RepeatedStep

@@ -22,6 +22,7 @@ from titanlab.data import source
 from titanlab.distributed.host import cores
 from titanlab.distributed.ranks import ALONE, Ranks, joined
 from titanlab.distributed.silence import hangs_of_others
+from titanlab.distributed.start_up import StartUp, start_of_worker
 from titanlab.distributed.stop import StoppedEarly, request_from_lines, stop_request, stopped_early
 from titanlab.distributed.watchdog import Watchdog
 from titanlab.errors import TitanlabError
@@ -29,7 +30,6 @@ from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
-from titanlab.records.start_up import StartUp, start_of_worker
 from titanlab.system.disk import disk_fault
 from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import Console

@@ -17,11 +17,11 @@ from typing import Any
 from titanlab.distributed.free_port import free_port
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import ANSWER_SECONDS, end_if_silent, hangs_of_others, note_silent_ranks
+from titanlab.distributed.start_up import launched_at
 from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kept
 from titanlab.launch.contract import Failure
 from titanlab.launch.local.rank_processes import RankProcesses
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.start_up import launched_at
 from titanlab.worker.fork import LOGS, PIDS_FILE, adopting
 
 # The other ranks have this time to end after one has failed.

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from titanlab.records.start_up import FILE, LAUNCHED, StartUp, launched_at, start_of_worker, write_start_up
+from titanlab.distributed.start_up import FILE, LAUNCHED, StartUp, launched_at, start_of_worker, write_start_up
 
 
 def counted(*begun):
