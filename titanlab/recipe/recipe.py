@@ -184,7 +184,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     options = {group: _option(group, content) for group, content in mapping.items() if group in groups}
     others = {key: value for key, value in mapping.items() if key not in groups}
     with _told_in_one_line("", mapping):
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(_literal(others)))
+        merged: Any = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(_literal(others)))
     for item in dataclasses.fields(Recipe):
         if item.default is MISSING and item.name not in options:
             raise ConfigError(item.name, None, "is a group that every config has", _COMPARE)
