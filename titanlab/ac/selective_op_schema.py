@@ -31,8 +31,8 @@ MATMULS = (
 # Operators that models and axes of this package register when they are imported.
 OWN = ("titanlab.context_attention.default", "titanlab.grouped_product.default", "titanlab.exchange.default")
 # Operators that are saved where another one is: tiles of short sequences are torch's kernel, called several times;
-# FlexAttention takes its place where attention is within documents; a product that AsyncTP has fused with its collective
-# is a product.
+# FlexAttention takes its place where attention is within documents; a product that AsyncTP has fused with its
+# collective is a product.
 SAME = {
     "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "titanlab.document_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
