@@ -112,7 +112,10 @@ def test_cfg_job_is_what_would_run(capsys, command, arguments):
 
 def test_cfg_job_without_resolve_shows_what_refers_to_what(command):
     said = command("train data=synthetic --cfg job --package data")
-    assert said.out == "# @package data\nkind: synthetic\nvocab_size: ${model.vocab_size}\ngaps: false\n"
+    assert (
+        said.out
+        == "# @package data\nkind: synthetic\nvocab_size: ${model.vocab_size}\ngaps: false\ndocument_mask: false\ndocument_tokens: 256\n"
+    )
 
 
 def test_info_says_where_values_come_from():
