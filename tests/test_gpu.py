@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from tests import tiny
+from tests.model.documents.test_tiles import CASES, apart, computed, inputs, largest_error, starts_of
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
 from titanlab.costs.attention_order import order
+from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.ranks import joined
 from titanlab.model.attention import InnerAttention
 from titanlab.model.kernels.flash3 import choose_flash, missing
@@ -25,6 +27,8 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.schedule.zbv_schema import ZBV
 
 pytestmark = pytest.mark.gpu
+# Lengths of the documents of each sequence.
+PACKED = CASES[-1]
 
 
 def needs(kernel):
@@ -174,12 +178,47 @@ def test_the_update_waits_for_nothing_on_the_device(tmp_path):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("attention", ["auto", "flash", "flash3", "cudnn", "efficient"])
-def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kernel", ["auto", "efficient", "math"])
+def test_documents_are_as_if_alone(kernel, dtype):
+    leaves, gradient, exact = packed(dtype)
+    attention = InnerAttention(kernel)
+    attention.prepare(torch.device("cuda"))
+    found = computed(lambda *qkv: attention(*qkv, starts_of(PACKED).cuda()), leaves, gradient)
+    # Roundings of 8 bits of mantissa, or of 24 with kernels that may take TF32's 11 for products.
+    assert largest_error(found, exact) < (2**-6 if dtype is torch.bfloat16 else 2**-9)
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_kernels_take_documents_one_by_one(name):
+    leaves, gradient, exact = packed(torch.bfloat16)
+    rows, kernel, starts = [x.detach() for x in leaves], attention_kernels._KERNELS[name], starts_of(PACKED)
+    out, lse = kernel.documents_forward(*rows, starts=starts)
+    gradients = kernel.documents_backward(gradient.bfloat16(), *rows, out, lse, starts=starts)
+    assert largest_error([out, *gradients], exact) < 2**-6
+
+
+def packed(dtype):
+    """Queries, keys and values of packed documents, a gradient of their attention, and what is exact."""
+    leaves = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs(PACKED)]
+    gradient = torch.randn(leaves[0].shape, device="cuda").to(dtype).double()
+    exact = computed(lambda *qkv: apart(*qkv, PACKED), [x.detach().double().requires_grad_() for x in leaves], gradient)
+    return leaves, gradient, exact
+
+
+@pytest.mark.parametrize(
+    ("attention", "masks"),
+    [
+        *((name, False) for name in ("auto", "flash", "flash3", "cudnn", "efficient")),
+        *((name, True) for name in ("auto", "efficient")),
+    ],
+)
+def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention, masks):
     needs(attention)
     losses = []
+    data = Synthetic(vocab_size=256, document_mask=masks, document_tokens=8)
     for accelerator in ("cpu", "cuda"):
-        made = tiny.recipe(tmp_path, name=f"on-{accelerator}", steps=5, bf16=True)
+        made = tiny.recipe(tmp_path, name=f"on-{accelerator}", steps=5, bf16=True, data=data)
         model = replace(made.model, attention=attention if accelerator == "cuda" else "auto")
         made = replace(made, model=model, cluster=Cluster(accelerator=accelerator, device=accelerator, peak_tflops=1.0))
         tracer = Tracer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ def silent(line: str) -> None:
     ],
 )
 def test_where_documents_begin(separators: Separators, tokens: list[int], starts: list[int]) -> None:
-    rows = np.array([tokens, tokens[::1]], dtype=np.int64)
+    # Nothing of a sequence reaches into the next one.
+    rows = np.array(
+        [[2, 3, 3, 2, 1][: len(tokens)] + [9] * (len(tokens) - 5), tokens, [9] * len(tokens)], dtype=np.int64
+    )
     found = separators.starts(rows)
     assert found.dtype == np.int64
-    assert found.tolist() == [starts, starts]
+    assert found.tolist()[1:] == [starts, [0] * len(tokens)]
 
 
 def cut(lengths: list[int], count: int) -> np.ndarray:
@@ -155,11 +159,18 @@ def test_tokens_of_another_tool_need_only_one_of_the_ids(tmp_path: Path, cache: 
     assert source.separators(config).starts(np.arange(48, 56)[None]).tolist() == [[0, 0, 2, 2, 2, 2, 2, 2]]
 
 
+@dataclass(kw_only=True)
+class Masked(Planted):
+    """A kind of data that has the key, and whose source does not say which tokens separate documents."""
+
+    document_mask: bool = True
+
+
 def refused(config: Any, line: str) -> None:
     with pytest.raises(ConfigError) as error:
         source.check(config, seq_len=8, global_batch=4, ranks=2, vocab_size=400)
         source.prepare(config, report=silent)
-        source.separators(config)
+        source.check(config, seq_len=8, global_batch=4, ranks=2, vocab_size=400)
     assert line in str(error.value)
 
 
@@ -188,6 +199,6 @@ def test_what_does_not_say_where_documents_begin_is_refused(
     rule = "data.document_mask=true: the tokenizer has neither a token that begins a document nor one that ends it"
     refused(Files(files=str(corpus), tokenizer=str(bare), document_mask=True), rule)
     refused(hf_made(corpus / "*.jsonl", bare, streams=4, document_mask=True), rule)
-    refused(Planted(), "data.document_mask=true: data=planted does not say where documents begin; try false")
+    refused(Masked(), "data.document_mask=true: data=planted does not say where documents begin; try false")
     with pytest.raises(ConfigError, match="data.document_tokens=0: must be at least 1; try 256"):
         Synthetic(document_tokens=0)

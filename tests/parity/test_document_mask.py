@@ -21,6 +21,7 @@ from tests.weights.huggingface import made as folders
 from titanlab.data.documents import Separators
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.ranks import ALONE, joined
+from titanlab.model.documents.packed import Packed
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
 from titanlab.parity import parity, tolerances
@@ -153,8 +154,8 @@ def of_the_first_microbatch(hub):
 
 def unmasked(hub):
     """Positions restart, and attention is over the whole sequence."""
-    right = batch.Documents.__new__
-    return patch.object(batch.Documents, "__new__", lambda cls, positions, starts: right(cls, positions, starts * 0))
+    right = Packed.arguments
+    return patch.object(Packed, "arguments", lambda self, rows: right(replace(self, starts=self.starts * 0), rows))
 
 
 def faulty(made, fault):

@@ -124,6 +124,19 @@ def test_document_masks_need_a_kernel_that_has_them_on_a_gpu(tmp_path, monkeypat
         check(made)
 
 
+@pytest.mark.parametrize(("attention", "context"), [("efficient", 1), ("auto", 2)])
+def test_flex_attention_has_no_narrow_heads(tmp_path, attention, context):
+    data = Synthetic(vocab_size=256, document_mask=True)
+    cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
+    made = tiny.recipe(tmp_path, context=context, data=data)
+    narrow = replace(made.model, dim=32, heads=4, kv_heads=2)
+    rule = "is FlexAttention with data.document_mask, which on a GPU needs heads of 16 or more, and this model's have 8"
+    one = tiny.recipe(tmp_path, data=data)
+    with pytest.raises(ConfigError, match=f"^model.attention=auto: {rule}; try efficient$"):
+        check(resolved(one, model=narrow, cluster=cluster))
+    check(resolved(made, model=replace(narrow, attention=attention), cluster=cluster))
+
+
 def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
     made = tiny.recipe(tmp_path)
     schedule = replace(made.optimizer.schedule, warmup_steps=made.training.steps + 1)

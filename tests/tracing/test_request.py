@@ -8,6 +8,7 @@ import pytest
 
 from tests import tiny
 from titanlab.cli.compose import compose_one
+from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.planner.search.plan import for_planning
 from titanlab.recipe.composition.flags import read_flags
@@ -38,6 +39,11 @@ def test_a_gpus_recipe_becomes_one_that_a_cpu_runs_in_eager_mode():
 def test_a_small_recipe_stays_as_it_is(tmp_path):
     made = tiny.recipe(tmp_path, shard=2, microbatch=3)
     assert for_tracing(made) == (made, ())
+
+
+def test_document_masks_are_not_traced(tmp_path):
+    made = tiny.recipe(tmp_path, data=Synthetic(vocab_size=256, document_mask=True))
+    assert for_tracing(made) == (made, ("data.document_mask=true: attention is traced over whole sequences",))
 
 
 def test_what_the_compiler_keeps_is_not_traced(tmp_path):

@@ -40,7 +40,9 @@ def fused_layers(model: ModelAccount, converted: Collection[str]) -> FusedLayers
         for number, layers in enumerate(projections.paths(model.layers)):
             owner = layers[0].rpartition(".")[0]
             inside = {name for name in readers if name.startswith(f"{owner}.")}
-            if model.plan.style_of(owner) == "gathered" and inside == {*layers} and inside.isdisjoint(converted):
+            # The operator adds no bias.
+            is_plain = inside.isdisjoint(converted) and not any(f"{name}.bias" in model.parameters for name in inside)
+            if model.plan.style_of(owner) == "gathered" and inside == {*layers} and is_plain:
                 gathering.append(projections.caller.replace("*", str(number), 1))
     scattering = [name for name, style in styles.items() if style == "rowwise" and name not in converted]
     return FusedLayers(tuple(gathering), tuple(scattering))

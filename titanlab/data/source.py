@@ -5,7 +5,7 @@ This module does not import torch; it imports numpy only when data is opened.
 
 from __future__ import annotations
 
-from titanlab.data.contract import DataConfig
+from titanlab.data.contract import DataConfig, DataSource
 from titanlab.data.documents import KEY, Separators
 from titanlab.data.rules import check_batch
 from titanlab.data.streams.stream import IGNORE, Batch, Report, Rows, State, Stream, merge_states
@@ -42,7 +42,13 @@ def check(
 ) -> None:
     """Check every rule that can be checked now; call it again after `prepare` for the rest."""
     check_batch(global_batch, ranks)
-    config.implementation().check(
+    implementation = config.implementation()
+    if (
+        config.document_mask
+        and getattr(type(implementation), "separators", DataSource.separators) is DataSource.separators
+    ):
+        raise _without_documents(config)
+    implementation.check(
         seq_len=seq_len,
         global_batch=global_batch,
         ranks=ranks,
@@ -74,8 +80,12 @@ def separators(config: DataConfig) -> Separators:
     """
     found = config.implementation().separators()
     if found is None:
-        raise ConfigError(KEY, True, f"data={config.kind} does not say where documents begin", "try false")
+        raise _without_documents(config)
     return found
+
+
+def _without_documents(config: DataConfig) -> ConfigError:
+    return ConfigError(KEY, True, f"data={config.kind} does not say where documents begin", "try false")
 
 
 def open_train(

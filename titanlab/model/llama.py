@@ -17,6 +17,7 @@ from titanlab.model import llama_schema
 from titanlab.model.attention import InnerAttention
 from titanlab.model.contract import ModelBuilder
 from titanlab.model.documents.masks import Documents, prepared
+from titanlab.model.documents.packed import HostStarts
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.mixture_of_experts import MixtureOfExperts
 from titanlab.model.projections import Projections
@@ -71,7 +72,9 @@ class Llama(LanguageModel):
             if isinstance(module, InnerAttention):
                 module.prepare(self.rope.device)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, starts: Tensor | HostStarts | None = None
+    ) -> Tensor:
         """Logits of every position.
 
         Args:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 # take a group as an argument.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from titanlab.model.documents.packed import HostStarts
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
 from titanlab.parallelism.documents import chunks
@@ -67,7 +68,9 @@ class ContextAttention(nn.Module):
         self.group_name: str = group.group_name
         self.kernel = kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | HostStarts | None = None) -> Tensor:
+        # A model may hand on what it gets.
+        starts = starts.tensor if isinstance(starts, HostStarts) else starts
         out: Tensor = attention(q, k, v, starts, self.method, self.group_name, self.kernel)[0]
         return out
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 # Private, but torch's only executor of arbitrary lists of actions; its public schedules are built on it.
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
+from titanlab.model.documents.packed import Packed
 from titanlab.parallelism.loss import IGNORE, Loss
 from titanlab.parallelism.pipeline_stage import ScheduledStage
 from titanlab.profiler.contract import Phase, nothing
@@ -92,15 +93,14 @@ class Pipeline:
         ]
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Sequence[Tensor] | None = None
+        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Packed | None = None
     ) -> Tensor:
         """Run all microbatches of a step; add their gradients to those of the stages' parameters.
 
         Args:
             tokens, labels: [microbatches · microbatch, seq] int64, the same on all ranks of the pipeline.
             positions: [seq] int64.
-            documents: what stages take after their first argument instead of `positions`, [microbatches · microbatch,
-                seq] each: positions in documents, and the places where documents begin.
+            documents: of the same sequences; stages take them after their first argument instead of `positions`.
 
         Returns:
             The sum of the losses, float32; zero on ranks that do not have the last stage.
@@ -114,9 +114,7 @@ class Pipeline:
         return self._run(self._train, tokens, labels, positions, documents)
 
     @torch.no_grad()
-    def evaluate(
-        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Sequence[Tensor] | None = None
-    ) -> Tensor:
+    def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Packed | None = None) -> Tensor:
         """The sum of the losses of up to microbatches · microbatch sequences; zero without the last stage.
 
         A smaller batch is padded with labels that do not count, so that all ranks run the same collectives.
@@ -127,7 +125,7 @@ class Pipeline:
             raise ValueError(f"{tokens.shape[0]} sequences are more than the {whole} of a step")
         tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
         if documents is not None:
-            documents = [F.pad(part, (0, 0, 0, missing)) for part in documents]
+            documents = documents.padded(missing)
         total = self._run(self._evaluate, tokens, labels, positions, documents)
         for stage in self._stages:
             stage.free_parameters()
@@ -183,7 +181,7 @@ class Pipeline:
         tokens: Tensor,
         labels: Tensor,
         positions: Tensor,
-        documents: Sequence[Tensor] | None,
+        documents: Packed | None,
     ) -> Tensor:
         size = self._microbatch
         rows = [slice(index * size, (index + 1) * size) for index in range(self._microbatches)]
@@ -191,7 +189,7 @@ class Pipeline:
         self._runs = True
         try:
             given = [
-                (tokens[row], labels[row], *([positions] if documents is None else (part[row] for part in documents)))
+                (tokens[row], labels[row], *((positions,) if documents is None else documents.arguments(row)))
                 for row in rows
             ]
             runtime._step_microbatches(given, return_outputs=False)

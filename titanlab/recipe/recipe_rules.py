@@ -22,6 +22,8 @@ SEEDS = 2**63
 # and kernels that take a mask; with context parallelism those that take rows and keys of any number: cuDNN makes a plan
 # for each.
 _WITHOUT_DOCUMENTS = {False: ("flash", "flash3", "cudnn", "flash_attn"), True: ("cudnn",)}
+# Width of a head; torch's kernel refuses narrower ones (torch/_inductor/kernel/flex, torch 2.11 to 2.13).
+_NARROWEST_FLEX = 16
 # Ten times the largest clusters; up to this number, plans with an entry for every process are still made at once.
 MOST_PROCESSES = 1_000_000
 
@@ -180,6 +182,11 @@ def _documents(recipe: Recipe) -> None:
     if recipe.cluster.accelerator == "cuda" and backend in _WITHOUT_DOCUMENTS[recipe.layout.context > 1]:
         rule = f"has no form for documents with context={recipe.layout.context}, and data.document_mask is on"
         raise ConfigError("model.attention", backend, rule, "try auto")
+    if recipe.cluster.accelerator == "cuda" and backend == "auto" and recipe.layout.context == 1:
+        width = recipe.model.account().head_dim
+        if width < _NARROWEST_FLEX:
+            rule = f"is FlexAttention with data.document_mask, which on a GPU needs heads of {_NARROWEST_FLEX} or more"
+            raise ConfigError("model.attention", backend, f"{rule}, and this model's have {width}", "try efficient")
 
 
 def _check_every(recipe: Recipe) -> None:

@@ -103,6 +103,8 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
             notes.append(f"ac={recipe.ac.kind} is the compiler's: blocks keep all activations in the trace")
             recipe = dataclasses.replace(recipe, ac=NoCheckpointing())
         recipe = dataclasses.replace(recipe, compile=Compile())
+    if recipe.data.document_mask:
+        notes.append("data.document_mask=true: attention is traced over whole sequences")
     if recipe.parallelism.async_tensor:
         notes.append("AsyncTP communicates the same bytes in pieces: traced as one collective each")
     if recipe.parallelism.symmetric_memory:

@@ -5,6 +5,7 @@ A CPU has no symmetric memory: the fused operators are what they are defined as,
 
 import os
 from collections import Counter
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -118,6 +119,12 @@ def test_which_products_are_fused():
     # Experts route what their block has gathered.
     assert fused_layers(EXPERTS.account(), ()).total == 4
     assert fused_layers(Llama(**SIZES, ffn_dim=192, fused=True).account(), ()) == dense
+    # A layer with a bias, which the operator would not add.
+    account = Llama(**SIZES, ffn_dim=192).account()
+    biased = replace(account, parameters={**account.parameters, "layers.1.attention.wk.bias": (32,)})
+    assert fused_layers(biased, ()).gathering == tuple(
+        name for name in dense.gathering if name != "layers.1.attention.projections"
+    )
     # Layers of another format, all of them or one of those that are joined.
     account = Llama(**SIZES, ffn_dim=192).account()
     assert fused_layers(account, Float8Rowwise().products(account)).total == 0

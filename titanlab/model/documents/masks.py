@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from titanlab.model.documents.packed import HostStarts
+
 # Rows and keys of a block that FlexAttention computes or skips; torch's default.
 _BLOCK = 128
 
 Documents = Tensor | BlockMask
 
 
-def prepared(starts: Tensor, kernel: str) -> Documents:
+def prepared(starts: Tensor | HostStarts, kernel: str) -> Documents:
     """The form that all blocks of a model share, for a kernel by its name in a model's config."""
+    if isinstance(starts, HostStarts):
+        return starts.tensor
     return block_mask(starts) if starts.device.type == "cuda" and kernel == "auto" else starts
 
 

@@ -62,6 +62,7 @@ class GatheringProjections(Projections):
     def forward(self, inputs: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """This rank's tokens [1, n, dim] → outputs for all tokens, [batch, seq, this rank's part] of each layer."""
         assert all(product_of(layer) is PLAIN for layer in layers), "AsyncTP in eager mode multiplies in 16 or 32 bits"
+        assert all(getattr(layer, "bias", None) is None for layer in layers), "its operator adds no bias"
         deferred, weights = _weights(layers)
         outputs: tuple[Tensor, ...] = _GatherProduct.apply(  # type: ignore[no-untyped-call]
             inputs.flatten(0, 1), self.cut.group_name, self.copied, deferred, *weights

@@ -7,31 +7,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from titanlab.data import source
 from titanlab.data.source import Batch
 from titanlab.distributed.mesh import Mesh
 from titanlab.distributed.world import World
+from titanlab.model.documents.packed import HostStarts, Packed
 from titanlab.parallelism.context import positions
 from titanlab.parallelism.loss import IGNORE
 from titanlab.recipe.recipe import Recipe
-
-
-class Documents(NamedTuple):
-    """Where the documents of sequences are.
-
-    positions: of each token in its document
-    starts: the place of the first token of each token's document in the sequence; on the CPU with context parallelism,
-        which takes keys apart by them
-    """
-
-    positions: torch.Tensor
-    starts: torch.Tensor
-
-    def padded(self, missing: int) -> Documents:
-        """The same with so many sequences more, each of one document; nothing of them counts."""
-        return Documents(*(F.pad(part, (0, 0, 0, missing)) for part in self))
 
 
 class StepBatch(NamedTuple):
@@ -40,18 +24,17 @@ class StepBatch(NamedTuple):
     tokens: [sequences, seq of this rank] int64
     labels: [sequences, seq of this rank] int64; -100 does not count
     valid: number of labels that count; 0 on ranks whose loss another rank reports
-    documents: with document masks, positions in documents and the places where documents begin, [sequences, seq of
-        this rank] int64 each
+    documents: of document masks, of this rank's part of the sequences
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     valid: int
-    documents: Documents | None = None
+    documents: Packed | None = None
 
-    def places(self, rows: slice, positions: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """What a model gets of some sequences beside their tokens; `positions` are those without document masks."""
-        return (positions,) if self.documents is None else tuple(part[rows] for part in self.documents)
+    def places(self, rows: slice, positions: torch.Tensor | None) -> tuple[torch.Tensor | HostStarts | None, ...]:
+        """What a model gets of some sequences after their tokens; `positions` are those without document masks."""
+        return (positions,) if self.documents is None else self.documents.arguments(rows)
 
 
 def positions_of(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
@@ -78,17 +61,17 @@ def to_device_of(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool
     return to_device
 
 
-def _document_finder(recipe: Recipe, chosen: torch.Tensor | None, world: World) -> Callable[[Batch], Documents]:
+def _document_finder(recipe: Recipe, chosen: torch.Tensor | None, world: World) -> Callable[[Batch], Packed]:
     """The function that finds the documents of this rank's tokens."""
     # The data need not exist yet: a trace of a step has none.
     separators = functools.cache(functools.partial(source.separators, recipe.data))
 
-    def find(batch: Batch) -> Documents:
+    def find(batch: Batch) -> Packed:
         starts = torch.from_numpy(separators().starts(batch.tokens))
         positions = torch.arange(starts.shape[1]) - starts
         if chosen is not None:
-            return Documents(_on_device(positions[:, chosen], world), starts[:, chosen])
-        return Documents(_on_device(positions, world), _on_device(starts, world))
+            return Packed(_on_device(positions[:, chosen], world), starts[:, chosen], stays_on_host=True)
+        return Packed(_on_device(positions, world), _on_device(starts, world))
 
     return find
 
