@@ -17,7 +17,13 @@ NEEDED = {
     "safetensors": "safetensors",
     "xxhash": "xxhash",
 }
-OTHERS = {"torchao": "torchao", "flash_attn": "flash-attn", "pytest": "pytest", "hypothesis": "hypothesis"}
+OTHERS = {
+    "torchao": "torchao",
+    "flash_attn": "flash-attn",
+    "flash_attn_interface": "flash-attn-3",
+    "pytest": "pytest",
+    "hypothesis": "hypothesis",
+}
 
 
 def packages() -> dict[str, str | None]:
@@ -43,6 +49,8 @@ def main() -> None:
             device=torch.cuda.get_device_name(),
             memory_bytes=torch.cuda.mem_get_info()[1],
             capability=torch.cuda.get_device_capability(),
+            uuid=f"GPU-{torch.cuda.get_device_properties(0).uuid}",
+            gpus=torch.cuda.device_count(),
         )
     print(json.dumps(facts))
 

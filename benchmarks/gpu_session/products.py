@@ -82,7 +82,7 @@ def attention_of(recipe: Recipe) -> tuple[int, int, int, int, int]:
 
 
 def seconds_of(products: Mapping[Product, int], rates: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Seconds of products, each as often as it runs; None: one of them was not measured."""
-    if any(str(product) not in rates for product in products):
+    """Seconds of products, each as often as it runs; None: one of them was not measured, or not as a number."""
+    if any(rates.get(str(product), {}).get("seconds") is None for product in products):
         return None
     return sum(count * float(rates[str(product)]["seconds"]) for product, count in products.items())

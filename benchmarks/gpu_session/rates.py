@@ -35,7 +35,7 @@ def main() -> None:
     recipes = [composed(keys, facts) for keys in given["recipes"]]
     wanted = sorted(set().union(*map(products_of, recipes)), key=lambda each: (each.format, -each.flops, each.kind))
     result: dict[str, Any] = {"rates": {}, "attention": {}, "memory": {}, "failed": {}}
-    with Watch() as watch:
+    with Watch(facts.uuid) as watch:
         meter = _Meter(facts.device != "cpu", watch, given["seconds"])
         done = _guarded(result, out)
         done("copy", "memory", lambda: meter.copy(given["copied"]))

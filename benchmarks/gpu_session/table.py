@@ -25,7 +25,7 @@ def page(order: Sequence[Row], rows: Sequence[Mapping[str, Any]], facts: Facts, 
 
 def _heading(rows: Sequence[Mapping[str, Any]], facts: Facts, sizes: Sizes) -> list[str]:
     stamp = rows[0] if rows else {}
-    minutes = sum(row.get("wall_seconds", 0) for row in rows) / 60
+    minutes = sum(row.get("wall_seconds") or 0 for row in rows) / 60
     memory = f", {facts.memory_bytes / 1e9:.1f} GB" if facts.memory_bytes else ""
     where = f"{facts.device}{memory}, torch {facts.torch}"
     sizes_said = (
@@ -162,17 +162,16 @@ def _rates(found: Found, facts: Facts) -> Iterator[str]:
         peak = hardware.peak_flops(facts.device, "float8_e4m3fn" if form.startswith("float8") else "bfloat16")
         yield line(
             name,
-            f"{values['tflops']:.4g}",
-            NONE if peak is None else f"{100e12 * values['tflops'] / peak:.1f} %",
-            f"{1e3 * values['seconds']:.4g}",
+            number(values["tflops"], "{:.4g}"),
+            NONE if peak is None else number(values["tflops"], "{:.1f} %", peak / 100e12),
+            number(values["seconds"], "{:.4g}", 1e-3),
             number(values.get("mhz"), "{:.0f}"),
             number(values.get("watts"), "{:.0f}"),
             number(values.get("celsius"), "{:.0f}"),
         )
     for name, values in figures.get("memory", {}).items():
-        yield line(
-            name, f"{values['bytes_per_second'] / 1e12:.4g} TB/s", NONE, f"{1e3 * values['seconds']:.4g}", *[NONE] * 3
-        )
+        speed = number(values["bytes_per_second"], "{:.4g} TB/s", 1e12)
+        yield line(name, speed, NONE, number(values["seconds"], "{:.4g}", 1e-3), *[NONE] * 3)
     for name, reason in figures.get("failed", {}).items():
         yield line(name, plain(reason), *[NONE] * 5)
 
@@ -185,14 +184,13 @@ def _kernels(order: Sequence[Row], found: Found) -> Iterator[str]:
         if row.piece != "kernels" or kernels is None:
             continue
         yield ""
-        yield f"`{row.name}`: {kernels['seconds']:.4g} s in all"
+        yield f"`{row.name}`: {number(kernels['seconds'], '{:.4g}')} s in all"
         yield ""
         yield from head(["kernel", "ms", "share", "calls"])
         for name, values in kernels["most"].items():
-            share = 100 * values["seconds"] / kernels["seconds"] if kernels["seconds"] else 0.0
-            yield line(
-                f"`{plain(name)[:90]}`", f"{1e3 * values['seconds']:.3f}", f"{share:.1f} %", str(values["calls"])
-            )
+            share = number(values["seconds"], "{:.1f} %", kernels["seconds"] / 100) if kernels["seconds"] else NONE
+            milliseconds = number(values["seconds"], "{:.3f}", 1e-3)
+            yield line(f"`{plain(name)[:90]}`", milliseconds, share, str(values["calls"]))
 
 
 def _missing(order: Sequence[Row], found: Found) -> Iterator[str]:
@@ -205,7 +203,7 @@ def _missing(order: Sequence[Row], found: Found) -> Iterator[str]:
         if said is None:
             lines.append(line(row.name, "not run", NONE))
         elif said["status"] != MEASURED:
-            lines.append(line(row.name, said["status"], plain(said["reason"])))
+            lines.append(line(row.name, said["status"], plain(said.get("reason", "not said"))))
     if not lines:
         yield "None."
         return

@@ -209,7 +209,7 @@ def test_a_damaged_end_of_the_attempt_before_costs_nothing(tmp_path):
     """Its start-up is counted all the same."""
     made = tiny.recipe(tmp_path)
     run = tiny.begin(made)
-    run.write_result(Outcome(OutcomeKind.CRASH, attempt=1))
+    run.write_result(Outcome(kind=OutcomeKind.CRASH, attempt=1))
     path = run.attempt_folder(1) / "result.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "ended": 10**400}))
     start_up = StartUp({"launcher": 1.0, "python": 2.0})
