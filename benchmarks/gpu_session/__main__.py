@@ -167,14 +167,14 @@ class _Session:
         own = row.limit * self._sizes.patience
         limit = min(own, left)
         with folder_of_its_own() as folder:
-            found = measured(row, self._sizes, self._facts, limit=limit, folder=folder)
-        if found["status"] == LATE and limit < own:
+            outcome = measured(row, self._sizes, self._facts, limit=limit, folder=folder)
+        if outcome["status"] == LATE and limit < own:
             # It was the call's end, not the row's limit: the next call runs it again.
-            found.update(status=CUT, reason=f"the call ended after {limit:.0f} s of it")
+            outcome.update(status=CUT, reason=f"the call ended after {limit:.0f} s of it")
         with self._lock:
-            self._record.keep(found)
-            print(_told(found), flush=True)
-        return bool(found["status"] != CUT)
+            self._record.keep(outcome)
+            print(_summary(outcome), flush=True)
+        return bool(outcome["status"] != CUT)
 
     def _write(self, order: Sequence[Any]) -> None:
         from gpu_session.record import TABLE
@@ -185,16 +185,16 @@ class _Session:
         print(f"\n{text}\nwritten: {self._args.out / TABLE}")
 
 
-def _told(found: dict[str, Any]) -> str:
+def _summary(outcome: dict[str, Any]) -> str:
     """A row, as soon as it is over."""
-    figures = found.get("figures", {})
-    parts = [f"{found['row']:32} {found['status']:8} {found.get('wall_seconds', 0.0):6.1f} s"]
+    figures = outcome.get("figures", {})
+    parts = [f"{outcome['row']:32} {outcome['status']:8} {outcome.get('wall_seconds', 0.0):6.1f} s"]
     if "tokens_per_second" in figures:
         parts.append(f"{figures['tokens_per_second']:,.0f} tokens/s")
     if figures.get("mfu_percent") is not None:
         parts.append(f"MFU {figures['mfu_percent']:.1f} %")
-    if "reason" in found:
-        parts.append(str(found["reason"]))
+    if "reason" in outcome:
+        parts.append(str(outcome["reason"]))
     return "  ".join(parts)
 
 

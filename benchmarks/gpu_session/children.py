@@ -125,10 +125,10 @@ def _environment(mark: str) -> dict[str, str]:
 def _end_marked(mark: str) -> None:
     """Kill every process with a mark that begins like this, until none is left."""
     for _ in range(100):
-        found = [pid for pid in _processes() if any(each.startswith(mark.encode()) for each in _variables(pid))]
-        if not found:
+        pids = [pid for pid in _processes() if any(each.startswith(mark.encode()) for each in _variables(pid))]
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             _kill(pid)
         time.sleep(0.02)
 

@@ -28,15 +28,15 @@ OTHERS = {
 
 def packages() -> dict[str, str | None]:
     """Names of modules → versions; None: not installed."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for module, name in {**NEEDED, **OTHERS}.items():
-        found[module] = None
+        versions[module] = None
         if importlib.util.find_spec(module) is not None:
             try:
-                found[module] = version(name)
+                versions[module] = version(name)
             except PackageNotFoundError:
-                found[module] = "?"
-    return found
+                versions[module] = "?"
+    return versions
 
 
 def main() -> None:

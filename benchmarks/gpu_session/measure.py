@@ -63,10 +63,10 @@ def measured(row: Row, sizes: Sizes, facts: Facts, *, limit: float, folder: Path
             record["predicted"] = predicted(composed(row.keys, facts))
         with Watch(facts.uuid) as watch:
             begin = time.time()
-            found = _KINDS[row.kind](row, sizes, facts, limit, folder)
+            outcome = _KINDS[row.kind](row, sizes, facts, limit, folder)
             # Of a run, while its measured steps lasted.
-            watched = watch.between(*found.get("figures", {}).get("window", (begin, time.time())))
-        record.update(found)
+            watched = watch.between(*outcome.get("figures", {}).get("window", (begin, time.time())))
+        record.update(outcome)
         # The products watch each figure themselves.
         record["watched"] = {} if row.kind == "products" else watched
     except ConfigError as error:
@@ -90,15 +90,15 @@ def _run(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> di
 def _trained(row: Row, limit: float, folder: Path) -> tuple[Ended, RunFolder | None]:
     command = children.python("-m", "titanlab", "train", *row.keys, "name=row", f"runs={_quoted(folder / 'runs')}")
     ended = children.run(command, folder=folder, limit=limit)
-    found = list(list_runs(folder / "runs"))
-    return ended, found[0] if found else None
+    runs = list(list_runs(folder / "runs"))
+    return ended, runs[0] if runs else None
 
 
 def _quoted(path: Path) -> str:
     """A path as Hydra takes it, whatever its folders are called."""
     text = str(path)
     # A backslash is one unless quotes or the end follow.
-    text = re.sub(r"(\\*)(\'|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    text = re.sub(r"(\\*)(\'|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text)
     return f"'{text}'"
 
 
@@ -139,19 +139,19 @@ def _speed(steps: Sequence[Mapping[str, Any]], flops: float, peak: float | None)
 
 def _ended(ended: Ended, run: RunFolder | None, figures: dict[str, Any], limit: float) -> dict[str, Any]:
     """How a process has ended, with what it has measured by then."""
-    found: dict[str, Any] = {"figures": figures, "status": MEASURED}
+    outcome: dict[str, Any] = {"figures": figures, "status": MEASURED}
     result = None if run is None else run.result()
     if ended.code is None:
-        found.update(status=LATE, reason=f"ended after its {limit:.0f} s")
+        outcome.update(status=LATE, reason=f"ended after its {limit:.0f} s")
     elif result is not None and result.kind is not OutcomeKind.DONE:
-        found.update(status=FAILED, reason=f"{result.kind}: {result.cause}", traceback=result.traceback)
+        outcome.update(status=FAILED, reason=f"{result.kind}: {result.cause}", traceback=result.traceback)
     elif ended.code != 0:
-        found.update(status=FAILED, reason=ended.last_line)
+        outcome.update(status=FAILED, reason=ended.last_line)
     elif not figures:
-        found.update(status=FAILED, reason=f"nothing was measured: {ended.last_line}")
-    if found["status"] != MEASURED:
-        found["log"] = ended.text[-4000:]
-    return found
+        outcome.update(status=FAILED, reason=f"nothing was measured: {ended.last_line}")
+    if outcome["status"] != MEASURED:
+        outcome["log"] = ended.text[-4000:]
+    return outcome
 
 
 def _saves(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> dict[str, Any]:
@@ -210,12 +210,12 @@ def _products(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) 
         "copied": sizes.copied,
     }
     ended, figures = _child("gpu_session.rates", given, limit, folder)
-    found = _ended(ended, None, figures, limit)
+    outcome = _ended(ended, None, figures, limit)
     failed = len(figures.get("failed", {}))
-    if failed and found["status"] == MEASURED:
+    if failed and outcome["status"] == MEASURED:
         count = failed + sum(len(figures[group]) for group in ("rates", "attention", "memory"))
-        found.update(status=FAILED, reason=f"{failed} of {count} figures failed")
-    return found
+        outcome.update(status=FAILED, reason=f"{failed} of {count} figures failed")
+    return outcome
 
 
 def _child(module: str, given: Mapping[str, Any], limit: float, folder: Path) -> tuple[Ended, dict[str, Any]]:
@@ -250,11 +250,11 @@ def _tests(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> 
     flags += ["-p", "no:cacheprovider", "-q", "-rf", str(ROOT / sizes.tests)]
     ended = children.run(children.python("-m", "pytest", *flags), folder=folder, limit=limit)
     figures = _tested(report)
-    found = _ended(ended, None, figures, limit)
+    outcome = _ended(ended, None, figures, limit)
     if figures and figures["failed"]:
         # Not the last line: which tests, and why.
-        found.update(status=FAILED, reason=f"{len(figures['failed'])} of {figures['tests']} tests failed")
-    return found
+        outcome.update(status=FAILED, reason=f"{len(figures['failed'])} of {figures['tests']} tests failed")
+    return outcome
 
 
 def _tested(report: Path) -> dict[str, Any]:

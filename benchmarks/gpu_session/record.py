@@ -44,7 +44,7 @@ def code() -> str:
 def commit() -> str | None:
     """The commit of the working tree, `+` behind it if files differ; None: git does not say."""
     try:
-        said = subprocess.run(
+        answer = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"],
             capture_output=True,
             text=True,
@@ -53,7 +53,7 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return said.stdout.strip() or None
+    return answer.stdout.strip() or None
 
 
 class Record:
@@ -69,9 +69,9 @@ class Record:
         self._stamp = {"code": code, "commit": commit, "device": facts.device, "torch": facts.torch}
         self._rows: dict[str, dict[str, Any]] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        for said in _read(self.path):
-            if self._is_of_this_machine(said) and not _has_less(said, self._rows.get(said["row"])):
-                self._rows[said["row"]] = said
+        for entry in _read(self.path):
+            if self._is_of_this_machine(entry) and not _has_less(entry, self._rows.get(entry["row"])):
+                self._rows[entry["row"]] = entry
 
     def take(self, path: Path) -> str:
         """Take the newer rows of a file, or of a folder with one. Returns a line that says how many count here."""
@@ -81,38 +81,38 @@ class Record:
         counted: set[str] = set()
         taken: dict[str, dict[str, Any]] = {}
         known = _read(file)
-        for said in known:
-            name = said["row"]
-            if not self._is_of_this_machine(said):
+        for entry in known:
+            name = entry["row"]
+            if not self._is_of_this_machine(entry):
                 continue
             counted.add(name)
-            if _replaces(said, taken.get(name) or self._rows.get(name)):
-                taken[name] = said
-        for said in taken.values():
-            self._rows[said["row"]] = said
-            self._append(said)
-        total = len({said["row"] for said in known})
+            if _replaces(entry, taken.get(name) or self._rows.get(name)):
+                taken[name] = entry
+        for entry in taken.values():
+            self._rows[entry["row"]] = entry
+            self._append(entry)
+        total = len({entry["row"] for entry in known})
         others = "" if len(counted) == total else "; the others are of another code, device or torch"
         return f"--from {path}: {len(counted)} of {total} rows count{others}"
 
     def done(self, row: Row) -> bool:
         """Whether this row need not run again."""
-        said = self._row(row)
-        if said is None or said["status"] in WITHOUT_FIGURES:
+        entry = self._row(row)
+        if entry is None or entry["status"] in WITHOUT_FIGURES:
             return False
         # What was measured without a package is measured again where it is installed.
-        then = said.get("packages") or {}
+        then = entry.get("packages") or {}
         now = {name: self._facts.packages.get(name) for name in row.uses}
         return all(version is None or then.get(name) == version for name, version in now.items())
 
     def ended_badly(self, row: Row) -> float | None:
         """When this row failed or was late, in seconds since the epoch; None: it was not."""
-        said = self._row(row)
-        return _time(said) if said is not None and said["status"] in (FAILED, LATE) else None
+        entry = self._row(row)
+        return _time(entry) if entry is not None and entry["status"] in (FAILED, LATE) else None
 
-    def keep(self, said: Mapping[str, Any]) -> None:
+    def keep(self, entry: Mapping[str, Any]) -> None:
         """Write a row, unless it has no figures and an earlier one of the same keys has."""
-        row = {"ended": time.time(), **said, **self._stamp}
+        row = {"ended": time.time(), **entry, **self._stamp}
         if _has_less(row, self._rows.get(row["row"])):
             return
         self._rows[row["row"]] = row
@@ -120,14 +120,14 @@ class Record:
 
     def rows(self, order: Iterable[Row]) -> list[dict[str, Any]]:
         """The rows that exist with the same keys, in an order."""
-        return [said for row in order if (said := self._row(row)) is not None]
+        return [entry for row in order if (entry := self._row(row)) is not None]
 
     def _row(self, row: Row) -> dict[str, Any] | None:
-        said = self._rows.get(row.name)
-        return said if said is not None and said["keys"] == list(row.keys) else None
+        entry = self._rows.get(row.name)
+        return entry if entry is not None and entry["keys"] == list(row.keys) else None
 
-    def _is_of_this_machine(self, said: Mapping[str, Any]) -> bool:
-        return all(said.get(name) == self._stamp[name] for name in ("code", "device", "torch"))
+    def _is_of_this_machine(self, entry: Mapping[str, Any]) -> bool:
+        return all(entry.get(name) == self._stamp[name] for name in ("code", "device", "torch"))
 
     def _append(self, row: Mapping[str, Any]) -> None:
         # A line that a killed writer has left half must not swallow this one.
@@ -142,15 +142,15 @@ def _read(file: Path) -> list[dict[str, Any]]:
     """The lines of a file that are rows: others a killed writer has left, or somebody else has written."""
     if not file.exists():
         return []
-    found = []
+    entries = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            said = json.loads(line)
+            entry = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(said, dict) and all(isinstance(said.get(name), kind) for name, kind in _KINDS.items()):
-            found.append(said)
-    return found
+        if isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in _KINDS.items()):
+            entries.append(entry)
+    return entries
 
 
 def _replaces(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> bool:
@@ -167,9 +167,9 @@ def _has_less(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> bool:
     return bool(old["status"] == MEASURED and old["keys"] == new["keys"])
 
 
-def _time(said: Mapping[str, Any]) -> float:
+def _time(entry: Mapping[str, Any]) -> float:
     """When a row has ended; of one that does not say it, the epoch."""
-    ended = said.get("ended")
+    ended = entry.get("ended")
     return ended if isinstance(ended, float) else 0.0
 
 

@@ -60,8 +60,8 @@ class Watch:
 
     def between(self, begin: float, end: float) -> dict[str, Any]:
         """Medians of the samples while the GPU was busy between two times of `time.time`; empty: there are none."""
-        found = [values for at, values in self._samples if begin <= at <= end and len(values) == len(_FIELDS)]
-        busy = [values for values in found if not values[-1] < _BUSY] or found
+        samples = [values for at, values in self._samples if begin <= at <= end and len(values) == len(_FIELDS)]
+        busy = [values for values in samples if not values[-1] < _BUSY] or samples
         figures: dict[str, Any] = {}
         for place, name in enumerate(_NAMES):
             known = [values[place] for values in busy if values[place] == values[place]]
