@@ -26,7 +26,7 @@ from titanlab.records.run_search import list_runs
 
 # How a row has ended: CUT by the end of its call; ABSENT if the machine lacks what it needs.
 MEASURED, FAILED, LATE, ABSENT, CUT = "measured", "failed", "late", "absent", "cut"
-# These are run again where that has changed.
+# These take the place of no row that was measured.
 WITHOUT_FIGURES = (ABSENT, CUT)
 _GIB = 2**30
 # Seconds in which a machine imports torch, also from a slow disk.

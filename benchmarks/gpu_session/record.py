@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_session.children import ROOT
-from gpu_session.measure import FAILED, LATE, MEASURED, WITHOUT_FIGURES
+from gpu_session.measure import ABSENT, CUT, FAILED, LATE, MEASURED, WITHOUT_FIGURES
 from gpu_session.prediction import Facts
 from gpu_session.rows import Row
 
@@ -98,8 +98,10 @@ class Record:
     def done(self, row: Row) -> bool:
         """Whether this row need not run again."""
         entry = self._row(row)
-        if entry is None or entry["status"] in WITHOUT_FIGURES:
+        if entry is None or entry["status"] == CUT:
             return False
+        if entry["status"] == ABSENT:
+            return row.lacking(self._facts) == entry.get("reason")
         # What was measured without a package is measured again where it is installed.
         then = entry.get("packages") or {}
         now = {name: self._facts.packages.get(name) for name in row.uses}

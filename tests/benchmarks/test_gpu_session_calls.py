@@ -50,6 +50,9 @@ def test_a_row_is_measured_when_its_package_is_there(tmp_path):
     one = opened(tmp_path)
     one.keep(said(row, "absent", reason="torchao is not installed"))
     assert not opened(tmp_path).done(row)
+    # As long as it is missing there is nothing to do, and nothing more to say.
+    without = dataclasses.replace(CPU, packages={})
+    assert opened(tmp_path, where=without).done(row)
 
 
 def test_products_are_measured_again_with_a_package_that_they_lacked(tmp_path):
