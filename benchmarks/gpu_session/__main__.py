@@ -6,7 +6,7 @@
     benchmarks/gpu_session.sh --rehearse            every row on a CPU, with tiny shapes
 
 Each row is a process of its own, which is ended when its time is over. Rows that fail or are ended are data: they are
-kept with the reason, and not run again unless one says --again. docs/my-gpu-box.md says how to bring the results home.
+kept with the reason, and run again only by --again. docs/my-gpu-box.md says how to bring the results home.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from gpu_session.children import ROOT, end_all, end_orphans
+from gpu_session.children import ROOT, SessionError, end_all, end_orphans, folder_of_its_own
 from gpu_session.facts import NEEDED, packages
 
 # A row is begun if it would take no longer than this share of what is left.
@@ -33,12 +33,22 @@ _LAST = 5.0
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if rows are left; 2 if the session cannot begin."""
+    """Returns 0; 1 if rows are left; 2 if the session cannot begin or go on."""
+    begun = time.monotonic()
     args = _arguments(given)
+    try:
+        return _session(args, end=begun + args.seconds - args.spent)
+    except (SessionError, OSError) as error:
+        print(f"gpu_session: {' '.join(str(error).split())}")
+        return 2
+
+
+def _session(args: argparse.Namespace, *, end: float) -> int:
+    """One call, which ends at a time of `time.monotonic`."""
     missing = [NEEDED[name] for name, version in packages().items() if name in NEEDED and version is None]
     if missing:
-        print(f"gpu_session: not installed: {', '.join(missing)}; carry their wheels and name the folder as WHEELS")
-        return 2
+        names = ", ".join(missing)
+        raise SessionError(f"not installed: {names}; carry their wheels and name the folder as WHEELS")
     # Imported when these are there.
     from gpu_session.measure import facts_of_this_machine
     from gpu_session.rows import chosen, rows
@@ -48,25 +58,23 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         listed = chosen(rows(sizes), args.only)
     except ValueError as error:
-        print(f"gpu_session: {error}")
-        return 2
+        raise SessionError(str(error)) from error
     if args.list:
-        print(_listing(listed))
+        print(_listing(listed, packages()))
         return 0
     if args.rehearse:
         # A machine with a GPU rehearses on its CPU; tiny products are fastest on one core.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGINT, _ended)
     if orphans := end_orphans():
         print(f"ended {orphans} processes of a session that was killed")
     facts = facts_of_this_machine()
     if facts.device == "cpu" and not args.rehearse:
-        print("gpu_session: torch sees no GPU here; --rehearse runs every row on the CPU, with tiny shapes")
-        return 2
+        raise SessionError("torch sees no GPU here; --rehearse runs every row on the CPU, with tiny shapes")
     sizes = sizes.fitted(facts)
-    signal.signal(signal.SIGTERM, _ended)
-    signal.signal(signal.SIGINT, _ended)
-    return _Session(args, sizes, facts).run(rows(sizes), chosen(rows(sizes), args.only))
+    return _Session(args, sizes, facts, end).run(rows(sizes), chosen(rows(sizes), args.only))
 
 
 def _ended(number: int, _: object) -> None:
@@ -85,7 +93,7 @@ def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--spent", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder of the results (default $OUT, else benchmarks/results/…)")
     parser.add_argument("--from", dest="earlier", type=Path, action="append", default=[], help="earlier rows")
-    parser.add_argument("--again", action="store_true", help="run the rows also where they are there")
+    parser.add_argument("--again", action="store_true", help="also the rows that failed or were late")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
     parser.add_argument("--at-once", type=int, default=1, help="rows beside each other, for a rehearsal")
     args = parser.parse_args(given)
@@ -105,9 +113,12 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _listing(rows: Sequence[Any]) -> str:
-    """The rows with their seconds, and the sums."""
-    lines = [f"{row.name:32} {row.expected:4} s, {row.limit:3} s at most  {row.what}" for row in rows]
+def _listing(rows: Sequence[Any], installed: Mapping[str, str | None]) -> str:
+    """The rows with their seconds and the packages that they lack, and the sums."""
+    lines = []
+    for row in rows:
+        lacking = f"  ({reason})" if (reason := row.without(installed)) else ""
+        lines.append(f"{row.name:32} {row.expected:4} s, {row.limit:3} s at most  {row.what}{lacking}")
     total = sum(row.expected for row in rows)
     return "\n".join([*lines, f"{len(rows)} rows, {total} s expected: {total / 60:.1f} minutes"])
 
@@ -115,20 +126,26 @@ def _listing(rows: Sequence[Any]) -> str:
 class _Session:
     """One call."""
 
-    def __init__(self, args: argparse.Namespace, sizes: Any, facts: Any) -> None:
+    def __init__(self, args: argparse.Namespace, sizes: Any, facts: Any, end: float) -> None:
         from gpu_session.record import Record, code, commit
 
         self._args, self._sizes, self._facts = args, sizes, facts
-        self._end = time.monotonic() + args.seconds - args.spent
+        self._end = end
         self._record = Record(args.out, facts, code=code(), commit=commit())
         for path in args.earlier:
-            self._record.take(path)
+            print(self._record.take(path))
         self._lock = Lock()
 
     def run(self, order: Sequence[Any], wanted: Sequence[Any]) -> int:
         """Run what is not there yet, and write the table. Returns 1 if rows are left."""
         print(f"{self._facts.device}, torch {self._facts.torch}: {len(wanted)} rows, results in {self._args.out}")
-        todo = [row for row in wanted if self._args.again or not self._record.done(row)]
+        if self._facts.gpus > 1:
+            print(f"uses GPU 0 of {self._facts.gpus}")
+        todo = [row for row in wanted if not self._record.done(row)]
+        if self._args.again:
+            # Those that have waited longest first, so that every one has its turn after some calls.
+            ended = {row: at for row in wanted if row not in todo and (at := self._record.ended_badly(row)) is not None}
+            todo += sorted(ended, key=lambda row: ended[row])
         if self._args.at_once == 1:
             left = [row for row in todo if not self._one(row)]
         else:
@@ -149,15 +166,15 @@ class _Session:
             return False
         own = row.limit * self._sizes.patience
         limit = min(own, left)
-        with tempfile.TemporaryDirectory(prefix="gpu-session-", ignore_cleanup_errors=True) as folder:
-            found = measured(row, self._sizes, self._facts, limit=limit, folder=Path(folder))
-        if found["status"] == LATE and limit < own:
+        with folder_of_its_own() as folder:
+            outcome = measured(row, self._sizes, self._facts, limit=limit, folder=folder)
+        if outcome["status"] == LATE and limit < own:
             # It was the call's end, not the row's limit: the next call runs it again.
-            found.update(status=CUT, reason=f"the call ended after {limit:.0f} s of it")
+            outcome.update(status=CUT, reason=f"the call ended after {limit:.0f} s of it")
         with self._lock:
-            self._record.keep(found)
-            print(_told(found), flush=True)
-        return bool(found["status"] != CUT)
+            self._record.keep(outcome)
+            print(_summary(outcome), flush=True)
+        return bool(outcome["status"] != CUT)
 
     def _write(self, order: Sequence[Any]) -> None:
         from gpu_session.record import TABLE
@@ -168,18 +185,24 @@ class _Session:
         print(f"\n{text}\nwritten: {self._args.out / TABLE}")
 
 
-def _told(found: dict[str, Any]) -> str:
+def _summary(outcome: dict[str, Any]) -> str:
     """A row, as soon as it is over."""
-    figures = found.get("figures", {})
-    parts = [f"{found['row']:32} {found['status']:8} {found.get('wall_seconds', 0.0):6.1f} s"]
+    figures = outcome.get("figures", {})
+    parts = [f"{outcome['row']:32} {outcome['status']:8} {outcome.get('wall_seconds', 0.0):6.1f} s"]
     if "tokens_per_second" in figures:
         parts.append(f"{figures['tokens_per_second']:,.0f} tokens/s")
     if figures.get("mfu_percent") is not None:
         parts.append(f"MFU {figures['mfu_percent']:.1f} %")
-    if "reason" in found:
-        parts.append(str(found["reason"]))
+    if "reason" in outcome:
+        parts.append(str(outcome["reason"]))
     return "  ".join(parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        # Python would leave with 1, which says that rows are left.
+        traceback.print_exc()
+        code = 2
+    sys.exit(code)

@@ -43,8 +43,11 @@ def bound_of(
     kernel = measured.get("attention", {}).get(recipe.model.attention)
     if products is None or kernel is None:
         return None
-    once = kernel["forward"]["seconds"] + kernel["backward"]["seconds"]
-    attention = once * recipe.microbatches * (layers or recipe.model.layers)
+    once = [kernel[part]["seconds"] for part in ("forward", "backward")]
+    # Null where what was measured was no number.
+    if None in once:
+        return None
+    attention = sum(once) * recipe.microbatches * (layers or recipe.model.layers)
     flops = flops_per_token(recipe, layers=layers) * recipe.tokens_per_step
     share = 100 * flops / (products + attention) / peak if peak else None
     return Bound(products, attention, share)

@@ -32,8 +32,8 @@ def ratio(value: float | None, other: float | None) -> str:
 
 def spread(figures: Mapping[str, Any]) -> str:
     """The median of the steps, and their quartiles."""
-    seconds = figures.get("step_seconds_all", [])
-    if len(seconds) < 2:
+    seconds = [each for each in figures.get("step_seconds_all") or [] if each is not None]
+    if len(seconds) < 2 or figures.get("step_seconds") is None:
         return number(figures.get("step_seconds"), "{:.4g}")
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return f"{figures['step_seconds']:.4g} ({low:.4g} to {high:.4g})"

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "TITANLAB_GPU_SESSION_ROW"
 _SESSION = f"{os.getpid()}.{uuid.uuid4().hex}"
+# Of another launcher, under which the session may run: a row is one process of its own.
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_folders: set[Path] = set()
+
+
+class SessionError(Exception):
+    """Why a session cannot begin or go on, in one line."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +72,28 @@ def run(command: Sequence[str], *, folder: Path, limit: float) -> Ended:
     return Ended(code, log.read_text(errors="replace"), time.monotonic() - started)
 
 
+@contextlib.contextmanager
+def folder_of_its_own() -> Iterator[Path]:
+    """An empty folder for a process, which is removed afterwards, also by `end_all`."""
+    path = Path(tempfile.mkdtemp(prefix="gpu-session-"))
+    _folders.add(path)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        _folders.discard(path)
+
+
 def python(*arguments: str) -> list[str]:
     """A command of this interpreter."""
     return [sys.executable, *arguments]
 
 
 def end_all() -> None:
-    """End what all rows of this session have started."""
+    """End what all rows of this session have started, and remove their folders."""
     _end_marked(f"{_MARK}={_SESSION}.")
+    for folder in list(_folders):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_orphans() -> int:
@@ -91,7 +115,7 @@ def _environment(mark: str) -> dict[str, str]:
         # As titanlab's own ranks have it: fewer fragments at the memory's edge. The name changed in torch 2.10.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        **os.environ,
+        **{key: value for key, value in os.environ.items() if key not in _FOREIGN},
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         name: value,
@@ -101,10 +125,10 @@ def _environment(mark: str) -> dict[str, str]:
 def _end_marked(mark: str) -> None:
     """Kill every process with a mark that begins like this, until none is left."""
     for _ in range(100):
-        found = [pid for pid in _processes() if any(each.startswith(mark.encode()) for each in _variables(pid))]
-        if not found:
+        pids = [pid for pid in _processes() if any(each.startswith(mark.encode()) for each in _variables(pid))]
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             _kill(pid)
         time.sleep(0.02)
 

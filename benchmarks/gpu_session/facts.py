@@ -17,20 +17,26 @@ NEEDED = {
     "safetensors": "safetensors",
     "xxhash": "xxhash",
 }
-OTHERS = {"torchao": "torchao", "flash_attn": "flash-attn", "pytest": "pytest", "hypothesis": "hypothesis"}
+OTHERS = {
+    "torchao": "torchao",
+    "flash_attn": "flash-attn",
+    "flash_attn_interface": "flash-attn-3",
+    "pytest": "pytest",
+    "hypothesis": "hypothesis",
+}
 
 
 def packages() -> dict[str, str | None]:
     """Names of modules → versions; None: not installed."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for module, name in {**NEEDED, **OTHERS}.items():
-        found[module] = None
+        versions[module] = None
         if importlib.util.find_spec(module) is not None:
             try:
-                found[module] = version(name)
+                versions[module] = version(name)
             except PackageNotFoundError:
-                found[module] = "?"
-    return found
+                versions[module] = "?"
+    return versions
 
 
 def main() -> None:
@@ -43,6 +49,8 @@ def main() -> None:
             device=torch.cuda.get_device_name(),
             memory_bytes=torch.cuda.mem_get_info()[1],
             capability=torch.cuda.get_device_capability(),
+            uuid=f"GPU-{torch.cuda.get_device_properties(0).uuid}",
+            gpus=torch.cuda.device_count(),
         )
     print(json.dumps(facts))
 

@@ -173,11 +173,11 @@ def _kernels(steps: _Steps, *, on_gpu: bool) -> dict[str, Any]:
     with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         steps.one()
     name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    found = {each.key: (getattr(each, name) / 1e6, each.count) for each in profile.key_averages()}
-    most = sorted(found, key=lambda key: -found[key][0])[:_KERNELS]
+    costs = {each.key: (getattr(each, name) / 1e6, each.count) for each in profile.key_averages()}
+    most = sorted(costs, key=lambda key: -costs[key][0])[:_KERNELS]
     return {
-        "seconds": sum(seconds for seconds, _ in found.values()),
-        "most": {key: {"seconds": found[key][0], "calls": found[key][1]} for key in most},
+        "seconds": sum(seconds for seconds, _ in costs.values()),
+        "most": {key: {"seconds": costs[key][0], "calls": costs[key][1]} for key in most},
     }
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
-import sys
-import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu_session import children
-from gpu_session.children import ROOT, Ended
+from gpu_session.children import ROOT, Ended, SessionError
 from gpu_session.prediction import Facts, composed, flops_per_token, peak_of, predicted
-from gpu_session.rows import Row, rows
+from gpu_session.rows import PACKAGES, Row, rows
 from gpu_session.sizes import Sizes
 from gpu_session.watch import Watch
 from titanlab.costs import meter
@@ -25,9 +24,13 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import list_runs
 
-# How a row has ended. All but CUT count as done: they are not run again unless one asks for it.
+# How a row has ended: CUT by the end of its call; ABSENT if the machine lacks what it needs.
 MEASURED, FAILED, LATE, ABSENT, CUT = "measured", "failed", "late", "absent", "cut"
+# These take the place of no row that was measured.
+WITHOUT_FIGURES = (ABSENT, CUT)
 _GIB = 2**30
+# Seconds in which a machine imports torch, also from a slow disk.
+_IMPORT = 120
 # The project's settings ask for the release of pytest that it is developed with; a machine may have another.
 _PYTEST_INI = """[pytest]
 markers =
@@ -49,6 +52,8 @@ def measured(row: Row, sizes: Sizes, facts: Facts, *, limit: float, folder: Path
         folder: empty, and removed afterwards.
     """
     record: dict[str, Any] = {"row": row.name, "kind": row.kind, "keys": list(row.keys), "what": row.what}
+    if row.uses:
+        record["packages"] = {name: facts.packages.get(name) for name in row.uses}
     started = time.monotonic()
     reason = row.lacking(facts)
     if reason is not None:
@@ -56,12 +61,12 @@ def measured(row: Row, sizes: Sizes, facts: Facts, *, limit: float, folder: Path
     try:
         if row.keys:
             record["predicted"] = predicted(composed(row.keys, facts))
-        with Watch() as watch:
+        with Watch(facts.uuid) as watch:
             begin = time.time()
-            found = _KINDS[row.kind](row, sizes, facts, limit, folder)
+            outcome = _KINDS[row.kind](row, sizes, facts, limit, folder)
             # Of a run, while its measured steps lasted.
-            watched = watch.between(*found.get("figures", {}).get("window", (begin, time.time())))
-        record.update(found)
+            watched = watch.between(*outcome.get("figures", {}).get("window", (begin, time.time())))
+        record.update(outcome)
         # The products watch each figure themselves.
         record["watched"] = {} if row.kind == "products" else watched
     except ConfigError as error:
@@ -83,10 +88,18 @@ def _run(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> di
 
 
 def _trained(row: Row, limit: float, folder: Path) -> tuple[Ended, RunFolder | None]:
-    command = children.python("-m", "titanlab", "train", *row.keys, "name=row", f"runs={folder / 'runs'}")
+    command = children.python("-m", "titanlab", "train", *row.keys, "name=row", f"runs={_quoted(folder / 'runs')}")
     ended = children.run(command, folder=folder, limit=limit)
-    found = list(list_runs(folder / "runs"))
-    return ended, found[0] if found else None
+    runs = list(list_runs(folder / "runs"))
+    return ended, runs[0] if runs else None
+
+
+def _quoted(path: Path) -> str:
+    """A path as Hydra takes it, whatever its folders are called."""
+    text = str(path)
+    # A backslash is one unless quotes or the end follow.
+    text = re.sub(r"(\\*)(\'|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text)
+    return f"'{text}'"
 
 
 def _steps(run: RunFolder | None) -> list[Mapping[str, Any]]:
@@ -126,19 +139,19 @@ def _speed(steps: Sequence[Mapping[str, Any]], flops: float, peak: float | None)
 
 def _ended(ended: Ended, run: RunFolder | None, figures: dict[str, Any], limit: float) -> dict[str, Any]:
     """How a process has ended, with what it has measured by then."""
-    found: dict[str, Any] = {"figures": figures, "status": MEASURED}
+    outcome: dict[str, Any] = {"figures": figures, "status": MEASURED}
     result = None if run is None else run.result()
     if ended.code is None:
-        found.update(status=LATE, reason=f"ended after its {limit:.0f} s")
+        outcome.update(status=LATE, reason=f"ended after its {limit:.0f} s")
     elif result is not None and result.kind is not OutcomeKind.DONE:
-        found.update(status=FAILED, reason=f"{result.kind}: {result.cause}", traceback=result.traceback)
+        outcome.update(status=FAILED, reason=f"{result.kind}: {result.cause}", traceback=result.traceback)
     elif ended.code != 0:
-        found.update(status=FAILED, reason=ended.last_line)
+        outcome.update(status=FAILED, reason=ended.last_line)
     elif not figures:
-        found.update(status=FAILED, reason=f"nothing was measured: {ended.last_line}")
-    if found["status"] != MEASURED:
-        found["log"] = ended.text[-4000:]
-    return found
+        outcome.update(status=FAILED, reason=f"nothing was measured: {ended.last_line}")
+    if outcome["status"] != MEASURED:
+        outcome["log"] = ended.text[-4000:]
+    return outcome
 
 
 def _saves(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> dict[str, Any]:
@@ -175,7 +188,7 @@ def stalls(steps: Sequence[Mapping[str, Any]], interval: int, warm_up: int) -> d
 
 
 def _held(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> dict[str, Any]:
-    """A recipe in a process of ours (held.py)."""
+    """A recipe without the trainer (held.py)."""
     del sizes
     given = {"facts": asdict(facts), "keys": row.keys, "kernels": row.piece == "kernels"}
     ended, figures = _child("gpu_session.held", given, limit, folder)
@@ -185,24 +198,28 @@ def _held(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> d
 def _products(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> dict[str, Any]:
     """The products of all recipes of the session (rates.py)."""
     del row
-    recipes = [list(each.keys) for each in rows(sizes) if each.kind == "run" and each.lacking(facts) is None]
+    possible = {each.name: each for each in rows(sizes) if each.kind == "run" and each.lacking(facts) is None}
     kernels = ["auto"] if facts.device == "cpu" else ["auto", "flash", "cudnn", "efficient"]
-    if facts.device != "cpu" and facts.packages.get("flash_attn"):
-        kernels.append("flash_attn")
+    kernels += [kernel for kernel in PACKAGES if f"ladder/{kernel}" in possible]
     given = {
         "facts": asdict(facts),
-        "recipes": recipes,
+        "recipes": [list(each.keys) for each in possible.values()],
         "kernels": kernels,
         "seconds": sizes.seconds,
         "sustained": sizes.sustained,
         "copied": sizes.copied,
     }
     ended, figures = _child("gpu_session.rates", given, limit, folder)
-    return _ended(ended, None, figures, limit)
+    outcome = _ended(ended, None, figures, limit)
+    failed = len(figures.get("failed", {}))
+    if failed and outcome["status"] == MEASURED:
+        count = failed + sum(len(figures[group]) for group in ("rates", "attention", "memory"))
+        outcome.update(status=FAILED, reason=f"{failed} of {count} figures failed")
+    return outcome
 
 
 def _child(module: str, given: Mapping[str, Any], limit: float, folder: Path) -> tuple[Ended, dict[str, Any]]:
-    """Run one of our modules; what it has written by its end."""
+    """Run a module of the session; what it has written by its end."""
     (folder / "given.json").write_text(json.dumps(given))
     out = folder / "out.json"
     ended = children.run(
@@ -233,11 +250,11 @@ def _tests(row: Row, sizes: Sizes, facts: Facts, limit: float, folder: Path) -> 
     flags += ["-p", "no:cacheprovider", "-q", "-rf", str(ROOT / sizes.tests)]
     ended = children.run(children.python("-m", "pytest", *flags), folder=folder, limit=limit)
     figures = _tested(report)
-    found = _ended(ended, None, figures, limit)
+    outcome = _ended(ended, None, figures, limit)
     if figures and figures["failed"]:
         # Not the last line: which tests, and why.
-        found.update(status=FAILED, reason=f"{len(figures['failed'])} of {figures['tests']} tests failed")
-    return found
+        outcome.update(status=FAILED, reason=f"{len(figures['failed'])} of {figures['tests']} tests failed")
+    return outcome
 
 
 def _tested(report: Path) -> dict[str, Any]:
@@ -269,13 +286,18 @@ def facts_of_this_machine() -> Facts:
     """Ask a process that imports torch.
 
     Raises:
-        SystemExit: it cannot.
+        SessionError: it cannot.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        ended = children.run(children.python("-m", "gpu_session.facts"), folder=Path(folder), limit=120)
-    if ended.code != 0:
-        sys.exit(f"gpu_session: torch does not start: {ended.last_line}")
-    told = json.loads(ended.last_line)
-    if told.get("capability"):
-        told["capability"] = tuple(told["capability"])
-    return Facts(**told)
+    with children.folder_of_its_own() as folder:
+        ended = children.run(children.python("-m", "gpu_session.facts"), folder=folder, limit=_IMPORT)
+    if ended.code is None:
+        raise SessionError(f"torch does not start within {_IMPORT} s")
+    try:
+        facts = json.loads(ended.last_line) if ended.code == 0 else None
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        raise SessionError(f"torch does not start: {ended.last_line}")
+    if facts.get("capability"):
+        facts["capability"] = tuple(facts["capability"])
+    return Facts(**facts)

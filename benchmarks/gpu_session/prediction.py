@@ -31,6 +31,8 @@ class Facts:
         memory_bytes: of the device; 0: not known.
         capability: compute capability; None: a CPU.
         packages: names → versions of the packages that rows may need; None: not installed.
+        uuid: of the GPU that rows use, as nvidia-smi names it; None: a CPU.
+        gpus: how many torch sees; rows use the first.
     """
 
     device: str
@@ -38,6 +40,8 @@ class Facts:
     memory_bytes: int = 0
     capability: tuple[int, int] | None = None
     packages: Mapping[str, str | None] = field(default_factory=dict)
+    uuid: str | None = None
+    gpus: int = 0
 
 
 def composed(keys: Sequence[str], facts: Facts) -> Recipe:

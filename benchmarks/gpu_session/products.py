@@ -51,7 +51,7 @@ def products_of(recipe: Recipe, *, layers: int | None = None) -> Counter[Product
     formats = recipe.precision.products(account)
     compute = recipe.precision.formats().compute
     scaled = f"{FLOAT8}_rowwise" if "rowwise" in recipe.precision.kind else f"{FLOAT8}_tensorwise"
-    found: Counter[Product] = Counter()
+    counts: Counter[Product] = Counter()
     parts = [(model.block_operations(batch=recipe.microbatch, seq_len=seq), "layers.0.", account.layers)]
     parts.append((model.edge_operations(batch=recipe.microbatch, seq_len=seq), "", 1))
     for operations, prefix, times in parts:
@@ -71,8 +71,8 @@ def products_of(recipe: Recipe, *, layers: int | None = None) -> Counter[Product
             }
             for kind, dtype in kinds.items():
                 form = scaled if dtype.startswith(FLOAT8) else dtype
-                found[Product(kind, chunk or tokens, columns, inner, form)] += count
-    return found
+                counts[Product(kind, chunk or tokens, columns, inner, form)] += count
+    return counts
 
 
 def attention_of(recipe: Recipe) -> tuple[int, int, int, int, int]:
@@ -82,7 +82,7 @@ def attention_of(recipe: Recipe) -> tuple[int, int, int, int, int]:
 
 
 def seconds_of(products: Mapping[Product, int], rates: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Seconds of products, each as often as it runs; None: one of them was not measured."""
-    if any(str(product) not in rates for product in products):
+    """Seconds of products, each as often as it runs; None: one of them was not measured, or not as a number."""
+    if any(rates.get(str(product), {}).get("seconds") is None for product in products):
         return None
     return sum(count * float(rates[str(product)]["seconds"]) for product, count in products.items())

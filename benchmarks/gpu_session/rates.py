@@ -35,7 +35,7 @@ def main() -> None:
     recipes = [composed(keys, facts) for keys in given["recipes"]]
     wanted = sorted(set().union(*map(products_of, recipes)), key=lambda each: (each.format, -each.flops, each.kind))
     result: dict[str, Any] = {"rates": {}, "attention": {}, "memory": {}, "failed": {}}
-    with Watch() as watch:
+    with Watch(facts.uuid) as watch:
         meter = _Meter(facts.device != "cpu", watch, given["seconds"])
         done = _guarded(result, out)
         done("copy", "memory", lambda: meter.copy(given["copied"]))
@@ -75,8 +75,8 @@ class _Meter:
     def product(self, product: Product) -> dict[str, Any]:
         """Seconds and FLOP/s of a product, with what nvidia-smi says meanwhile."""
         call = self._call(product)
-        told = self._timed(call)
-        return {**told, "flops": product.flops, "tflops": product.flops / told["seconds"] / 1e12}
+        timing = self._timed(call)
+        return {**timing, "flops": product.flops, "tflops": product.flops / timing["seconds"] / 1e12}
 
     def _call(self, product: Product) -> Callable[[], Any]:
         tokens, columns, inner = product.tokens, product.columns, product.inner
@@ -128,8 +128,8 @@ class _Meter:
         """Bytes per second of a copy, counting what is read and what is written."""
         source = self._random(size // 2)
         target = torch.empty_like(source)
-        told = self._timed(lambda: target.copy_(source))
-        return {**told, "bytes_per_second": 2 * size / told["seconds"]}
+        timing = self._timed(lambda: target.copy_(source))
+        return {**timing, "bytes_per_second": 2 * size / timing["seconds"]}
 
     def _random(self, *shape: int) -> Any:
         # Never zeros: they run faster than data.

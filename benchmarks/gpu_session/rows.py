@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ from gpu_session.sizes import Sizes
 WARM_UP = 3  # steps that compile, choose kernels and make optimizer states
 POLICIES = ("none", "full", "selective_layer", "selective_op", "memory_budget")
 HEAD = "precision.skip=[]"
+CUDA, HOPPER = "cuda", "hopper"
+# Kernels of attention that packages have, by the package's module.
+PACKAGES = {"flash_attn": "flash_attn", "flash3": "flash_attn_interface"}
 _OFF = ("compile=off",)
 
 
@@ -26,8 +29,9 @@ class Row:
         keys: of its recipe.
         expected: seconds that it takes on an H100 or H200, its start included: an estimate.
         limit: seconds after which it is ended.
-        needs: what a machine must have: `cuda`, or a package.
+        needs: what a machine must have: `cuda`, `hopper`, or a package.
         what: what it adds to the row before.
+        uses: packages without which it measures less.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Row:
     limit: int
     needs: tuple[str, ...] = ()
     what: str = ""
+    uses: tuple[str, ...] = ()
 
     @property
     def piece(self) -> str:
@@ -45,18 +50,22 @@ class Row:
 
     def lacking(self, facts: Facts) -> str | None:
         """Why this machine cannot measure the row; None: it can."""
-        for need in self.needs:
-            if need == "cuda" and facts.device == "cpu":
-                return "not on a CPU"
-            if need != "cuda" and facts.packages.get(need) is None:
-                return f"{need} is not installed"
-        return None
+        if facts.device == "cpu" and set(self.needs) & {CUDA, HOPPER}:
+            return "not on a CPU"
+        if HOPPER in self.needs and (facts.capability or (0, 0))[0] != 9:
+            return "only on Hopper (compute capability 9.0)"
+        return self.without(facts.packages)
+
+    def without(self, installed: Mapping[str, str | None]) -> str | None:
+        """Which package is missing, of those that the row needs; None: none is."""
+        missing = (need for need in self.needs if need not in (CUDA, HOPPER) and installed.get(need) is None)
+        return next((f"{name} is not installed" for name in missing), None)
 
 
 def rows(sizes: Sizes) -> list[Row]:
     """All rows; a session does those first that say most."""
     return [
-        Row("products/all", "products", (), 75, 200, what="matrix products by shape and format, attention, a copy"),
+        _products(),
         *_ladder(sizes),
         *_float8(sizes, "tensorwise", "rowwise"),
         *_sixteen(sizes),
@@ -66,6 +75,11 @@ def rows(sizes: Sizes) -> list[Row]:
         *_kernels(sizes),
         *_float8(sizes, "rowwise_with_gw_hp"),
     ]
+
+
+def _products() -> Row:
+    what = "matrix products by shape and format, attention, a copy"
+    return Row("products/all", "products", (), 75, 200, what=what, uses=("torchao", *PACKAGES.values()))
 
 
 def chosen(all_rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
@@ -121,8 +135,11 @@ def _ladder(sizes: Sizes) -> Iterator[Row]:
     yield row("flash", "chunked, with torch's flash attention", *flash, needs=("cuda",))
     package = (bf16, chunks, "model.attention=flash_attn")
     yield row("flash_attn", "chunked, with the package flash-attn", *package, needs=("cuda", "flash_attn"))
+    third = (bf16, chunks, "model.attention=flash3")
+    needs = (HOPPER, PACKAGES["flash3"])
+    yield row("flash3", "chunked, with the package of FlashAttention 3", *third, needs=needs, expected=45)
     full = ("precision=bf16_full", chunks)
-    yield row("bf16_full", "chunked, parameters rest in bf16", *full, expected=45)
+    yield row("bf16_full", "chunked, parameters stored in bf16", *full, expected=45)
     graphs = (*full, "compile.mode=reduce-overhead")
     yield row("cuda_graphs", "bf16_full with CUDA graphs, which need it", *graphs, needs=("cuda",), expected=60)
 
@@ -149,7 +166,7 @@ def _sixteen(sizes: Sizes) -> Iterator[Row]:
 
 
 def _memory(sizes: Sizes) -> Iterator[Row]:
-    """What each policy of checkpointing keeps; parameters rest in bf16, so that no cast of them is beside it."""
+    """What each policy of checkpointing keeps; parameters are stored in bf16, so that no cast of them is beside it."""
     for name in POLICIES:
         # Only a compiler knows a budget; the others are measured without one, which would keep less than they declare.
         budget = name == "memory_budget"

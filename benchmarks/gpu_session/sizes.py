@@ -57,7 +57,7 @@ class Sizes:
     patience: int = 1
 
     def common(self, *, layers: int | None = None, vocabulary: int | None = None) -> list[str]:
-        """What a person would type after `titanlab train` for any row."""
+        """The arguments of `titanlab train` that all rows have."""
         return [
             self.model,
             f"model.layers={layers or self.layers}",

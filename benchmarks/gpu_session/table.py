@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpu_session.cells import NONE, head, line, number, plain, ratio, spread
-from gpu_session.explanation import Found, aims, bounds, measured_rates
+from gpu_session.explanation import Entries, aims, bounds, measured_rates
 from gpu_session.measure import MEASURED
 from gpu_session.prediction import Facts
 from gpu_session.rows import Row
@@ -16,27 +16,35 @@ from titanlab.costs import hardware
 
 def page(order: Sequence[Row], rows: Sequence[Mapping[str, Any]], facts: Facts, sizes: Sizes) -> str:
     """The whole page."""
-    found = {row["row"]: row for row in rows}
-    lines = [*_heading(rows, facts, sizes), "", *_runs(order, found, facts), "", *aims(order, found, facts), ""]
-    lines += [*bounds(order, found, facts), "", *_memory(order, found), "", *_saves(order, found), ""]
-    lines += [*_tests(found), "", *_rates(found, facts), "", *_kernels(order, found), "", *_missing(order, found)]
+    entries = {row["row"]: row for row in rows}
+    lines = [*_heading(rows, facts, sizes), "", *_runs(order, entries, facts), "", *aims(order, entries, facts), ""]
+    lines += [*bounds(order, entries, facts), "", *_memory(order, entries), "", *_saves(order, entries), ""]
+    lines += [
+        *_tests(entries),
+        "",
+        *_rates(entries, facts),
+        "",
+        *_kernels(order, entries),
+        "",
+        *_missing(order, entries),
+    ]
     return "\n".join(_without_gaps(lines)) + "\n"
 
 
 def _heading(rows: Sequence[Mapping[str, Any]], facts: Facts, sizes: Sizes) -> list[str]:
     stamp = rows[0] if rows else {}
-    minutes = sum(row.get("wall_seconds", 0) for row in rows) / 60
+    minutes = sum(row.get("wall_seconds") or 0 for row in rows) / 60
     memory = f", {facts.memory_bytes / 1e9:.1f} GB" if facts.memory_bytes else ""
     where = f"{facts.device}{memory}, torch {facts.torch}"
-    sizes_said = (
+    sizes_text = (
         f"{sizes.layers} layers of `{sizes.model}`, vocabulary {sizes.vocabulary:,}, "
         f"sequences of {sizes.seq:,} tokens, one in a microbatch."
     )
     made = f"code {stamp.get('code', '?')}, commit {stamp.get('commit') or 'not known'}"
-    return ["# GPU session", "", f"{where}; {made}; {len(rows)} rows, {minutes:.1f} minutes. {sizes_said}"]
+    return ["# GPU session", "", f"{where}; {made}; {len(rows)} rows, {minutes:.1f} minutes. {sizes_text}"]
 
 
-def _runs(order: Sequence[Row], found: Found, facts: Facts) -> Iterator[str]:
+def _runs(order: Sequence[Row], entries: Entries, facts: Facts) -> Iterator[str]:
     """A line for each run of the trainer."""
     on_cpu = facts.device == "cpu"
     yield "## Speed and memory"
@@ -50,8 +58,8 @@ def _runs(order: Sequence[Row], found: Found, facts: Facts) -> Iterator[str]:
     for row in order:
         if row.kind != "run":
             continue
-        said = found.get(row.name, {})
-        figures, planned, watched = said.get("figures", {}), said.get("predicted", {}), said.get("watched", {})
+        entry = entries.get(row.name, {})
+        figures, planned, watched = entry.get("figures", {}), entry.get("predicted", {}), entry.get("watched", {})
         size = figures.get("reserved_bytes") or figures.get("resident_bytes")
         speed = figures.get("tokens_per_second")
         yield line(
@@ -72,7 +80,7 @@ def _runs(order: Sequence[Row], found: Found, facts: Facts) -> Iterator[str]:
         )
 
 
-def _memory(order: Sequence[Row], found: Found) -> Iterator[str]:
+def _memory(order: Sequence[Row], entries: Entries) -> Iterator[str]:
     """Each policy of checkpointing beside what it declares."""
     yield "## Activation checkpointing"
     yield ""
@@ -84,8 +92,8 @@ def _memory(order: Sequence[Row], found: Found) -> Iterator[str]:
     for row in order:
         if row.piece != "memory":
             continue
-        said = found.get(row.name, {})
-        figures, planned = said.get("figures", {}), said.get("predicted", {})
+        entry = entries.get(row.name, {})
+        figures, planned = entry.get("figures", {}), entry.get("predicted", {})
         # A CPU's allocator has no count, and the process's memory is no measure of a tiny model's.
         most = figures.get("allocated_bytes")
         yield line(
@@ -100,7 +108,7 @@ def _memory(order: Sequence[Row], found: Found) -> Iterator[str]:
         )
 
 
-def _saves(order: Sequence[Row], found: Found) -> Iterator[str]:
+def _saves(order: Sequence[Row], entries: Entries) -> Iterator[str]:
     """How long the training stands still."""
     yield "## Checkpoints"
     yield ""
@@ -108,34 +116,34 @@ def _saves(order: Sequence[Row], found: Found) -> Iterator[str]:
     yield "host memory too."
     yield ""
     yield from head("row, GB, planner GB, step s, first save s, second save s, second ÷ sync".split(", "))
-    sync = _extra(found.get("saves/sync", {}), 1)
+    sync = _extra(entries.get("saves/sync", {}), 1)
     for row in order:
         if row.piece != "saves":
             continue
-        said = found.get(row.name, {})
-        figures, planned = said.get("figures", {}), said.get("predicted", {})
+        entry = entries.get(row.name, {})
+        figures, planned = entry.get("figures", {}), entry.get("predicted", {})
         saved = figures.get("checkpoint_bytes") or None
         yield line(
             row.name,
             number(saved, "{:.4g}", 1e9),
             number(planned.get("checkpoint_bytes") if saved else None, "{:.4g}", 1e9),
             number(figures.get("quiet_step_seconds"), "{:.4g}"),
-            number(_extra(said, 0), "{:.3f}"),
-            number(_extra(said, 1), "{:.3f}"),
-            ratio(_extra(said, 1), sync),
+            number(_extra(entry, 0), "{:.3f}"),
+            number(_extra(entry, 1), "{:.3f}"),
+            ratio(_extra(entry, 1), sync),
         )
 
 
-def _extra(said: Mapping[str, Any], place: int) -> float | None:
-    extra = said.get("figures", {}).get("extra_seconds", [])
+def _extra(entry: Mapping[str, Any], place: int) -> float | None:
+    extra = entry.get("figures", {}).get("extra_seconds", [])
     return extra[place] if place < len(extra) else None
 
 
-def _tests(found: Found) -> Iterator[str]:
+def _tests(entries: Entries) -> Iterator[str]:
     """What the tests say."""
     yield "## Tests"
     yield ""
-    figures = found.get("tests/gpu", {}).get("figures", {})
+    figures = entries.get("tests/gpu", {}).get("figures", {})
     if not figures:
         yield "They have not run."
         return
@@ -145,9 +153,9 @@ def _tests(found: Found) -> Iterator[str]:
         yield f"- `{name}`: {plain(message)}"
 
 
-def _rates(found: Found, facts: Facts) -> Iterator[str]:
+def _rates(entries: Entries, facts: Facts) -> Iterator[str]:
     """TFLOP/s by shape and format."""
-    figures = measured_rates(found)
+    figures = measured_rates(entries)
     yield "## Matrix products and attention"
     yield ""
     yield "`products/all`: `forward`, `inputs` and `weights` (gradients), tokens × columns × inner of the linear layer."
@@ -162,50 +170,48 @@ def _rates(found: Found, facts: Facts) -> Iterator[str]:
         peak = hardware.peak_flops(facts.device, "float8_e4m3fn" if form.startswith("float8") else "bfloat16")
         yield line(
             name,
-            f"{values['tflops']:.4g}",
-            NONE if peak is None else f"{100e12 * values['tflops'] / peak:.1f} %",
-            f"{1e3 * values['seconds']:.4g}",
+            number(values["tflops"], "{:.4g}"),
+            NONE if peak is None else number(values["tflops"], "{:.1f} %", peak / 100e12),
+            number(values["seconds"], "{:.4g}", 1e-3),
             number(values.get("mhz"), "{:.0f}"),
             number(values.get("watts"), "{:.0f}"),
             number(values.get("celsius"), "{:.0f}"),
         )
     for name, values in figures.get("memory", {}).items():
-        yield line(
-            name, f"{values['bytes_per_second'] / 1e12:.4g} TB/s", NONE, f"{1e3 * values['seconds']:.4g}", *[NONE] * 3
-        )
+        speed = number(values["bytes_per_second"], "{:.4g} TB/s", 1e12)
+        yield line(name, speed, NONE, number(values["seconds"], "{:.4g}", 1e-3), *[NONE] * 3)
     for name, reason in figures.get("failed", {}).items():
         yield line(name, plain(reason), *[NONE] * 5)
 
 
-def _kernels(order: Sequence[Row], found: Found) -> Iterator[str]:
+def _kernels(order: Sequence[Row], entries: Entries) -> Iterator[str]:
     """The kernels of a step."""
     yield "## Kernels of a step"
     for row in order:
-        kernels = found.get(row.name, {}).get("figures", {}).get("kernels")
+        kernels = entries.get(row.name, {}).get("figures", {}).get("kernels")
         if row.piece != "kernels" or kernels is None:
             continue
         yield ""
-        yield f"`{row.name}`: {kernels['seconds']:.4g} s in all"
+        yield f"`{row.name}`: {number(kernels['seconds'], '{:.4g}')} s in all"
         yield ""
         yield from head(["kernel", "ms", "share", "calls"])
         for name, values in kernels["most"].items():
-            share = 100 * values["seconds"] / kernels["seconds"] if kernels["seconds"] else 0.0
-            yield line(
-                f"`{plain(name)[:90]}`", f"{1e3 * values['seconds']:.3f}", f"{share:.1f} %", str(values["calls"])
-            )
+            share = number(values["seconds"], "{:.1f} %", kernels["seconds"] / 100) if kernels["seconds"] else NONE
+            milliseconds = number(values["seconds"], "{:.3f}", 1e-3)
+            yield line(f"`{plain(name)[:90]}`", milliseconds, share, str(values["calls"]))
 
 
-def _missing(order: Sequence[Row], found: Found) -> Iterator[str]:
+def _missing(order: Sequence[Row], entries: Entries) -> Iterator[str]:
     """Rows without figures, or with a part of them, and why."""
     yield "## Rows that were not measured whole"
     yield ""
     lines = []
     for row in order:
-        said = found.get(row.name)
-        if said is None:
+        entry = entries.get(row.name)
+        if entry is None:
             lines.append(line(row.name, "not run", NONE))
-        elif said["status"] != MEASURED:
-            lines.append(line(row.name, said["status"], plain(said["reason"])))
+        elif entry["status"] != MEASURED:
+            lines.append(line(row.name, entry["status"], plain(entry.get("reason", "not entry"))))
     if not lines:
         yield "None."
         return

@@ -19,10 +19,14 @@ _BUSY = 50.0
 
 
 class Watch:
-    """Samples in the background while its block runs; without nvidia-smi there are none."""
+    """Samples in the background while its block runs; without nvidia-smi there are none.
 
-    def __init__(self, program: Sequence[str] = ("nvidia-smi",)) -> None:
-        self._program = program
+    Args:
+        uuid: of the GPU; None: of all.
+    """
+
+    def __init__(self, uuid: str | None = None, program: Sequence[str] = ("nvidia-smi",)) -> None:
+        self._uuid, self._program = uuid, program
         self._samples: list[tuple[float, tuple[float, ...]]] = []
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
@@ -30,8 +34,9 @@ class Watch:
     def __enter__(self) -> Watch:
         if shutil.which(self._program[0]) is not None:
             query = [f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", "-lms", str(_MILLISECONDS)]
+            which = ["-i", self._uuid] if self._uuid else []
             self._process = subprocess.Popen(
-                [*self._program, *query], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                [*self._program, *query, *which], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
             self._thread = threading.Thread(target=self._read, daemon=True)
             self._thread.start()
@@ -54,12 +59,9 @@ class Watch:
             self._samples.append((time.time(), tuple(_number(part) for part in line.split(","))))
 
     def between(self, begin: float, end: float) -> dict[str, Any]:
-        """Medians of the samples while the GPU was busy between two times of `time.time`; empty: there are none.
-
-        With several GPUs their lines are mixed; a session has one.
-        """
-        found = [values for at, values in self._samples if begin <= at <= end and len(values) == len(_FIELDS)]
-        busy = [values for values in found if not values[-1] < _BUSY] or found
+        """Medians of the samples while the GPU was busy between two times of `time.time`; empty: there are none."""
+        samples = [values for at, values in self._samples if begin <= at <= end and len(values) == len(_FIELDS)]
+        busy = [values for values in samples if not values[-1] < _BUSY] or samples
         figures: dict[str, Any] = {}
         for place, name in enumerate(_NAMES):
             known = [values[place] for values in busy if values[place] == values[place]]

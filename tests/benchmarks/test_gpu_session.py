@@ -66,7 +66,7 @@ def test_the_memory_decides_the_layers():
 def test_every_recipe_is_one_that_the_gpu_can_run(where):
     fitted = sizes.GPU.fitted(where)
     for row in rows.rows(fitted):
-        if not row.keys or "flash_attn" in row.needs:
+        if not row.keys or set(rows.PACKAGES.values()) & set(row.needs):
             continue
         recipe = composed(row, where)
         said = prediction.predicted(recipe)
@@ -85,7 +85,7 @@ def test_what_a_session_has_and_how_long_it_takes():
     all_rows = rows.rows(sizes.GPU)
     names = [row.name for row in all_rows]
     assert len(set(names)) == len(names)
-    assert sum(row.expected for row in all_rows) <= 25 * 60
+    assert sum(row.expected for row in all_rows) <= 1500
     # Every row fits into one call, also at its limit.
     assert max(row.limit for row in all_rows) < 500
     assert all(row.expected < row.limit for row in all_rows)
@@ -95,7 +95,7 @@ def test_what_a_session_has_and_how_long_it_takes():
     # A rehearsal has the same rows, and says of those that no CPU can have why.
     assert [row.name for row in rows.rows(sizes.REHEARSAL)] == names
     absent = {row.name: row.lacking(CPU) for row in rows.rows(sizes.REHEARSAL) if row.lacking(CPU)}
-    never = ("ladder/flash", "ladder/flash_attn", "ladder/cuda_graphs", "saves/async_pinned")
+    never = ("ladder/flash", "ladder/flash_attn", "ladder/flash3", "ladder/cuda_graphs", "saves/async_pinned")
     assert absent == dict.fromkeys(never, "not on a CPU")
     assert row_of("ladder/flash_attn").lacking(H100) == "flash_attn is not installed"
     assert row_of("tests/gpu").lacking(H100) == "pytest is not installed"
@@ -202,7 +202,7 @@ def test_rows_go_on_where_they_stopped(tmp_path):
     # Rows that were carried home come back, once.
     for source in (tmp_path / "a", tmp_path / "a" / record.FILE):
         elsewhere = opened("b")
-        elsewhere.take(source)
+        assert elsewhere.take(source).startswith(f"--from {source}: 3 of ")
     assert opened("b").done(first)
     assert all(json.loads(line) for line in (tmp_path / "b" / record.FILE).read_text().splitlines())
 
@@ -395,7 +395,7 @@ def test_the_page_has_a_line_for_every_row():
     missing = text[text.index("## Rows that were not measured whole") :]
     assert "| ladder/flash_attn | absent | flash_attn is not installed |" in missing
     assert "| tests/gpu | failed | 1 of 9 tests failed |" in missing
-    assert missing.count("\n|") == 4
+    assert missing.count("\n|") == 5
     # All tables are whole: each line has as many cells as its heading.
     width = 0
     for line in text.splitlines():

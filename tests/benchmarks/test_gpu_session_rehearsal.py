@@ -112,6 +112,7 @@ REHEARSE = ("--rehearse", "--at-once", "2", "--seconds", "900")
 NOT_HERE = {
     "ladder/flash": "not on a CPU",
     "ladder/flash_attn": "not on a CPU",
+    "ladder/flash3": "not on a CPU",
     "ladder/cuda_graphs": "not on a CPU",
     "saves/async_pinned": "not on a CPU",
     "tests/gpu": "pytest is not installed",
@@ -243,6 +244,7 @@ def test_ending_a_session_ends_its_rows(tmp_path):
     process.terminate()
     assert process.wait(60) == 143
     assert not rows_under_way()
+    assert not list(tmp_path.glob("gpu-session-*"))
 
 
 @pytest.mark.full

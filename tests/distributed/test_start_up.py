@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from titanlab.distributed.start_up import FILE, LAUNCHED, StartUp, launched_at, start_of_worker, write_start_up
+from titanlab.system.process_start import process_start
 
 
 def counted(*begun):
@@ -38,10 +40,26 @@ def test_it_ends_once():
 def test_earlier_attempts_of_the_launcher_do_not_count():
     start_up = counted(("launcher", 3.0), ("python", 8.5))
     start_up.begin_after(8.0)
-    assert start_up.end() == {"launcher": 0.5, "python": 1.5}
+    assert start_up.end() == {"launcher": 0.5, "python": 2.5}
     start_up = counted(("launcher", 3.0), ("python", 8.5))
     start_up.begin_after(1.0)
-    assert start_up.end() == {"launcher": 5.5, "python": 1.5}
+    assert start_up.end() == {"launcher": 5.5, "python": 2.5}
+
+
+@pytest.mark.parametrize("ended", [1e12, 10**400, math.inf], ids=["clock of another host", "damaged", "infinite"])
+def test_an_attempt_that_ends_in_the_future_has_ended_now(ended):
+    start_up = counted(("launcher", 3.0), ("python", 8.5))
+    start_up.begin_after(ended)
+    start_up.begin("recipe")
+    start_up.begin("imports")
+    assert start_up.end() == {"launcher": 0.0, "python": 1.0, "recipe": 1.0, "imports": 1.0}
+
+
+@pytest.mark.parametrize("ended", [-(10**400), -math.inf, math.nan], ids=["damaged", "infinite", "no number"])
+def test_an_end_that_no_attempt_can_have_counts_for_nothing(ended):
+    start_up = counted(("launcher", 3.0), ("python", 8.5))
+    start_up.begin_after(ended)
+    assert start_up.end() == {"launcher": 5.5, "python": 2.5}
 
 
 def test_a_clock_that_is_set_back_gives_no_negative_seconds():
@@ -70,11 +88,14 @@ def test_a_worker_counts_from_the_start_of_its_launcher(monkeypatch):
     start_up = start_of_worker()
     # It is for this process and not for those that it starts.
     assert LAUNCHED not in os.environ
+    younger = time.time() - process_start(os.getpid())
     seconds = start_up.end()
+    older = time.time() - process_start(os.getpid())
     assert list(seconds) == ["launcher", "python"]
     # Here the launcher is the worker.
     assert seconds["launcher"] == pytest.approx(0.0, abs=0.02)
-    assert 0.1 < seconds["python"] < time.time()
+    # ... and this process has lived as long as the second phase has lasted.
+    assert 0 < younger - 0.02 <= seconds["python"] <= older + 0.02
 
 
 def test_a_worker_that_nobody_has_launched_counts_from_its_own_start(monkeypatch):

@@ -15,9 +15,10 @@ from tests import tiny
 from tests.planted_schema import Planted
 from titanlab.distributed.host import cores
 from titanlab.distributed.ranks import ALONE, Ranks
+from titanlab.distributed.start_up import StartUp
 from titanlab.launch.local_schema import Local
 from titanlab.recipe.recipe import to_mapping
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.worker import rank as worker
 
 ROOT = Path(__file__).parent.parent.parent
@@ -202,3 +203,15 @@ def test_a_rank_whose_launcher_is_gone_already_does_not_begin():
         "from titanlab.worker.fork import end_with_parent; end_with_parent()", TITANLAB_PARENT=str(os.getpid())
     )
     assert done.returncode == 0
+
+
+def test_a_damaged_end_of_the_attempt_before_costs_nothing(tmp_path):
+    """Its start-up is counted all the same."""
+    made = tiny.recipe(tmp_path)
+    run = tiny.begin(made)
+    run.write_result(Outcome(kind=OutcomeKind.CRASH, attempt=1))
+    path = run.attempt_folder(1) / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ended": 10**400}))
+    start_up = StartUp({"launcher": 1.0, "python": 2.0})
+    worker._begin_after_earlier_attempt(start_up, run, 2)
+    assert start_up.end() == pytest.approx({"launcher": 0.0, "python": 0.0}, abs=10.0)

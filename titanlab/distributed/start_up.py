@@ -58,7 +58,12 @@ class StartUp:
         self._show = None
 
     def begin_after(self, ended: float) -> None:
-        """Count from the end of an earlier attempt, if the same launcher has made it."""
+        """Count from the end of an earlier attempt, if the same launcher has made it.
+
+        Args:
+            ended: seconds since the epoch, by the clock of that attempt's host; a time to come counts as now.
+        """
+        ended = min(ended, self._clock())
         self._begun = [(phase, max(begun, ended)) for phase, begun in self._begun]
 
     def end(self) -> dict[str, float] | None:

@@ -73,7 +73,7 @@ def main(
         try:
             recipe = shared or _read_recipe(run, attempt, config_line)
             if ranks.rank == 0:
-                _leave_earlier_out(start_up, run, attempt)
+                _begin_after_earlier_attempt(start_up, run, attempt)
             watchdog = _watchdog(recipe, run, ranks, attempt)
             stack.callback(watchdog.close)
             os.environ.update(environment(recipe, ranks))
@@ -111,7 +111,7 @@ def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = 
         return from_mapping(config)
 
 
-def _leave_earlier_out(start_up: StartUp, run: RunFolder, attempt: int | None) -> None:
+def _begin_after_earlier_attempt(start_up: StartUp, run: RunFolder, attempt: int | None) -> None:
     """Let the start-up begin after the attempt before, which the same launcher may have made."""
     with contextlib.suppress(TitanlabError):
         earlier = run.result(attempt - 1) if attempt is not None and attempt > 1 else None
