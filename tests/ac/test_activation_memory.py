@@ -62,7 +62,7 @@ def measured(config, policy, dtype, *, batch, seq, backend=""):
         ("shared heads", "bf16"),
         pytest.param("own heads", "fp32", marks=pytest.mark.full),
         pytest.param("head norms", "bf16", marks=pytest.mark.full),
-        ("experts", "bf16"),
+        pytest.param("experts", "bf16", marks=pytest.mark.full),
         pytest.param("experts", "fp32", marks=pytest.mark.full),
         pytest.param("shared heads", "fp32", marks=pytest.mark.full),
         pytest.param("own heads", "bf16", marks=pytest.mark.full),

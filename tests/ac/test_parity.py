@@ -99,12 +99,8 @@ def world(layout):
 
 ALWAYS = {
     *(("one process", policy) for policy in POLICIES),
-    *(
-        ("two microbatches", "selective_op"),
-        ("tensor", "selective_op"),
-        ("ring", "selective_op"),
-    ),
-    *(("1f1b", "selective_layer"), ("zbv", "selective_op")),
+    ("tensor", "selective_op"),
+    ("zbv", "selective_op"),
 }
 
 

@@ -87,31 +87,31 @@ LAYOUTS = [
     {"tensor": 2, "loss_parallel": False, "vocab_size": 257},
     # 32 tokens of a microbatch in three chunks, the last of which is smaller.
     {"tensor": 2, "microbatch": 1, "loss_chunk": 12},
-    {"shard": 2, "tensor": 2, "microbatch": 3, "bf16": True},
     {"context": 2},
-    {"context": 4, "bf16": True},
     {"context": 4, "context_method": "all_gather"},
     {"context": 2, "tensor": 2},
     {"pipeline": 2},
     {"pipeline": 2, "shard": 2, "reshard_after_forward": "always"},
-    {"pipeline": 2, "tensor": 2},
     {"pipeline": 2, "layers": 4, "schedule": Interleaved1F1B()},
     {"pipeline": 2, "layers": 4, "shard": 2, "schedule": ZBV()},
     {"shard": 2, "tensor": 2, "microbatch": 3, "precision": Bf16(fp32_parts=["embedding", "head"])},
+    {"replicate": 2, "precision": Bf16Full(reduce="bf16")},
+    {"shard": 2, "microbatch": 3, "precision": Float8Tensorwise()},
+    # What is computed again is communicated again.
+    {"tensor": 2, "microbatch": 3, "ac": FullCheckpointing()},
+    {"context": 2, "context_method": "all_gather", "ac": FullCheckpointing()},
+]
+FULL = [
+    {"shard": 2, "tensor": 2, "microbatch": 3, "bf16": True},
+    {"context": 4, "bf16": True},
+    {"pipeline": 2, "tensor": 2},
+    {"context": 2, "tensor": 2, "ac": SelectiveLayer(every=2)},
     {
         "shard": 2,
         "tensor": 2,
         "loss_parallel": False,
         "precision": Bf16(reduce="bf16", fp32_parts=["head", "layers.1"]),
     },
-    {"replicate": 2, "precision": Bf16Full(reduce="bf16")},
-    {"shard": 2, "microbatch": 3, "precision": Float8Tensorwise()},
-    # What is computed again is communicated again.
-    {"tensor": 2, "microbatch": 3, "ac": FullCheckpointing()},
-    {"context": 2, "tensor": 2, "ac": SelectiveLayer(every=2)},
-    {"context": 2, "context_method": "all_gather", "ac": FullCheckpointing()},
-]
-FULL = [
     {"shard": 2, "tensor": 2, "precision": Float8Tensorwise(skip=["output", "wk"])},
     {"replicate": 2, "shard": 2, "precision": Float8Tensorwise()},
     {"shard": 2, "precision": Float8Rowwise()},

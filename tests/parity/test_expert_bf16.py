@@ -17,7 +17,7 @@ from titanlab.parity.parity import compare
 TENSOR, LOSS, NORM = 2.5e-2, 1e-4, 2e-3
 FULL = [pytest.mark.full]
 ROWS = [
-    ({"shard": 2, "expert": 2}, []),
+    ({"shard": 2, "expert": 2}, FULL),
     ({"shard": 2, "tensor": 2, "expert": 2}, FULL),
     ({"shard": 2, "pipeline": 2, "expert": 2}, FULL),
     ({"shard": 2, "tensor": 2, "expert": 4, "microbatch": 2}, FULL),

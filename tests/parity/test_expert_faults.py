@@ -44,7 +44,11 @@ def with_auxiliary_losses_by_microbatch(made, run):
 
 
 @pytest.mark.parametrize(
-    ("fault", "model"), [(with_own_counts, "qwen3"), (with_auxiliary_losses_by_microbatch, "sequence")]
+    ("fault", "model"),
+    [
+        pytest.param(with_own_counts, "qwen3", marks=pytest.mark.full),
+        (with_auxiliary_losses_by_microbatch, "sequence"),
+    ],
 )
 def test_faults_of_balance_are_seen(pool, tmp_path, fault, model):
     reference = recipe(tmp_path, model, {})

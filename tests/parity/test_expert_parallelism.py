@@ -13,7 +13,7 @@ FULL = [pytest.mark.full]
 AC = {"full": FullCheckpointing(), "selective_layer": SelectiveLayer(every=2)}
 ROWS = [
     ("qwen3", {"shard": 2, "expert": 2}, FULL),
-    ("qwen3", {"shard": 2, "tensor": 2, "expert": 4, "microbatch": 2}, []),
+    ("qwen3", {"shard": 2, "tensor": 2, "expert": 4, "microbatch": 2}, FULL),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv", "ac": "full"}, []),
     ("qwen3", {"shard": 4, "expert": 2, "ac": "selective_layer"}, FULL),
     ("qwen3", {"shard": 4, "expert": 4, "microbatch": 1, "reshard_after_forward": "never"}, FULL),

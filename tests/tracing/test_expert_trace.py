@@ -47,7 +47,8 @@ LAYOUTS = {
 
 # Only in `make test-full`.
 FULL = ("expert 2 of context 2, HSDP", "expert 2 of 8 shards", "expert 8 of 64", "expert 2 of tensor 2", "expert 2",
-        "expert 2, few results kept", "expert 2, sorted rows kept")  # fmt: skip
+        "expert 2, few results kept", "expert 2, sorted rows kept", "expert 2, the exchange kept",
+        "experts divided among shards", "expert 2 of shard 4")  # fmt: skip
 
 
 @pytest.mark.parametrize(
