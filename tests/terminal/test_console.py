@@ -13,7 +13,7 @@ import pytest
 
 from tests.until import until
 from titanlab.terminal.console import Console, error_line
-from titanlab.terminal.progress import Progress
+from titanlab.terminal.progress import Progress, plain_line
 
 TERMINAL = {"TERM": "xterm-256color"}
 ROWS = [("model", "llama [debug]"), ("parameters", "5,769,472"), ("folder", "runs/single/toy-abcd1111")]
@@ -156,6 +156,16 @@ def test_a_pipe_hears_of_a_phase_only_if_it_lasts():
         clock.now += 100
         time.sleep(0.6)
     assert out.getvalue() == "rendezvous of 8 ranks … 31 s\n"
+
+
+def test_in_a_pipe_too_a_line_of_progress_ends_the_phase():
+    out, clock = io.StringIO(), Clock()
+    with Console(out, environ=TERMINAL, clock=clock) as console:
+        console.phase("step 1")
+        console.log(at(1))
+        clock.now += 100
+        time.sleep(0.6)
+    assert out.getvalue().splitlines() == [plain_line(at(1))]
 
 
 def test_a_terminal_that_gets_narrower_has_no_line_that_wraps(monkeypatch):

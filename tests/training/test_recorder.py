@@ -1,5 +1,7 @@
 """What a run leaves behind while it happens: rows of metrics, its status and its result."""
 
+import time
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from titanlab.costs import meter
 from titanlab.distributed.world import World
 from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.terminal import phase
 from titanlab.training.memory import memory
 from titanlab.training.recorder import LoggingRecorder, Recorder, open_recorder
 from titanlab.training.totals import Totals
@@ -41,6 +44,20 @@ def test_a_run_is_recorded(tmp_path, capsys):
     assert run.result(1).kind is OutcomeKind.DONE
     assert "done" in (run.logs / "rank-0.log").read_text()
     capsys.readouterr()
+
+
+def test_in_a_pipe_the_first_step_of_a_resumed_run_is_over_after_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(phase, "_SLOW_SECONDS", 0.8)
+    made = tiny.recipe(tmp_path, steps=100, log_every=50)
+    run = tiny.begin(made)
+    with open_recorder(made, run, ALONE, attempt=1, position=Position(step=60)) as recorder:
+        recorder.start()
+        recorder.record(61, Totals(4.0, 1.0, 100, 0), rate=1e-3, tokens_seen=6100)
+        recorder.started({"python": 0.1})
+        # Longer than a slow phase and a tick of its thread.
+        time.sleep(1.6)
+        recorder.finish(Outcome(kind=OutcomeKind.DONE, step=61, steps=100))
+    assert "step 61 …" not in capsys.readouterr().out
 
 
 def test_an_error_closes_the_record_and_goes_on(tmp_path, capsys):

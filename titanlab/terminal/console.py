@@ -115,9 +115,10 @@ class Console:
             self._losses.append(progress.loss)
         line = plain_line(progress)
         self._to_log(line)
+        with self._lock:
+            self._phase.begin(None)
         if self.is_live:
             with self._lock:
-                self._phase.begin(None)
                 self._latest = self._kept = progress
                 kept = kept_line(progress, columns=columns_of(self._stream)) + "\n"
                 self._write(self._stream, self._clearing() + kept)

@@ -135,6 +135,8 @@ class LoggingRecorder(Recorder):
         self._meter.begin()
 
     def started(self, seconds: Mapping[str, float]) -> None:
+        # Where no line is redrawn, the first step of a resumed run may have none.
+        self._console.phase(None)
         # Nothing depends on the file.
         with self._meter.paused(), contextlib.suppress(OSError):
             write_start_up(self._run.attempt_folder(self._attempt), seconds)
