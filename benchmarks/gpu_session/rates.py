@@ -21,6 +21,7 @@ from gpu_session.prediction import Facts, composed
 from gpu_session.products import FLOAT8, Product, attention_of, products_of
 from gpu_session.watch import Watch
 from titanlab.model.attention import InnerAttention
+from titanlab.profiler.rates import mean_seconds
 
 # Rounds of which the median counts.
 _TIMES = 5
@@ -68,7 +69,7 @@ class _Meter:
     """Times calls on one device."""
 
     def __init__(self, on_gpu: bool, watch: Watch, seconds: float) -> None:  # noqa: FBT001
-        self._on_gpu, self._watch, self.seconds = on_gpu, watch, seconds
+        self._watch, self.seconds = watch, seconds
         self._device = torch.device("cuda" if on_gpu else "cpu")
         torch.manual_seed(0)
 
@@ -137,26 +138,11 @@ class _Meter:
 
     def _timed(self, call: Callable[[], Any]) -> dict[str, Any]:
         """Median seconds of a call, over some rounds of as many calls as fit; and the watch's figures."""
-        once = min(self._round(call, 1) for _ in range(3))
+        once = min(mean_seconds(call, 1, self._device) for _ in range(3))
         count = max(1, round(self.seconds / _TIMES / max(once, 1e-6)))
         begin = time.time()
-        rounds = [self._round(call, count) for _ in range(_TIMES)]
+        rounds = [mean_seconds(call, count, self._device) for _ in range(_TIMES)]
         return {"seconds": statistics.median(rounds), **self._watch.between(begin, time.time())}
-
-    def _round(self, call: Callable[[], Any], count: int) -> float:
-        """Mean seconds of a call."""
-        if not self._on_gpu:
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            return (time.perf_counter() - start) / count
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / count
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_on_a_gpu_events_measure(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     device = torch.device("cuda", 0)
-    assert rates._timed(lambda: None, 4, device) == 0.0005
+    assert rates.mean_seconds(lambda: None, 4, device) == 0.0005
     assert Event.made == 2
 
 

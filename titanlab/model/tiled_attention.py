@@ -9,6 +9,7 @@ Which sizes are faster in tiles was measured by `benchmarks/attention_tiles.py`.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+torchs_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+torchs_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Tiling(NamedTuple):
@@ -47,6 +48,40 @@ def tiling(q: Tensor, k: Tensor, v: Tensor) -> Tiling | None:
     return _FASTEST if first <= q.shape[2] <= last and q.shape[3] <= _WIDEST_HEAD else None
 
 
+def result_like(x: Tensor) -> Tensor:
+    """An empty tensor shaped as x, with the strides of torch's results: [batch, seq, heads, head_dim] in memory."""
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def denominators_of(q: Tensor) -> Tensor:
+    """An empty tensor for the logarithms of the denominators: float32 [batch, heads, seq]."""
+    batch, heads, seq_len, _ = q.shape
+    return q.new_empty((batch, seq_len, heads), dtype=torch.float32).transpose(1, 2)
+
+
+def register_attention(name: str) -> None:
+    """Tell torch what operators `titanlab::NAME` and `titanlab::NAME_backward` return, and how many FLOPs they are.
+
+    The first takes q, k, v, the second the output's gradient and q, k, v; other arguments may follow.
+
+    FLOPs are two products of the whole square forward and five backward, as torch counts its own kernels.
+    """
+
+    def results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return result_like(q), denominators_of(q)
+
+    def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return result_like(q), result_like(k), result_like(v)
+
+    for operator, fake, products in ((name, results, 2), (f"{name}_backward", gradients, 5)):
+        torch.library.register_fake(f"titanlab::{operator}", fake)
+        register_flop_formula(getattr(torch.ops.titanlab, operator))(functools.partial(_flops, products))
+
+
+def _flops(products: int, shape: tuple[int, ...], *_: Any, **__: Any) -> int:
+    return products * 2 * math.prod(shape) * shape[2]
+
+
 @torch.library.custom_op("titanlab::tiled_attention", mutates_args=())
 def tiled_attention(
     q: Tensor,
@@ -64,13 +99,13 @@ def tiled_attention(
     Returns:
         output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
     """
-    out, lse = _like(q), _denominators(q)
+    out, lse = result_like(q), denominators_of(q)
     if in_float32:
         q, k, v = q.float(), k.float(), v.float()
     mask = _mask(q, rows)
     for start, end in _tiles(q, rows):
         tile, keys = slice(start, end), slice(end)
-        out[:, :, tile], lse[:, :, tile] = _forward(
+        out[:, :, tile], lse[:, :, tile] = torchs_forward(
             q[:, :, tile], k[:, :, keys], v[:, :, keys], 0.0, start == 0, attn_mask=_part(mask, start, end)
         )
     return out, lse
@@ -88,7 +123,7 @@ def tiled_attention_backward(
     in_float32: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    dq, dtype = _like(q), q.dtype
+    dq, dtype = result_like(q), q.dtype
     if in_float32:
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
     mask, sums = _mask(q, rows), list[Tensor]()
@@ -96,7 +131,7 @@ def tiled_attention_backward(
     for start, end in reversed(_tiles(q, rows)):
         tile, keys = slice(start, end), slice(end)
         inputs = (grad[:, :, tile], q[:, :, tile], k[:, :, keys], v[:, :, keys], out[:, :, tile], lse[:, :, tile])
-        dq[:, :, tile], *parts = _backward(*inputs, 0.0, start == 0, attn_mask=_part(mask, start, end))
+        dq[:, :, tile], *parts = torchs_backward(*inputs, 0.0, start == 0, attn_mask=_part(mask, start, end))
         if sums:
             for total, part in zip(sums, parts, strict=True):
                 total[:, :, keys] += part
@@ -104,16 +139,6 @@ def tiled_attention_backward(
             sums = parts
     dk, dv = (total.to(dtype) for total in sums)
     return dq, dk, dv
-
-
-@tiled_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like(q), _denominators(q)
-
-
-@tiled_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -128,20 +153,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
     return *tiled_attention_backward(grad, *ctx.saved_tensors, *ctx.tiling), None, None
 
 
+register_attention("tiled_attention")
 tiled_attention.register_autograd(_differentiate, setup_context=_keep)
-
-
-# Two products of the whole square forward, five backward, as torch counts its own kernels.
-
-
-@register_flop_formula(torch.ops.titanlab.tiled_attention)
-def _(q: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * 2 * math.prod(q) * q[2]
-
-
-@register_flop_formula(torch.ops.titanlab.tiled_attention_backward)
-def _(grad: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 5 * 2 * math.prod(grad) * grad[2]
 
 
 def _tiles(q: Tensor, rows: int) -> list[tuple[int, int]]:
@@ -160,13 +173,3 @@ def _part(mask: Tensor, start: int, end: int) -> Tensor | None:
     """The part of `_mask` for a tile; the first one is causal by itself."""
     last = mask.shape[1] - mask.shape[0]
     return mask[: end - start, last - start : last - start + end] if start else None
-
-
-def _like(x: Tensor) -> Tensor:
-    """An empty tensor shaped as x, with the strides of torch's results: [batch, seq, heads, head_dim] in memory."""
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def _denominators(q: Tensor) -> Tensor:
-    batch, heads, seq_len, _ = q.shape
-    return q.new_empty((batch, seq_len, heads), dtype=torch.float32).transpose(1, 2)

@@ -107,13 +107,13 @@ class _Local:
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """Median of the time of a call, as often as it fits into the time of a figure."""
-        once = _timed(call, 1, self._device)
+        once = mean_seconds(call, 1, self._device)
         count = max(1, round(self._config.seconds / _TIMES / max(once, 1e-7)))
-        return statistics.median(_timed(call, count, self._device) for _ in range(_TIMES))
+        return statistics.median(mean_seconds(call, count, self._device) for _ in range(_TIMES))
 
 
-def _timed(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Mean seconds of a call."""
+def mean_seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """Mean seconds of a call; on a GPU, of the device."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -165,7 +165,7 @@ def _of_size(size: int, group: dist.ProcessGroup | None, device: torch.device) -
         for _ in range(_COLLECTIVE_TIMES):
             # Ranks begin together: waiting for another one is no part of a collective.
             dist.barrier(group=group)
-            times.append(_timed(call, 1, device))
+            times.append(mean_seconds(call, 1, device))
         yield kind, statistics.median(times[1:])
 
 

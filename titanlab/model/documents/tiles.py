@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from titanlab.model.tiled_attention import Tiling
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
+from titanlab.model.tiled_attention import (
+    Tiling,
+    denominators_of,
+    register_attention,
+    result_like,
+    torchs_backward,
+    torchs_forward,
+)
 
 # Queries of a tile: of 32, 64, 128 and 256 the fastest for documents of any length, by benchmarks/document_masks.py.
 _ROWS = 64
@@ -68,14 +70,14 @@ def document_attention(
     Returns:
         output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
     """
-    out, lse = _like(q), _denominators(q)
+    out, lse = result_like(q), denominators_of(q)
     if in_float32:
         q, k, v = q.float(), k.float(), v.float()
     triangle = _triangle(q, rows)
     for row, begins in enumerate(starts.tolist()):
         for tile in tiles(begins, rows):
             own, keys = _slices(row, tile)
-            out[own], lse[own] = _forward(
+            out[own], lse[own] = torchs_forward(
                 q[own], k[keys], v[keys], 0.0, _is_causal(tile), attn_mask=_mask(triangle, starts[row], tile)
             )
     return out, lse
@@ -94,10 +96,10 @@ def document_attention_backward(
     in_float32: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    dq, dk, dv = result_like(q), result_like(k), result_like(v)
     if in_float32:
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
-    totals = [_like(k), _like(v)] if k.dtype != dk.dtype else [dk, dv]
+    totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
     triangle = _triangle(q, rows)
     for row, begins in enumerate(starts.tolist()):
         # The last tile of a document meets all its keys, so the others add to its gradients of keys and values.
@@ -105,7 +107,7 @@ def document_attention_backward(
             own, keys = _slices(row, tile)
             inputs = (grad[own], q[own], k[keys], v[keys], out[own], lse[own])
             mask = _mask(triangle, starts[row], tile)
-            dq[own], *parts = _backward(*inputs, 0.0, _is_causal(tile), attn_mask=mask)
+            dq[own], *parts = torchs_backward(*inputs, 0.0, _is_causal(tile), attn_mask=mask)
             for total, part in zip(totals, parts, strict=True):
                 if tile.last:
                     total[keys] = part
@@ -115,16 +117,6 @@ def document_attention_backward(
         dk.copy_(totals[0])
         dv.copy_(totals[1])
     return dq, dk, dv
-
-
-@document_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like(q), _denominators(q)
-
-
-@document_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -140,17 +132,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
     return *gradients, None, None, None
 
 
+register_attention("document_attention")
 document_attention.register_autograd(_differentiate, setup_context=_keep)
-
-
-@register_flop_formula(torch.ops.titanlab.document_attention)
-def _(q: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 2 * 2 * math.prod(q) * q[2]
-
-
-@register_flop_formula(torch.ops.titanlab.document_attention_backward)
-def _(grad: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return 5 * 2 * math.prod(grad) * grad[2]
 
 
 def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
@@ -206,13 +189,3 @@ def _mask(triangle: Tensor, starts: Tensor, tile: Tile) -> Tensor | None:
         places = torch.arange(tile.first, tile.end)
         mask = mask.masked_fill(places < starts[tile.start : tile.end, None], -math.inf)
     return mask
-
-
-def _like(x: Tensor) -> Tensor:
-    """An empty tensor shaped as x, with the strides of torch's results: [batch, seq, heads, head_dim] in memory."""
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def _denominators(q: Tensor) -> Tensor:
-    batch, heads, seq_len, _ = q.shape
-    return q.new_empty((batch, seq_len, heads), dtype=torch.float32).transpose(1, 2)
