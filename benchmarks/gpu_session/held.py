@@ -26,7 +26,7 @@ from titanlab.distributed.world import World, open_world
 from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
 from titanlab.training.assemble import Assembled, assemble
-from titanlab.training.step.batch import StepBatch
+from titanlab.training.batch import StepBatch
 from titanlab.training.totals import Reduction
 
 _KERNELS = 25

@@ -32,7 +32,7 @@ from titanlab.schedule.interleaved_schema import Interleaved1F1B
 from titanlab.schedule.looped_bfs_schema import LoopedBFS
 from titanlab.schedule.zbv_schema import ZBV
 from titanlab.training import assemble, stage
-from titanlab.training.step.batch import StepBatch
+from titanlab.training.batch import StepBatch
 from titanlab.training.totals import Reduction
 
 

@@ -13,7 +13,7 @@ from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import joined
 from titanlab.distributed.world import open_world
 from titanlab.training.assemble import assemble
-from titanlab.training.step.batch import StepBatch
+from titanlab.training.batch import StepBatch
 
 
 def collectives(made):

@@ -26,8 +26,8 @@ from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
 from titanlab.parity import parity, tolerances
 from titanlab.parity.parity import compare
+from titanlab.training import batch
 from titanlab.training import generate as sampling
-from titanlab.training.step import batch
 from titanlab.weights.fill import fill
 from titanlab.weights.starting_weights import open_folder
 

@@ -18,7 +18,7 @@ from titanlab.parallelism.pipeline_stage import ScheduledStage
 from titanlab.tracing.fake_world import fake_world
 from titanlab.tracing.saved_bytes import _Made
 from titanlab.training.assemble import assemble
-from titanlab.training.step.batch import StepBatch
+from titanlab.training.batch import StepBatch
 
 LOG_PROBABILITY_BYTES = 4
 

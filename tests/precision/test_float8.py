@@ -30,7 +30,7 @@ from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwH
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.precision.product import PLAIN, product_of
 from titanlab.training import assemble, generate
-from titanlab.training.facts import work
+from titanlab.training.recording.facts import work
 
 RECIPES = [Float8Tensorwise, Float8Rowwise, Float8RowwiseWithGwHp, Mxfp8]
 # Names of layers in a block, which are all that changes by default.

@@ -5,11 +5,11 @@ import json
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.training.test_rebuild import again
 
 from tests import tiny
 from tests.sweep.made import Made, end
 from tests.tracker.test_wandb import inspect
-from tests.training.test_rebuild import again
 from titanlab.errors import ConfigError
 from titanlab.options import combination, combined_name
 from titanlab.recipe.recipe import from_mapping, to_mapping
@@ -20,8 +20,8 @@ from titanlab.tracker.tensorboard import TensorBoardTracker
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.tracked_run import TrackedRun, open_tracker
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.training import rebuild
-from titanlab.training.tracker_gaps import tracker_gap
+from titanlab.training.recording import rebuild
+from titanlab.training.recording.tracker_gaps import tracker_gap
 
 
 def several(**configs):

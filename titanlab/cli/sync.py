@@ -12,8 +12,8 @@ from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.tracker import wandb_upload
-from titanlab.training.rebuild import rebuild
-from titanlab.training.tracker_gaps import has_repeated_steps, tracker_gap, waiting_files
+from titanlab.training.recording.rebuild import rebuild
+from titanlab.training.recording.tracker_gaps import has_repeated_steps, tracker_gap, waiting_files
 
 
 def main(arguments: Sequence[str]) -> int:

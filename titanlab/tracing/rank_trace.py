@@ -17,7 +17,7 @@ from titanlab.tracing.declared import RankAccount
 from titanlab.tracing.fake_world import fake_world
 from titanlab.tracing.saved_bytes import SavedBytes
 from titanlab.training.assemble import assemble
-from titanlab.training.step.batch import StepBatch
+from titanlab.training.batch import StepBatch
 from titanlab.training.totals import Reduction
 from titanlab.weights.initialise import plain_name
 

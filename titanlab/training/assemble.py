@@ -24,8 +24,8 @@ from titanlab.profiler.contract import Phase, nothing
 from titanlab.recipe.recipe import Recipe, pieces_by_stage
 from titanlab.training.bad_steps import with_policy
 from titanlab.training.balance import Balance, NoBalance
+from titanlab.training.batch import StepBatch, positions_of, to_device_of
 from titanlab.training.stage import Stage, build_stage, dtypes_of, tensor_cut, together
-from titanlab.training.step.batch import StepBatch, positions_of, to_device_of
 
 
 class Sums(NamedTuple):

@@ -12,7 +12,7 @@ from titanlab.profiler.consumers import named_before_steps, named_consumers
 from titanlab.profiler.contract import Links, Profiler
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
-from titanlab.training.recorder import Recorder
+from titanlab.training.recording.recorder import Recorder
 
 __all__ = ["named_before_steps", "named_consumers", "profiled", "profiler_of"]
 

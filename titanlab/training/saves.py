@@ -18,7 +18,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind, first_line
 from titanlab.system.disk import disk_fault
 from titanlab.training.assemble import Assembled
-from titanlab.training.recorder import Recorder
+from titanlab.training.recording.recorder import Recorder
 from titanlab.training.totals import Totals
 
 

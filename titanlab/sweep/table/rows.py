@@ -21,7 +21,7 @@ from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
 from titanlab.sweep.table.estimates import LateEstimates, estimate_columns
 from titanlab.sweep.table.run_columns import figure_columns, machine_columns, provenance_columns, recipe_columns
-from titanlab.training.tracker_gaps import tracker_gap
+from titanlab.training.recording.tracker_gaps import tracker_gap
 
 # Points that were dropped on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")

@@ -11,7 +11,7 @@ from titanlab.distributed.world import World
 from titanlab.errors import TitanlabError
 from titanlab.parallelism.local import local_part
 from titanlab.training.assemble import Assembled, Sums
-from titanlab.training.step.batch import StepBatch
+from titanlab.training.batch import StepBatch
 
 
 class SilentCorruption(TitanlabError):

@@ -14,7 +14,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.tracker.contract import TrackerConfig
 from titanlab.tracker.record import FILE, FINISHED, Record, file_of, read_record, write_record
 from titanlab.tracker.tracked_run import open_tracker
-from titanlab.training.tracked_run import records, tracked_run
+from titanlab.training.recording.tracked_run import records, tracked_run
 
 _ROW = ("kind", "step", "attempt", "time")
 

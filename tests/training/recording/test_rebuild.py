@@ -14,9 +14,9 @@ from titanlab.tracker.record import FILE, FINISHED, OPEN, Record, read_record, w
 from titanlab.tracker.tensorboard_schema import TensorBoard
 from titanlab.tracker.wandb_files import offline_files
 from titanlab.tracker.wandb_schema import Wandb
-from titanlab.training import rebuild
-from titanlab.training.rebuild import RebuildError
-from titanlab.training.tracker_gaps import tracker_gap
+from titanlab.training.recording import rebuild
+from titanlab.training.recording.rebuild import RebuildError
+from titanlab.training.recording.tracker_gaps import tracker_gap
 
 
 def tracked(made, config, name="fsdp", steps=6, **given):

@@ -13,7 +13,7 @@ from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.terminal import phase
 from titanlab.training.memory import memory
-from titanlab.training.recorder import LoggingRecorder, Recorder, open_recorder
+from titanlab.training.recording.recorder import LoggingRecorder, Recorder, open_recorder
 from titanlab.training.totals import Totals
 
 CPU = torch.device("cpu")

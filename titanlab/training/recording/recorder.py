@@ -36,12 +36,12 @@ from titanlab.terminal.console import Console
 from titanlab.terminal.progress import Progress
 from titanlab.tracker.contract import Tracker
 from titanlab.tracker.tracked_run import open_tracker
-from titanlab.training import facts
 from titanlab.training.balance import ExpertRows
-from titanlab.training.held_rows import HeldRows
 from titanlab.training.memory import memory, peak_memory_gib
+from titanlab.training.recording import facts
+from titanlab.training.recording.held_rows import HeldRows
+from titanlab.training.recording.tracked_run import tracked_run
 from titanlab.training.totals import Totals
-from titanlab.training.tracked_run import tracked_run
 
 _STATUS_SECONDS = 1.0
 

@@ -9,7 +9,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.terminal.paths import shown_path
 from titanlab.tracker.record import FINISHED, Record, records_in
 from titanlab.tracker.wandb_files import is_uploaded, offline_files
-from titanlab.training.tracked_run import records
+from titanlab.training.recording.tracked_run import records
 
 _WANDB = "wandb"
 
