@@ -36,7 +36,7 @@ from titanlab.training.faults.rank_times import RankTimes
 from titanlab.training.faults.repeated_step import RepeatedStep
 from titanlab.training.faults.rollback import Rollbacks
 from titanlab.training.profiling import named_before_steps, named_consumers, profiled, profiler_of
-from titanlab.training.recording.recorder import open_recorder
+from titanlab.training.recording.logging_recorder import open_recorder
 from titanlab.training.saves import Saves
 from titanlab.training.start import load_start
 from titanlab.training.totals import Reduction, Totals

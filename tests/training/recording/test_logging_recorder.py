@@ -13,7 +13,8 @@ from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.terminal import phase
 from titanlab.training.memory import memory
-from titanlab.training.recording.recorder import LoggingRecorder, Recorder, open_recorder
+from titanlab.training.recording.logging_recorder import LoggingRecorder, open_recorder
+from titanlab.training.recording.recorder import Recorder
 from titanlab.training.totals import Totals
 
 CPU = torch.device("cpu")

@@ -1,0 +1,310 @@
+"""The recorder of the rank that logs: metrics.jsonl, status.json, tracker, console, result.json."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from titanlab.checkpoint.position import Position
+from titanlab.compile.watch import Watch
+from titanlab.costs import meter
+from titanlab.costs.meter import Meter
+from titanlab.costs.traffic_table import flat, lines
+from titanlab.distributed.mesh import Mesh
+from titanlab.distributed.start_up import write_start_up
+from titanlab.distributed.traffic import axis_groups, traced
+from titanlab.distributed.world import World
+from titanlab.recipe.recipe import Recipe
+from titanlab.records.failure_signs import is_secondary
+from titanlab.records.metrics_file import EXPERTS
+from titanlab.records.outcome import Outcome, OutcomeKind, classify, exit_code
+from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_status import Status
+from titanlab.terminal.console import Console
+from titanlab.terminal.progress import Progress
+from titanlab.tracker.contract import Tracker
+from titanlab.tracker.tracked_run import open_tracker
+from titanlab.training.balance import ExpertRows
+from titanlab.training.memory import memory, peak_memory_gib
+from titanlab.training.recording import facts
+from titanlab.training.recording.held_rows import HeldRows
+from titanlab.training.recording.recorder import Recorder
+from titanlab.training.recording.tracked_run import tracked_run
+from titanlab.training.totals import Totals
+
+_STATUS_SECONDS = 1.0
+
+
+class LoggingRecorder(Recorder):
+    """The recorder of the rank that logs."""
+
+    def __init__(
+        self, recipe: Recipe, run: RunFolder, world: World, *, attempt: int, position: Position, console: Console
+    ) -> None:
+        self._recipe = recipe
+        self._run = run
+        self._world = world
+        self._attempt = attempt
+        self._console = console
+        self._steps = recipe.training.steps
+        work = facts.work(recipe, world.device)
+        self._meter = Meter(work, warmup_steps=recipe.training.unmeasured_steps, tokens_seen=position.tokens)
+        self._metrics = run.open_metrics(attempt, resumed_step=position.step)
+        described = tracked_run(recipe, run, attempt=attempt, resumed_step=position.step, id=position.tracker)
+        tracker = open_tracker(recipe.tracker, described, warn=console.warn)
+        self._held = HeldRows(tracker, run.saved_step) if recipe.training.on_nan == "rollback" else None
+        self._tracker: Tracker = self._held or tracker
+        self.tracker_id = described.id
+        self._status_at = 0.0
+        self._traced = False
+        self._ranks: dict[str, float] = {}
+        self._step = position.step
+        self._shown = Progress(step=position.step, steps=self._steps)
+        self._latest: dict[str, object] = {}
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        self._validation_loss: float | None = None
+        self._experts = ExpertRows(self._steps, functools.partial(self._metrics.write, EXPERTS))
+        self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
+        console.start(f"titanlab · {recipe.name}", facts.start_rows(recipe, run, world.device, work, position))
+
+    def start(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._world.device)
+        self._write_status("running")
+        compiles = ", which compiles the model" if self._recipe.compile.compiles else ""
+        self._console.phase(f"step {self._step + 1}{compiles}")
+        self._meter.begin()
+
+    def started(self, seconds: Mapping[str, float]) -> None:
+        # Where no line is redrawn, the first step of a resumed run may have none.
+        self._console.phase(None)
+        # Nothing depends on the file.
+        with self._meter.paused(), contextlib.suppress(OSError):
+            write_start_up(self._run.attempt_folder(self._attempt), seconds)
+
+    def loading(self) -> AbstractContextManager[None]:
+        return self._meter.loading_data()
+
+    def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
+        if self._traced or self._world.world == 1:
+            return contextlib.nullcontext()
+        self._traced = True
+        return self._tracing(mesh)
+
+    @contextlib.contextmanager
+    def _tracing(self, mesh: Mesh) -> Iterator[None]:
+        with traced(axis_groups(mesh)) as traffic:
+            yield
+        rows = traffic.rows()
+        heads = ["sent per step by rank 0  ", *[" " * 25] * len(rows)]
+        texts = [head + line for head, line in zip(heads, lines(rows), strict=False)]
+        self.measured("traffic", self._step + 1, flat(rows), texts)
+
+    def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
+        self._metrics.write(kind, step, metrics)
+        self._tracker.log(step, dict(metrics))
+        for line in lines:
+            self._console.note(line)
+
+    def warn(self, text: str) -> None:
+        self._console.warn(text)
+
+    def go_back(self, step: int) -> None:
+        self._step = step
+        self._experts.go_back()
+        if self._held is not None:
+            self._held.go_back(step)
+
+    def compared(self, metrics: Mapping[str, float], warning: str) -> None:
+        self._ranks = dict(metrics)
+        if warning:
+            self._console.warn(warning)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        with self._meter.paused():
+            self._write_status("saving")
+            yield
+            self._write_status("running")
+
+    @contextlib.contextmanager
+    def validating(self, step: int) -> Iterator[Callable[[float], None]]:
+        def report(loss: float) -> None:
+            self._validation_loss = loss
+            row = {meter.VALIDATION_LOSS: loss}
+            self._metrics.write("validation", step, row)
+            self._tracker.log(step, row)
+            self._console.validated(step, self._steps, loss)
+
+        with self._meter.paused():
+            yield report
+            self._watch.after_validation(step)
+
+    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
+        self._meter.leave_out(self._watch.after_step(step, first=self._meter.steps == 0))
+        seconds = self._meter.end_step(totals.tokens)
+        self._step = step
+        if totals.load is not None:
+            self._experts.after_step(step, totals.load)
+        self._last_loss = totals.loss
+        if self._first_loss is None:
+            self._first_loss = totals.loss
+        bad = not totals.finite
+        if step % self._recipe.training.log_every and step not in (1, self._steps) and not bad:
+            if self._console.is_live:
+                progress = self._progress(step, totals, rate, step_seconds=seconds)
+                # What is measured for a group of steps stays visible until it is measured again.
+                mfu, memory_gib = self._shown.mfu_percent, self._shown.memory_gib
+                self._console.step(replace(progress, mfu_percent=mfu, memory_gib=memory_gib))
+            return
+        with self._meter.paused():
+            self._log(step, totals, rate=rate, tokens_seen=tokens_seen)
+
+    def _log(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
+        speed = self._meter.window()
+        row: dict[str, object] = {
+            meter.LOSS: totals.loss,
+            meter.GRAD_NORM: totals.grad_norm,
+            meter.LEARNING_RATE: rate,
+            meter.TOKENS_SEEN: tokens_seen,
+            **_scaling(totals),
+            **_routing(totals),
+            **speed.metrics(),
+            **self._watch.metrics(),
+            **memory(self._world.device),
+            **self._ranks,
+        }
+        self._metrics.write("train", step, row)
+        self._tracker.log(step, row)
+        self._latest = row
+        progress = self._progress(step, totals, rate, step_seconds=speed.step_seconds)
+        self._shown = replace(
+            progress,
+            tokens_per_second=speed.tokens_per_second,
+            mfu_percent=speed.mfu_percent,
+            data_seconds=speed.data_seconds,
+            memory_gib=peak_memory_gib(self._world.device),
+            warming_up=speed.warming_up,
+        )
+        self._console.log(self._shown)
+        if time.monotonic() - self._status_at >= _STATUS_SECONDS:
+            self._write_status("running")
+
+    def finish(self, outcome: Outcome) -> Outcome:
+        summary = {**self._summary(), **memory(self._world.device), **self._ranks}
+        outcome = replace(outcome, metrics=summary)
+        self._experts.at_end(self._step)
+        self._metrics.close()
+        self._tracker.finish({**summary, "outcome": outcome.kind.value}, exit_code=outcome.kind.exit_code)
+        self._run.write_result(outcome)
+        tone = "good" if outcome.kind is OutcomeKind.DONE else "halted" if outcome.kind.may_continue else "bad"
+        self._console.end(
+            f"{outcome.kind.value}: {outcome.kind.meaning}",
+            facts.end_rows(outcome, self._run),
+            tone=tone,  # type: ignore[arg-type]
+            next_steps=facts.next_steps(outcome, self._run),
+        )
+        return outcome
+
+    def abandon(self, error: BaseException) -> None:
+        """Close files and the tracker after an exception on this rank; the launcher writes the result."""
+        # A secondary failure: another rank holds the cause.
+        kind = {} if is_secondary(error) else {"outcome": classify(error).value}
+        # On a full disk these fail too; the message is to name the run's own error.
+        with contextlib.suppress(OSError):
+            self._metrics.close()
+        with contextlib.suppress(OSError):
+            self._tracker.finish({**self._summary(), **kind}, exit_code=exit_code(error))
+
+    def _summary(self) -> dict[str, object]:
+        """Medians after warm-up, totals and last losses."""
+        return {
+            **self._meter.summary(),
+            "first_loss": self._first_loss,
+            meter.LOSS: self._last_loss,
+            meter.VALIDATION_LOSS: self._validation_loss,
+            **self._watch.metrics(),
+        }
+
+    def _progress(self, step: int, totals: Totals, rate: float, *, step_seconds: float) -> Progress:
+        return Progress(
+            step=step,
+            steps=self._steps,
+            loss=totals.loss,
+            grad_norm=totals.grad_norm,
+            learning_rate=rate,
+            tokens_per_second=totals.tokens / self._world.world / max(step_seconds, 1e-9),
+            devices=self._world.world,
+            step_seconds=step_seconds,
+            seconds_left=self._meter.seconds_left(self._steps - step),
+        )
+
+    def _write_status(self, state: str) -> None:
+        self._status_at = time.monotonic()
+        self._run.write_status(
+            Status(
+                state=state,
+                step=self._step,
+                steps=self._steps,
+                attempt=self._attempt,
+                seconds_left=self._meter.seconds_left(self._steps - self._step),
+                metrics=self._latest,
+            )
+        )
+
+
+@contextlib.contextmanager
+def open_recorder(
+    recipe: Recipe, run: RunFolder, world: World, *, attempt: int, position: Position
+) -> Iterator[Recorder]:
+    """The recorder for this rank; it does nothing unless the rank logs."""
+    if not world.logs:
+        yield Recorder()
+        return
+    with _console(run.logs / "rank-0.log") as console:
+        recorder = LoggingRecorder(recipe, run, world, attempt=attempt, position=position, console=console)
+        try:
+            yield recorder
+        except BaseException as error:
+            recorder.abandon(error)
+            raise
+
+
+@contextlib.contextmanager
+def _console(log: Path) -> Iterator[Console]:
+    """A console for terminal and log; for the log alone, with the time of day, if all output goes to the log anyway."""
+    if "TITANLAB_LOG" not in os.environ:
+        with Console(log_file=log) as console:
+            yield console
+        return
+    with Path(os.devnull).open("w") as null, Console(null, errors=null, log_file=log) as console:
+        yield console
+
+
+def _routing(totals: Totals) -> dict[str, object]:
+    """Load of experts and entropy of routers; empty if the model has no experts."""
+    if totals.load is None:
+        return {}
+    return {
+        meter.EXPERT_LOAD: totals.load.most,
+        meter.DROPPED_SHARE: 0.0,
+        meter.ROUTER_ENTROPY: totals.load.entropy,
+    }
+
+
+def _scaling(totals: Totals) -> dict[str, object]:
+    """Loss scale and number of skipped steps; empty if the precision does not scale the loss."""
+    if totals.scaled is None:
+        return {}
+    scale = {} if math.isnan(totals.scaled.scale) else {meter.LOSS_SCALE: totals.scaled.scale}
+    return {**scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
