@@ -10,7 +10,8 @@ from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, Selecti
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs import flops
 from titanlab.costs.config_key import key_of
-from titanlab.costs.traffic_account import Coordinate, step_traffic
+from titanlab.costs.step import Coordinate
+from titanlab.costs.traffic_account import step_traffic
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.planner.efficiencies import Efficiencies
 from titanlab.planner.machine import machine_of

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from titanlab.costs.step import Coordinate, Step
 from titanlab.costs.traffic_table import Traffic
-
-if TYPE_CHECKING:
-    from titanlab.costs.traffic_account import Coordinate, Step
 
 
 def context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:

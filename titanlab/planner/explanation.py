@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlab.costs.config_key import key_of
-from titanlab.costs.traffic_account import Coordinate, step_traffic
+from titanlab.costs.step import Coordinate
+from titanlab.costs.traffic_account import step_traffic
 from titanlab.costs.traffic_table import Row
 from titanlab.planner.machine import Machine, machine_of
 from titanlab.planner.memory import ITEMS, RankMemory, memory

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from titanlab.costs.traffic_account import Coordinate, step_traffic
+from titanlab.costs.step import Coordinate
+from titanlab.costs.traffic_account import step_traffic
 from titanlab.planner.machine import Machine
 from titanlab.planner.memory import RankMemory
 from titanlab.recipe.communication import step_of

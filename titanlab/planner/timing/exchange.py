@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from titanlab.costs.layout import Layout
+from titanlab.costs.step import Coordinate, Step
 from titanlab.costs.traffic_account import (
-    Coordinate,
-    Step,
     add_context,
     add_exchange,
     add_sharding,
