@@ -43,15 +43,15 @@ SAME = {
 # TorchTitan's list (arXiv 2410.06511, and its code): operators that are expensive to compute or communicate again.
 PAPER = (
     "aten.mm.default",
-    "aten.addmm.default",
+    "aten.addmm.default",  # Products with a bias.
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "titanlab.context_attention.default",
-    "_c10d_functional.reduce_scatter_tensor.default",
-    "aten.max.default",
-    "aten.amax.default",
+    "titanlab.context_attention.default",  # Of context parallelism: its keys and values would be sent again.
+    "_c10d_functional.reduce_scatter_tensor.default",  # Of compiled tensor parallelism.
+    "aten.max.default",  # The largest element, by which float8 scales.
+    "aten.amax.default",  # The largest element of each row.
 )
 
 

@@ -33,7 +33,8 @@ class Slurm(LaunchConfig):
         gpu_type: TYPE in `--gpus-per-node=TYPE:N`; null: any.
         ask_for_gpus: false on sites whose jobs get whole nodes and whose Slurm does not manage GPUs.
         array_parallelism: jobs of one array that run at once; null: no limit.
-        signal_seconds: how long before its time limit a job gets a signal to save and end.
+        signal_seconds: how long before its time limit a job gets a signal to save and end; before a preemption it is
+            the site's GraceTime.
         requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
         max_requeues: how often it may do that.
         restarts: how often the ranks of a job start again in place, from the newest checkpoint, after one has died.
@@ -42,7 +43,7 @@ class Slurm(LaunchConfig):
         threads: of one process (OMP_NUM_THREADS); null: cpus_per_task, or an equal share of the node's cores.
         python: interpreter on the nodes; null: the interpreter that submits.
         preamble: shell lines before the processes start, such as `module load cuda`.
-        environment: environment variables of the processes.
+        environment: environment variables of the processes, such as {NCCL_DEBUG: WARN}.
         container: words before the command, such as [apptainer, exec, --nv, image.sif].
         srun_arguments: further arguments of srun.
         extra: further flags of sbatch: {reservation: mine, exclusive: true}.

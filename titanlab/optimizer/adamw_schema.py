@@ -20,9 +20,10 @@ class Averaged(Scheduled):
 
     Attributes:
         lr: peak learning rate.
-        betas: decay of the averages of gradient and squared gradient.
+        betas: decay of the averages of gradient and squared gradient; by default as the Llama models were trained
+            (arXiv 2302.13971, section 2.3).
         eps: added to the denominator.
-        weight_decay: of parameters with two or more dimensions; norms and biases do not decay.
+        weight_decay: of parameters with two or more dimensions; norms and biases do not decay. The default is theirs.
     """
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])

@@ -15,6 +15,7 @@ class Breakdown(RecordedWindows):
     """What the time of a step goes to, as metrics, from steps that torch.profiler records."""
 
     kind: str = "breakdown"
+    # Profiled steps are slower: their share of the run's time stays small.
     every: int = 100
 
     def implementation(self) -> Profiler:

@@ -24,7 +24,7 @@ class Wandb(TrackerConfig):
             is not set. Without an API key, online becomes offline.
         project: null: WANDB_PROJECT, or titanlab.
         entity: user or team; null: the account's default.
-        group: null: the sweep.
+        group: null: the sweep's name, so that a dashboard compares its recipes.
         tags: added to those of model, hardware and precision.
         finish_seconds: how long the end of a run may wait for uploads; rows that are not uploaded stay on disk.
         queue_rows: rows that can wait while wandb starts or the network is slow; further rows are left out.

@@ -1,0 +1,76 @@
+"""The YAMLs of options hold only what differs from the defaults of their dataclasses.
+
+Recipes and sweeps are not options: they state what a run depends on, whatever the options' defaults are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from titanlab.options import discover, schema_of
+from titanlab.recipe.composition.recipes import conf_folder
+
+FILES = sorted(path for group in discover() for path in (conf_folder() / group).glob("*.yaml"))
+
+
+def contents(path: Path) -> tuple[list[str], DictConfig]:
+    """The defaults list of an option's file, and its own keys."""
+    keys = OmegaConf.load(path)
+    assert isinstance(keys, DictConfig)
+    return list(keys.pop("defaults")), keys
+
+
+def inherited(path: Path) -> Any:
+    """The values that an option has without its file's own keys: of a schema, or of another option."""
+    (base, own), _ = contents(path)
+    assert own == "_self_"
+    group = path.parent.name
+    if base.endswith("schema"):
+        return OmegaConf.structured(schema_of(group, base.removesuffix("schema").removesuffix("_") or None))
+    option = path.with_name(f"{base}.yaml")
+    return OmegaConf.merge(inherited(option), contents(option)[1])
+
+
+def leaves(keys: DictConfig, prefix: str = "") -> Iterator[str]:
+    for name, value in keys.items_ex(resolve=False):
+        if isinstance(value, DictConfig) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def plain(config: Any, key: str) -> Any:
+    value = config
+    for name in key.split("."):
+        value = None if OmegaConf.is_missing(value, name) else value._get_node(name)
+    return OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=False)
+
+
+def repeated(path: Path) -> list[str]:
+    """The keys of a file that can be deleted without a change of the option's values."""
+    _, keys = contents(path)
+    base = inherited(path)
+    merged = OmegaConf.merge(base, keys)
+    return [key for key in leaves(keys) if plain(base, key) == plain(merged, key)]
+
+
+def test_an_option_repeats_no_default():
+    assert len(FILES) > 90
+    found = [f"conf/{path.parent.name}/{path.name}: {key}" for path in FILES for key in repeated(path)]
+    assert not found, "delete these keys, whose values are the defaults:\n" + "\n".join(found)
+
+
+def test_a_repeated_key_is_found_in_nested_keys_and_in_a_file_that_builds_on_another(tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    below, above = tmp_path / "optimizer" / "below.yaml", tmp_path / "optimizer" / "above.yaml"
+    below.write_text(
+        "defaults: [adamw_schema, _self_]\nlr: 3.0e-4\neps: 1.0e-7\nbetas: [0.9, 0.95]\n"
+        "weight_decay: ${optimizer.eps}\nschedule: {floor: 0.1, decay: sqrt, warmup_steps: null}\n"
+    )
+    above.write_text("defaults: [below, _self_]\nlr: 3.0e-4\neps: 1.0e-8\nschedule: {decay: sqrt}\n")
+    assert repeated(below) == ["lr", "betas", "schedule.floor", "schedule.warmup_steps"]
+    assert repeated(above) == ["lr", "schedule.decay"]
