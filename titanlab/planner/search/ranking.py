@@ -255,14 +255,3 @@ def _before_last_rank(schedule: Key, ranks: int) -> float:
     """Share of the stages that a microbatch passes before it reaches the last rank for the first time."""
     placement = placement_of(schedule, ranks)
     return max(map(placement.index, set(placement))) / len(placement)
-
-
-def nearest_that_fits(ranking: Ranking) -> Sequence[Ranked]:
-    """The smallest recipe of a space in which none fits."""
-    if ranking.least is None:
-        return []
-    recipe = ranking.least[1]
-    own = ranking.space.choices
-    point = Point(recipe.layout, recipe.microbatch, Choice("", recipe.schedule), *(c[0] for c in (
-        own.acs, own.precisions, own.compiles)))  # fmt: skip
-    return [ranking.estimate(point)]
