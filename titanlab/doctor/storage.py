@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,8 +150,3 @@ def _has_locks(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def temporary_folder() -> Path:
-    """The folder of temporary files."""
-    return Path(tempfile.gettempdir())
