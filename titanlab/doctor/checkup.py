@@ -11,8 +11,6 @@ from titanlab.doctor import gpus, limits, slurm, software, storage, torch_checks
 from titanlab.doctor.finding import Check, Finding
 from titanlab.launch.slurm_schema import Slurm
 
-SECTIONS = ("software", "devices", "host", "storage", "Slurm")
-
 
 def checks(runs: Path, config: Slurm, *, needs_shared: bool) -> list[Check]:
     """The checks.
