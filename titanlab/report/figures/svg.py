@@ -19,7 +19,6 @@ from titanlab.errors import ConfigError
 from titanlab.report.figures import style
 from titanlab.report.figures.traced import TracedFigure
 
-FORMATS = ("png", "svg", "pdf")
 # Colours of figures, and the page's names for them; all other colours are the same on a light and on a dark page.
 COLOURS: Mapping[str, str] = {
     style.BLUE: "--blue",
