@@ -17,6 +17,8 @@ from titanlab.optimizer.low_bit_schema import AdamW8bit
 from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.parity.proof import Candidate, plan_proofs
 from titanlab.parity.rehearsal import plan_rehearsals
+from titanlab.precision.account import Formats
+from titanlab.precision.contract import PrecisionConfig
 from titanlab.precision.float8_schema import Float8Tensorwise
 from titanlab.schedule.csv_schema import CsvSchedule
 from titanlab.schedule.dualpipe_v_schema import DualPipeV
@@ -122,6 +124,27 @@ def test_what_a_cpu_lacks_is_replaced_and_said(tmp_path):
     assert (made.recipe.precision.skip, made.recipe.precision.fp32_parts) == (["output"], [])
     (kept,) = reduced(candidate, inductor=True)
     assert kept.recipe.compile.backend == "inductor"
+
+
+@dataclasses.dataclass(kw_only=True)
+class EverySecondBit(PrecisionConfig):
+    """A precision of another package, with a field that has the name of another precision's."""
+
+    kind: str = "every_second_bit"
+    skip: int = 2
+
+    def formats(self):
+        return Formats(master="float32", compute="float32", reduce="float32")
+
+    def reduced(self, *, layers, note):
+        note(f"precision.skip={self.skip} for {layers} blocks")
+        return dataclasses.replace(self, skip=1)
+
+
+def test_another_packages_precision_says_itself_how_it_is_reduced(tmp_path):
+    (made,) = reduced(changed(large(tmp_path, shard=2), precision=EverySecondBit()))
+    assert made.recipe.precision == EverySecondBit(skip=1)
+    assert made.notes == ("precision.skip=2 for 2 blocks",)
 
 
 def test_averages_of_few_bits_stay_so(tmp_path):

@@ -37,7 +37,6 @@ _RATE = 1e-3
 _BLOCK = 16
 # Attention kernels that a CPU has.
 _CPU_KERNELS = ("auto", "flash", "math")
-_LAYER = re.compile(r"layers\.(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         training=training,
         model=model,
         parallelism=_parallelism(each, notes),
-        precision=_precision(recipe, model.account().layers, notes),
+        precision=recipe.precision.reduced(layers=model.account().layers, note=notes.add),
         ac=_checkpointing(recipe, notes),
         compile=_compiled(each, notes),
         optimizer=_optimizer(recipe, steps),
@@ -203,22 +202,6 @@ def _parallelism(each: Folded, notes: _Notes) -> Parallelism:
         notes.add("parallelism.split is for the real number of layers: stages are balanced")
     plain = replace(config, async_tensor=False, symmetric_memory=False, split=None)
     return plain.with_degrees(each.layout.degrees())
-
-
-def _precision(recipe: Recipe, layers: int, notes: _Notes) -> Any:
-    precision: Any = recipe.precision
-    changes: dict[str, Any] = {}
-    if getattr(precision, "emulate", "auto") == "false":
-        changes["emulate"] = "auto"
-    if hasattr(precision, "emulate"):
-        notes.add(f"precision={precision.kind} is emulated: the same rounding, in 32 bits")
-    for name in ("skip", "fp32_parts"):
-        given = getattr(precision, name, [])
-        kept = [part for part in given if (found := _LAYER.search(part)) is None or int(found[1]) < layers]
-        if kept != given:
-            notes.add(f"precision.{name} names blocks that the reduced model lacks")
-            changes[name] = kept
-    return replace(precision, **changes)
 
 
 def _checkpointing(recipe: Recipe, notes: _Notes) -> Any:

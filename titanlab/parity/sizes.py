@@ -134,8 +134,9 @@ def _kv_heads(each: Folded) -> int:
 
 def _unit(each: Folded) -> int:
     """Every process's part of a matrix has a multiple of so many rows."""
-    multiple: int = getattr(each.recipe.precision, "multiple", 2)
-    if getattr(each.recipe.precision, "gathers_float8", False):
+    precision = each.recipe.precision
+    multiple = math.lcm(2, precision.multiple)
+    if precision.float8_gathered(each.recipe.model.account()):
         return math.lcm(multiple, each.layout.fsdp)
     return multiple
 
@@ -159,9 +160,8 @@ def _vocabulary(group: Sequence[Folded], unit: int) -> int:
 
 
 def _converts_head(recipe: Recipe) -> bool:
-    products = getattr(recipe.precision, "products", None)
     account = recipe.model.account()
-    return products is not None and bool(account.pieces) and account.pieces[-1] in products(account)
+    return bool(account.pieces) and account.pieces[-1] in recipe.precision.products(account)
 
 
 def _sequence(group: Sequence[Folded]) -> int:
@@ -169,7 +169,7 @@ def _sequence(group: Sequence[Folded]) -> int:
     unit = math.lcm(
         *(2 * each.layout.context for each in group),
         *(each.layout.context * each.layout.tensor for each in group),
-        *(each.layout.context * getattr(each.recipe.precision, "multiple", 1) for each in group),
+        *(each.layout.context * each.recipe.precision.multiple for each in group),
     )
     return -(-_LEAST_SEQUENCE // unit) * unit
 

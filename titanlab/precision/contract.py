@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from titanlab.costs.account import ModelAccount
@@ -26,6 +26,7 @@ class PrecisionConfig(Protocol):
         layer_class: full name of the class of the layers of `products`; empty: it replaces no layer.
         splits_products: whether these layers compute the gradients of their input and their weight separately
             (`titanlab.precision.product`).
+        multiple: both dims of the weights of these layers, and the tokens of a forward pass, are multiples of it.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -33,6 +34,7 @@ class PrecisionConfig(Protocol):
     mfu_note: ClassVar[str] = ""
     layer_class: ClassVar[str] = ""
     splits_products: ClassVar[bool] = True
+    multiple: ClassVar[int] = 1
 
     @abstractmethod
     def formats(self) -> Formats:
@@ -69,6 +71,19 @@ class PrecisionConfig(Protocol):
             ConfigError: it cannot.
         """
         return
+
+    def emulated(self) -> PrecisionConfig:
+        """The same precision in a form that every device computes, with the same rounding; by default this one."""
+        return self
+
+    def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
+        """The same precision on a CPU, for a model of few blocks, in proofs and rehearsals; by default this one.
+
+        Args:
+            layers: number of blocks.
+            note: is called with each difference, in one line.
+        """
+        return self
 
     def implementation(self) -> Precision:
         """By default parameters and activations are cast, and no module is replaced."""

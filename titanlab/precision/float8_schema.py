@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -16,7 +16,9 @@ from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.precision.account import Product, matched
 from titanlab.precision.bf16_schema import Bf16
-from titanlab.precision.contract import Precision
+from titanlab.precision.contract import Precision, PrecisionConfig
+from titanlab.precision.parts_schema import KEY as PARTS
+from titanlab.precision.parts_schema import parts_within
 
 HEAD = "output"
 EMULATE = ("auto", "true", "false")
@@ -164,6 +166,20 @@ class Float8(Bf16):
         if self.emulate == "auto":
             return capability is None or (self.emulates_on_gpu and capability < self.capability)
         return self.emulate == "true"
+
+    def emulated(self) -> PrecisionConfig:
+        """See `PrecisionConfig`."""
+        return replace(self, emulate="true")
+
+    def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
+        """See `PrecisionConfig`."""
+        note(f"precision={self.kind} is emulated: the same rounding, in 32 bits")
+        return replace(
+            self,
+            emulate="auto" if self.emulate == "false" else self.emulate,
+            skip=parts_within(layers, self.skip, key="precision.skip", note=note),
+            fp32_parts=parts_within(layers, self.fp32_parts, key=PARTS, note=note),
+        )
 
     def check_capability(self, capability: tuple[int, int] | None, device: str) -> None:
         """Check that a device can multiply in this format or emulates it.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from titanlab.costs.hardware import compute_capability
 from titanlab.costs.setting import Setting
@@ -11,6 +13,7 @@ from titanlab.precision.account import EMBEDDING, HEAD, matched
 from titanlab.precision.contract import PrecisionConfig
 
 KEY = "precision.fp32_parts"
+_LAYER = re.compile(r"layers\.(\d+)")
 
 
 def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
@@ -56,6 +59,23 @@ class Parts(PrecisionConfig):
             if pair & set(chosen) and not pair <= set(chosen):
                 rule = "the head is the embedding's table, which cannot be gathered in two dtypes"
                 raise ConfigError(KEY, shown, rule, f"name both, {EMBEDDING} and {HEAD}, or neither")
+
+    def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
+        """See `PrecisionConfig`."""
+        return replace(self, fp32_parts=parts_within(layers, self.fp32_parts, key=KEY, note=note))
+
+
+def parts_within(layers: int, given: list[str], *, key: str, note: Callable[[str], None]) -> list[str]:
+    """The names of parts without those of blocks that a model of `layers` blocks lacks.
+
+    Args:
+        key: the config key of the names.
+        note: is called with a line if the model lacks one.
+    """
+    kept = [part for part in given if (found := _LAYER.search(part)) is None or int(found[1]) < layers]
+    if kept != given:
+        note(f"{key} names blocks that the reduced model lacks")
+    return kept
 
 
 def check_bf16(setting: Setting, kind: str) -> None:

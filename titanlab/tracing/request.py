@@ -111,8 +111,7 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         notes.append("parallelism.symmetric_memory is memory of NCCL: the same bytes are traced in other memory")
     plain = dataclasses.replace(recipe.parallelism, async_tensor=False, symmetric_memory=False)
     recipe = dataclasses.replace(recipe, parallelism=plain)
-    if getattr(recipe.precision, "emulate", "true") != "true":
-        recipe = dataclasses.replace(recipe, precision=dataclasses.replace(recipe.precision, emulate="true"))
+    recipe = dataclasses.replace(recipe, precision=recipe.precision.emulated())
     if _is_gpu(recipe) and recipe.model.attention not in ("auto", "math"):
         recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attention="auto"))
     recipe, fewer = _with_few_microbatches(recipe)
