@@ -193,6 +193,10 @@ def test_a_rehearsal_saves_as_the_recipe_does(tmp_path):
     (rehearsal,) = plan_rehearsals([pinned], steps=3, runs="runs", most=16)
     assert rehearsal.reduced.recipe.checkpoint.kind == "async"
     assert rehearsal.reduced.notes == ("checkpoint=async_pinned copies from GPUs: async",)
+    elsewhere = changed(candidate, checkpoint=AsyncPinned(every=500, folder="memory://checkpoints"))
+    (rehearsal,) = plan_rehearsals([elsewhere], steps=3, runs="runs", most=16)
+    assert rehearsal.reduced.recipe.checkpoint.folder is None
+    assert rehearsal.reduced.notes[1:] == ("checkpoint.folder is left alone: the checkpoint is written beside the run",)
     (proof,) = reduced(candidate)
     assert (proof.recipe.checkpoint.kind, proof.recipe.training.validate_every) == ("off", 0)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from titanlab.ac.contract import ACConfig
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
+
+# Blocks of the smallest reduced model.
+_LEAST_BLOCKS = 2
 
 
 @option("ac", "none")
@@ -63,6 +67,13 @@ class SelectiveLayer(ACConfig):
     def recomputes(self, number: int) -> bool:
         """Every n-th block, or with `keep` all others."""
         return (number % self.every == 0) is not self.keep
+
+    def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
+        """See `ACConfig`."""
+        if self.every <= _LEAST_BLOCKS:
+            return self
+        note(f"ac.every={self.every} is more than the blocks allow: {_LEAST_BLOCKS}")
+        return replace(self, every=_LEAST_BLOCKS)
 
     @property
     def _for_none(self) -> str:

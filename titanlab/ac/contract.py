@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from titanlab.costs.account import Operation, Share, block_input, kept
@@ -59,6 +59,14 @@ class ACConfig(Protocol):
             ConfigError: it does not fit.
         """
         return  # the default; mypy takes an empty body for an abstract method
+
+    def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
+        """The same policy for a model with as few as two blocks, in proofs and rehearsals; by default this one.
+
+        Args:
+            note: is called with each difference, in one line.
+        """
+        return self
 
     def implementation(self) -> ActivationCheckpointing:
         """By default the blocks that `recomputes` chooses are recomputed completely."""

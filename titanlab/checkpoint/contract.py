@@ -52,6 +52,14 @@ class CheckpointConfig(Protocol):
         """
         return
 
+    def reduced(self, *, note: Callable[[str], None]) -> CheckpointConfig:
+        """The same way to save on a CPU, in proofs and rehearsals; by default this one.
+
+        Args:
+            note: is called with each difference, in one line.
+        """
+        return self
+
     @abstractmethod
     def implementation(self, target: Target) -> Saver:
         """The saver of one rank of an attempt; all ranks make theirs together."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 
-from titanlab.checkpoint.contract import Intervals, Saver, Target
+from titanlab.checkpoint.contract import CheckpointConfig, Intervals, Saver, Target
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -73,6 +74,10 @@ class AsyncPinned(Intervals):
     def check(self, setting: Setting) -> None:
         if setting.accelerator == "cpu":
             raise ConfigError("checkpoint", "async_pinned", "pinned memory is for GPUs", "try checkpoint=async")
+
+    def reduced(self, *, note: Callable[[str], None]) -> CheckpointConfig:
+        note("checkpoint=async_pinned copies from GPUs: async")
+        return Async(**{each.name: getattr(self, each.name) for each in fields(Intervals)})
 
     def implementation(self, target: Target) -> Saver:
         from titanlab.checkpoint.savers.pinned import PinnedSaver

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
-from titanlab.optimizer.contract import STEP_BYTES, OptimizerFactory, Scheduled, Stored
+from titanlab.optimizer.contract import STEP_BYTES, OptimizerConfig, OptimizerFactory, Scheduled, Stored
 from titanlab.options import option
 
 ROUNDINGS = ("auto", "nearest", "stochastic")
@@ -38,6 +38,10 @@ class Averaged(Scheduled):
             raise ConfigError("optimizer.eps", self.eps, "must be positive and finite", "try 1e-8")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError("optimizer.weight_decay", self.weight_decay, "must be finite and not negative", "try 0.1")
+
+    def reduced(self, *, least_eps: float) -> OptimizerConfig:
+        """With at least this `eps`."""
+        return replace(self, eps=max(self.eps, least_eps))
 
     def state_bytes(self, parameter: Stored) -> int:
         """Two averages in the dtype of the parameter."""

@@ -64,6 +64,15 @@ class OptimizerConfig(Protocol):
         """
         return  # the default; mypy takes an empty body for an abstract method
 
+    def reduced(self, *, least_eps: float) -> OptimizerConfig:
+        """The same optimizer for a small model whose layouts are compared; by default this one.
+
+        Args:
+            least_eps: the least number, added to the denominator of an update, that keeps a gradient of nothing but
+                rounding from moving a parameter as far as any other.
+        """
+        return self
+
     @abstractmethod
     def state_bytes(self, parameter: Stored) -> int:
         """Bytes of state that this optimizer keeps for the part of a parameter that one rank stores."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from titanlab.costs import hardware
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Rounded, needs_torchao
-from titanlab.optimizer.contract import STEP_BYTES, OptimizerFactory, Stored
+from titanlab.optimizer.contract import STEP_BYTES, OptimizerConfig, OptimizerFactory, Stored
 from titanlab.options import option
 
 # Older GPUs cannot compile conversions to float8.
@@ -20,6 +20,8 @@ _FP8_CAPABILITY = (8, 9)
 # bitsandbytes.
 SMALLEST = 4096
 _SCALE_BYTES = 4
+# Rows of a reduced model are shorter than a usual block.
+_REDUCED_BLOCK = 16
 
 
 def packs(shape: Sequence[int], *, block_size: int, cuts_of_rows: int) -> bool:
@@ -55,6 +57,10 @@ class LowBit(Rounded):
         """
         super().check(setting)
         needs_torchao("optimizer.kind", self.kind, cure="try optimizer=adamw")
+
+    def reduced(self, *, least_eps: float) -> OptimizerConfig:
+        """With at least this `eps`, and with blocks that fit in short rows."""
+        return replace(self, eps=max(self.eps, least_eps), block_size=_REDUCED_BLOCK)
 
     def state_bytes(self, parameter: Stored) -> int:
         """Codes and scales of two averages, or the averages in the dtype of the parameter."""

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlab.ac.block_schema import NoCheckpointing
+from titanlab.checkpoint.contract import CheckpointConfig
 from titanlab.checkpoint.schema import Off as NoCheckpoints
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import RECORDING, Compile
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.launch.local_schema import Local
+from titanlab.model.contract import ModelConfig
+from titanlab.optimizer.contract import OptimizerConfig
 from titanlab.parallelism.schema import Parallelism
 from titanlab.parity.sizes import Folded, Sizes
 from titanlab.parity.tolerances import LEAST_EPS
@@ -34,7 +37,6 @@ _SMALL = 5_000_000
 # Below the norm of a new model's gradient, so that every step is clipped.
 _NORM = 0.1
 _RATE = 1e-3
-_BLOCK = 16
 # Attention kernels that a CPU has.
 _CPU_KERNELS = ("auto", "flash", "math")
 
@@ -94,7 +96,7 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         model=model,
         parallelism=_parallelism(each, notes),
         precision=recipe.precision.reduced(layers=model.account().layers, note=notes.add),
-        ac=_checkpointing(recipe, notes),
+        ac=recipe.ac.reduced(note=notes.add),
         compile=_compiled(each, notes),
         optimizer=_optimizer(recipe, steps),
         data=_data(recipe, model.vocab_size, sizes),
@@ -176,7 +178,7 @@ class _Notes:
         self.lines.append(line)
 
 
-def _model(recipe: Recipe, sizes: Sizes, notes: _Notes) -> Any:
+def _model(recipe: Recipe, sizes: Sizes, notes: _Notes) -> ModelConfig:
     model = recipe.model
     reduced = model.reduced(sizes.model)
     if reduced is None:
@@ -204,14 +206,6 @@ def _parallelism(each: Folded, notes: _Notes) -> Parallelism:
     return plain.with_degrees(each.layout.degrees())
 
 
-def _checkpointing(recipe: Recipe, notes: _Notes) -> Any:
-    every: int = getattr(recipe.ac, "every", 1)
-    if every <= 2:
-        return recipe.ac
-    notes.add(f"ac.every={every} is more than the blocks allow: 2")
-    return replace(recipe.ac, every=2)
-
-
 def _compiled(each: Folded, notes: _Notes) -> Compile:
     config = each.recipe.compile
     if not config.compiles:
@@ -225,26 +219,17 @@ def _compiled(each: Folded, notes: _Notes) -> Compile:
     return replace(config, backend=backend, mode=mode)
 
 
-def _optimizer(recipe: Recipe, steps: int) -> Any:
-    optimizer: Any = recipe.optimizer
-    changes: dict[str, Any] = {"lr": _RATE, "schedule": replace(optimizer.schedule, warmup_steps=min(1, steps - 1))}
-    if hasattr(optimizer, "eps"):
-        changes["eps"] = max(optimizer.eps, LEAST_EPS)
-    if hasattr(optimizer, "block_size"):
-        # Rows of the reduced model are shorter than a usual block.
-        changes["block_size"] = _BLOCK
-    return replace(optimizer, **changes)
+def _optimizer(recipe: Recipe, steps: int) -> OptimizerConfig:
+    optimizer = recipe.optimizer.reduced(least_eps=LEAST_EPS)
+    schedule = replace(optimizer.schedule, warmup_steps=min(1, steps - 1))
+    return replace(optimizer, lr=_RATE, schedule=schedule)
 
 
-def _checkpoint(recipe: Recipe, notes: _Notes) -> Any:
-    config: Any = recipe.checkpoint
+def _checkpoint(recipe: Recipe, notes: _Notes) -> CheckpointConfig:
+    config = recipe.checkpoint
     if not (config.every or config.minutes or config.at_end):
         return NoCheckpoints()
-    if config.kind == "async_pinned":
-        from titanlab.checkpoint.schema import Async
-
-        notes.add("checkpoint=async_pinned copies from GPUs: async")
-        config = Async(last=config.last, last_dtype=config.last_dtype, at_end=config.at_end)
+    config = config.reduced(note=notes.add)
     if config.folder is not None:
         notes.add("checkpoint.folder is left alone: the checkpoint is written beside the run")
     return replace(config, every=2, minutes=0.0, keep=1, keep_every=0, load_from=None, folder=None)
