@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -13,6 +13,8 @@ from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.model.kernels import flash3
 from titanlab.parallelism.schema import Parallelism
+from titanlab.precision.account import Formats
+from titanlab.precision.contract import PrecisionConfig
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import MOST_PROCESSES, check, check_all_but_data, setting
 
@@ -78,6 +80,23 @@ def test_kernels_of_attention_have_their_devices(tmp_path, attention, accelerato
     cluster = Cluster(accelerator=accelerator, device="NVIDIA H100 80GB HBM3" if accelerator == "cuda" else "cpu")
     with pytest.raises(ConfigError, match=f"^model.attention={attention}: {rule}"):
         check(resolved(made, model=replace(made.model, attention=attention), cluster=cluster))
+
+
+@dataclass(kw_only=True)
+class Exact(PrecisionConfig):
+    """A precision of another package that computes in 32 bits."""
+
+    kind: str = "exact"
+
+    def formats(self) -> Formats:
+        return Formats(master="float32", compute="float32", reduce="float32")
+
+
+def test_kernels_of_16_bits_are_refused_in_every_precision_of_32(tmp_path):
+    made = tiny.recipe(tmp_path)
+    cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
+    with pytest.raises(ConfigError, match=r"^model.attention=flash: computes in 16 bits only"):
+        check(resolved(made, model=replace(made.model, attention="flash"), cluster=cluster, precision=Exact()))
 
 
 @pytest.mark.parametrize(

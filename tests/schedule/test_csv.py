@@ -26,6 +26,7 @@ def test_what_is_written_is_read(path, kind, ranks, more):
     orders = schedule.actions(ranks, microbatches)
     write_actions(path, orders)
     config = CsvSchedule(file=str(path))
+    assert config.fixed_size() == (ranks, microbatches)
     config.check_pipeline(ranks=ranks, microbatches=microbatches)
     assert config.actions(ranks=ranks, microbatches=microbatches) == orders
     assert config.placement(ranks=ranks) == schedule.placement(ranks)

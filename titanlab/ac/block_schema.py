@@ -21,6 +21,10 @@ class NoCheckpointing(ACConfig):
 
     kind: str = "none"
 
+    def describe(self) -> str:
+        """None."""
+        return ""
+
 
 @option("ac", "full")
 @dataclass(kw_only=True)

@@ -52,6 +52,10 @@ class ACConfig(Protocol):
         """Share of a compiled block's activations that the compiler may keep; None: the compiler decides."""
         return None
 
+    def describe(self) -> str:
+        """The text for the table at the start; empty: the table has no such row."""
+        return self.kind
+
     def check(self, setting: Setting) -> None:
         """Check that the rest of the recipe fits this policy.
 

@@ -18,7 +18,7 @@ from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.schedule.action import Action, Kind
-from titanlab.schedule.action_file import read_actions, write_actions
+from titanlab.schedule.action_file import write_actions
 from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.grid import rows
 from titanlab.schedule.plot import draw
@@ -135,7 +135,7 @@ def _check_arguments(given: Any) -> None:
     _check_proportions(given)
     if given.csv is not None and given.kind == ALL:
         raise ConfigError("--csv", given.csv, "holds one schedule", "name it instead of all: titanlab schedule 1f1b")
-    if given.file is not None and given.kind != "csv":
+    if given.file is not None and (given.kind == ALL or "file" not in _fields(_schema(given.kind))):
         raise ConfigError("--file", given.file, "is for the schedule csv", "try titanlab schedule csv")
 
 
@@ -158,7 +158,8 @@ def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
         return [_make(given.kind, given)], {}
     made, refused = [], {}
     for kind in discover()["schedule"]:
-        if kind is None or kind == "csv":
+        # A schedule that is read from a file is not compared: the file is for one pipeline.
+        if kind is None or "file" in _fields(_schema(kind)):
             continue
         try:
             made.append(_make(kind, given, chosen=False))
@@ -169,26 +170,22 @@ def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
 
 def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
     """Make one schedule; if the user has named it (`chosen`), a flag that it does not use is a mistake."""
-    schema = discover()["schedule"][kind].schema
-    fields = {field.name for field in dataclasses.fields(schema)}
-    values = {}
+    schema = _schema(kind)
+    fields, values = _fields(schema), {}
     if given.stages_per_rank is not None:
         if "stages_per_rank" in fields:
             # When all are compared, a schedule with a fixed number of stages keeps its number.
             if chosen or _takes(schema, given.stages_per_rank):
                 values["stages_per_rank"] = given.stages_per_rank
         elif chosen and given.stages_per_rank != 1:
-            rule = f"{kind} has one stage a rank" if kind != "csv" else "the file says which stages there are"
+            rule = f"{kind} has one stage a rank" if "file" not in fields else "the file says which stages there are"
             cure = "leave it out, or try titanlab schedule interleaved_1f1b"
             raise ConfigError("--stages-per-rank", given.stages_per_rank, rule, cure)
-    if kind == "csv":
+    if "file" in fields:
         values["file"] = given.file or ""
     config: PipelineSchedule = schema(**values)
-    ranks, microbatches = given.ranks or 4, given.microbatches or 8
-    if kind == "csv":
-        orders = read_actions(values["file"])
-        ranks = given.ranks or len(orders)
-        microbatches = given.microbatches or 1 + max(action.microbatch for order in orders for action in order)
+    usual = config.fixed_size() or (4, 8)
+    ranks, microbatches = given.ranks or usual[0], given.microbatches or usual[1]
     config.check_pipeline(ranks=ranks, microbatches=microbatches)
     placement = config.placement(ranks=ranks)
     orders = config.actions(ranks=ranks, microbatches=microbatches)
@@ -196,6 +193,14 @@ def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
     durations = {action: share * time for action, time in _durations(given).items()}
     timeline = simulate(orders, placement, durations, transfer=given.transfer or 0.0)
     return Made(kind=kind, orders=orders, timeline=timeline, microbatches=microbatches)
+
+
+def _schema(kind: str) -> type[Any]:
+    return discover()["schedule"][kind].schema
+
+
+def _fields(schema: type[Any]) -> set[str]:
+    return {field.name for field in dataclasses.fields(schema)}
 
 
 def _takes(schema: type, stages_per_rank: int) -> bool:

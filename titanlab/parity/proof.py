@@ -150,7 +150,7 @@ class Prover:
             return
         recipe = proof.reduced.recipe
         yield self._row(proof, in_fp32(recipe))
-        if recipe.precision.kind != Fp32().kind:
+        if recipe.precision != Fp32():
             yield self._row(proof, recipe)
 
     def trained(self, recipe: Recipe) -> Sequence[Trace]:
@@ -206,7 +206,7 @@ def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], na
 def limits_of(recipe: Recipe, rounding: Difference) -> dict[str, float]:
     """The tolerances of a run by the name of the number, from the distance of its reference from fp32."""
     in_fp32 = tolerances.in_fp32(recipe.optimizer.kind)
-    if recipe.precision.kind == Fp32().kind:
+    if recipe.precision == Fp32():
         return in_fp32
     fewer = tolerances.in_fewer_bits(
         loss=rounding.loss,
@@ -261,7 +261,7 @@ def wrong_layers(recipe: Recipe, every: Sequence[Trace]) -> str:
 def too_exact(recipe: Recipe, from_fp32: Difference, rounding: Difference) -> str:
     """A line if a run is nearer to fp32 than its precision allows; empty: it is not."""
     least = tolerances.LEAST_ROUNDING * rounding.gradient[0]
-    if recipe.precision.kind == Fp32().kind or from_fp32.gradient[0] >= least:
+    if recipe.precision == Fp32() or from_fp32.gradient[0] >= least:
         return ""
     return (
         f"gradients differ from fp32 by {from_fp32.gradient[0]:.1e} only, and in {recipe.precision.kind} by "

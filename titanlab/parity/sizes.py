@@ -53,7 +53,7 @@ class Folded:
         ranks = self.layout.pipeline
         if ranks == 1:
             return min(real, 2)
-        if self.recipe.schedule.kind == "csv":
+        if self.recipe.schedule.fixed_size() is not None:
             return real
         most = min(real, 2 * ranks)
         for count in (*range(most, 4 * ranks + 1), *range(most, 0, -1)):
@@ -68,7 +68,8 @@ def fold_recipe(run: str, recipe: Recipe, *, most: int, inductor: bool = False) 
     Raises:
         ConfigError: an axis cannot be folded.
     """
-    fixed = {"pipeline": "schedule=csv is a file for so many ranks"} if recipe.schedule.kind == "csv" else {}
+    schedule = recipe.schedule
+    fixed = {"pipeline": f"schedule={schedule.kind} is for so many ranks"} if schedule.fixed_size() is not None else {}
     layouts = folded(recipe.layout, most=most, fixed=fixed)
     return [Folded(run=run, recipe=recipe, layout=layout, inductor=inductor) for layout in layouts]
 

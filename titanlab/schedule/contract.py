@@ -31,6 +31,14 @@ class PipelineSchedule(Protocol):
         """The configs of this kind that the planner compares; by default this one alone."""
         return [self]
 
+    def fixed_size(self) -> tuple[int, int] | None:
+        """The only numbers of ranks and microbatches that the actions are for; by default None: there are others.
+
+        Raises:
+            ConfigError: a file that says so cannot be read.
+        """
+        return None
+
     def splits_backward(self, *, ranks: int, microbatches: int) -> bool:
         """Whether gradients of weights are computed later than those of inputs (I and W).
 

@@ -33,6 +33,11 @@ class CsvSchedule(PipelineSchedule):
         # Ranks need not start in the same folder.
         self.file = str(Path(self.file).expanduser().absolute())
 
+    def fixed_size(self) -> tuple[int, int]:
+        """The numbers of lines, and of microbatches in them."""
+        orders = read_actions(self.file)
+        return len(orders), _microbatches(orders)
+
     def stage_count(self, *, ranks: int) -> int:
         """At least one stage for each rank; the exact number needs the file."""
         return ranks
@@ -60,7 +65,7 @@ class CsvSchedule(PipelineSchedule):
             ConfigError: as `check_pipeline` does.
         """
         orders = self._orders(ranks)
-        expected = 1 + max(action.microbatch for order in orders for action in order)
+        expected = _microbatches(orders)
         if expected != microbatches:
             rule = f"is for {expected} microbatches a step, and a step has {microbatches}"
             more, fewer = expected // microbatches, microbatches // expected
@@ -79,3 +84,7 @@ class CsvSchedule(PipelineSchedule):
             rule = f"has {len(orders)} lines, one a rank, and the pipeline has {ranks} ranks"
             raise ConfigError(KEY, self.file, rule, f"try parallelism.pipeline={len(orders)}, or schedule=1f1b")
         return orders
+
+
+def _microbatches(orders: list[list[Action]]) -> int:
+    return 1 + max(action.microbatch for order in orders for action in order)

@@ -14,6 +14,7 @@ from titanlab.sweep.table.look import look_at
 from titanlab.terminal.console import Console
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.wandb_mode import has_key
+from titanlab.tracker.wandb_schema import Wandb
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,6 +54,6 @@ def _wandb_config(sweep: SweepFolder, console: Console) -> Mapping[str, Any]:
         tracker = run.config().get("tracker") or {}
         # Of several trackers, each has a key of its own.
         for config in (tracker, *(value for value in tracker.values() if isinstance(value, Mapping))):
-            if config.get("kind") == "wandb":
+            if config.get("kind") == Wandb.kind:
                 return config
     return {}

@@ -81,8 +81,8 @@ def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
     """Rows about activation checkpointing and compilation, if the recipe has them."""
     compiled = " and ".join(name for name in ("blocks", "loss") if getattr(recipe.compile, name))
     rows: list[tuple[str, object]] = []
-    if recipe.ac.kind != "none":
-        rows.append(("checkpointing", recipe.ac.kind))
+    if checkpointing := recipe.ac.describe():
+        rows.append(("checkpointing", checkpointing))
     if compiled:
         rows.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
     if fuses_in_eager_mode(recipe):
