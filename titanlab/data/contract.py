@@ -92,6 +92,11 @@ class DataSource(Protocol):
         """
         ...
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether `separators` can be asked, also before `prepare`; by default, if the class defines that method."""
+        return type(self).separators is not DataSource.separators
+
     def separators(self) -> Separators | None:
         """The tokens that separate the documents of prepared data; None: a kind of data without documents.
 

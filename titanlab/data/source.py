@@ -5,7 +5,7 @@ This module does not import torch; it imports numpy only when data is opened.
 
 from __future__ import annotations
 
-from titanlab.data.contract import DataConfig, DataSource
+from titanlab.data.contract import DataConfig
 from titanlab.data.documents import KEY, Separators
 from titanlab.data.rules import check_batch
 from titanlab.data.streams.stream import IGNORE, Batch, Report, Rows, State, Stream, merge_states
@@ -43,10 +43,7 @@ def check(
     """Check every rule that can be checked now; call it again after `prepare` for the rest."""
     check_batch(global_batch, ranks)
     implementation = config.implementation()
-    if (
-        config.document_mask
-        and getattr(type(implementation), "separators", DataSource.separators) is DataSource.separators
-    ):
+    if config.document_mask and not implementation.has_documents:
         raise _without_documents(config)
     implementation.check(
         seq_len=seq_len,

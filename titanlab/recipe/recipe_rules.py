@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 
 from titanlab.costs.divisors import divisors
@@ -218,7 +217,6 @@ def _options(recipe: Recipe) -> None:
 
 def setting(recipe: Recipe) -> Setting:
     """The values of a resolved recipe that the rules of options may use."""
-    groups = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     formats = recipe.precision.formats()
     return Setting(
         model=recipe.model.account(),
@@ -234,7 +232,18 @@ def setting(recipe: Recipe) -> Setting:
         and recipe.schedule.splits_backward(ranks=recipe.layout.pipeline, microbatches=recipe.microbatches),
         rests_in=formats.master,
         computes_in=formats.compute,
-        kinds={name: group.kind for name, group in groups.items() if hasattr(group, "kind")},
+        kinds={
+            "model": recipe.model.kind,
+            "schedule": recipe.schedule.kind,
+            "precision": recipe.precision.kind,
+            "ac": recipe.ac.kind,
+            "optimizer": recipe.optimizer.kind,
+            "data": recipe.data.kind,
+            "checkpoint": recipe.checkpoint.kind,
+            "tracker": recipe.tracker.kind,
+            "profiler": recipe.profiler.kind,
+            "launch": recipe.launch.kind,
+        },
     )
 
 
