@@ -271,14 +271,34 @@ print(recipe.optimizer, recipe.optimizer.implementation().build([]), "torch" in 
     assert said.endswith("kind='cautious', caution=0.25) ('built', 0.25) False\n")
 
 
-def test_a_config_without_the_contract_of_its_group_is_refused(tmp_path):
-    schema = """\
+@pytest.mark.parametrize(
+    ("base", "rule"),
+    [
+        (
+            "object",
+            (
+                "that inherits from no class of titanlab.optimizer.contract; "
+                "use a version of its package for this titanlab; docs/extending.md"
+            ),
+        ),
+        (
+            "Scheduled",
+            (
+                "without implementation and state_bytes, which titanlab.optimizer.contract asks for; "
+                "define what it lacks; docs/extending.md"
+            ),
+        ),
+    ],
+)
+def test_a_config_without_the_contract_of_its_group_is_refused(tmp_path, base, rule):
+    schema = f"""\
 from dataclasses import dataclass
+from titanlab.optimizer.contract import Scheduled
 from titanlab.options import option
 
 @option("optimizer", "early")
 @dataclass(kw_only=True)
-class Early:
+class Early({base}):
     kind: str = "early"
     lr: float = 1.0e-3"""
     site = write(
@@ -301,9 +321,7 @@ class Early:
         text=True,
         check=False,
     )
-    rule = "has a config (early.early_schema) that inherits from no class of titanlab.optimizer.contract"
-    hint = "use a version of its package for this titanlab; docs/extending.md"
-    assert (done.returncode, done.stderr) == (2, f"error: optimizer=early: {rule}; {hint}\n")
+    assert (done.returncode, done.stderr) == (2, f"error: optimizer=early: has a config (early.early_schema) {rule}\n")
 
 
 def test_its_rules_and_names_are_ours(site):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -88,6 +89,7 @@ def needed_again(block: Sequence[Operation]) -> tuple[str, ...]:
 class ActivationCheckpointing(Protocol):
     """Implementation of a policy."""
 
+    @abstractmethod
     def apply(self, blocks: Mapping[int, nn.Module]) -> None:
         """Checkpoint blocks of this rank, in place.
 

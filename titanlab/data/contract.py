@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import Field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -24,9 +25,9 @@ class DataConfig(Protocol):
     kind: str
     document_mask: bool = False
 
+    @abstractmethod
     def implementation(self) -> DataSource:
         """The reader of the data. Its file must not import torch, nor numpy at the top."""
-        ...
 
     def check(self, setting: Setting) -> None:
         """Check rules that need more of the recipe than `DataSource.check` receives; by default there are none.
@@ -40,13 +41,13 @@ class DataConfig(Protocol):
 class DataSource(Protocol):
     """One kind of data, bound to its config. Called through the functions of `titanlab.data.source`."""
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """A short hash of the data's content and order, part of a run's identity; the same before and after `prepare`.
 
         Raises:
             ConfigError: files that the config names are missing or cannot be read.
         """
-        ...
 
     def check(self, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int) -> None:
         """Check every rule that can be checked now; called again after `prepare` for the rest. By default no rule.
@@ -63,6 +64,7 @@ class DataSource(Protocol):
         """
         return
 
+    @abstractmethod
     def prepare(self, *, report: Report) -> None:
         """Do the work that is needed once: train a tokenizer, tokenise into the cache. Returns at once if it is done.
 
@@ -74,23 +76,22 @@ class DataSource(Protocol):
         Raises:
             ConfigError: the data, the tokenizer or the cache cannot be used.
         """
-        ...
 
+    @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of prepared data; None if the tokens do not come from text.
 
         Raises:
             ConfigError: it cannot be read, or the data has not been prepared.
         """
-        ...
 
+    @abstractmethod
     def vocab_size(self) -> int:
         """Size of the vocabulary of prepared data: every id is below it.
 
         Raises:
             ConfigError: the data has not been prepared.
         """
-        ...
 
     @property
     def has_documents(self) -> bool:
@@ -105,6 +106,7 @@ class DataSource(Protocol):
         """
         return None
 
+    @abstractmethod
     def open_train(
         self, *, seed: int, seq_len: int, global_batch: int, rank: int, ranks: int, state: State | None
     ) -> Stream:
@@ -124,8 +126,8 @@ class DataSource(Protocol):
         Raises:
             ConfigError: the data has not been prepared, is too short, or `state` is of other data.
         """
-        ...
 
+    @abstractmethod
     def open_validation(self, *, seq_len: int, sequences: int, rank: int, ranks: int) -> Rows:
         """One rank's part of the held-out sequences: the same at every call and in every pass.
 
@@ -141,4 +143,3 @@ class DataSource(Protocol):
         Raises:
             ConfigError: the data has not been prepared, or nothing was held out.
         """
-        ...

@@ -5,6 +5,7 @@ A launcher is a folder, here or in another package (docs/extending.md). Runs, sw
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,9 +181,9 @@ class LaunchConfig(Protocol):
         """
         return  # the default; mypy takes an empty body for an abstract method
 
+    @abstractmethod
     def implementation(self) -> Launcher:
         """The launcher."""
-        raise NotImplementedError
 
 
 def check_restarts(config: LaunchConfig) -> None:

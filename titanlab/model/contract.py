@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -52,25 +53,25 @@ class ModelConfig(Protocol):
     attention: str = "auto"
     masks_documents: ClassVar[bool] = False
 
+    @abstractmethod
     def account(self) -> ModelAccount:
         """Parameters by name in the module's order, the sizes that cost estimates need, and the pipeline's pieces."""
-        ...
 
+    @abstractmethod
     def block_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
         """The operations of one block's forward pass; pipeline stages are balanced by their FLOPs."""
-        ...
 
+    @abstractmethod
     def edge_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
         """The operations before and after the blocks; each operation has the name of its piece."""
-        ...
 
+    @abstractmethod
     def initial_values(self) -> Mapping[str, Init]:
         """The initial value of every parameter, by name."""
-        ...
 
+    @abstractmethod
     def implementation(self) -> ModelBuilder:
         """The builder of the modules. May import torch."""
-        ...
 
     def check(self, setting: Setting) -> None:
         """Check rules that need more of the recipe than the model's fields; by default there are none.
@@ -93,9 +94,9 @@ class ModelConfig(Protocol):
 class ModelBuilder(Protocol):
     """Builds the modules that a config describes."""
 
+    @abstractmethod
     def build(self, *, seq_len: int) -> LanguageModel:
         """Build the full model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`."""
-        ...
 
 
 class HuggingFaceFamily(Protocol):
@@ -109,21 +110,21 @@ class HuggingFaceFamily(Protocol):
     architectures: Sequence[str]
     derived: re.Pattern[str]
 
+    @abstractmethod
     def from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
         """The model that a config.json describes.
 
         Raises:
             ConfigError: the model is not supported, or its description is incomplete.
         """
-        ...
 
+    @abstractmethod
     def to_hf(self, model: Any, *, context: int) -> dict[str, Any]:
         """config.json of a model whose sequences may have `context` tokens."""
-        ...
 
+    @abstractmethod
     def tensors(self, model: Any) -> dict[str, Foreign]:
         """Name and order of rows in transformers of each parameter, by titanlab's name."""
-        ...
 
     def copies(self, model: Any) -> dict[str, str]:
         """Tensors that a folder may have in addition and that must equal another tensor, such as a tied head."""
@@ -133,6 +134,6 @@ class HuggingFaceFamily(Protocol):
         """The context length in tokens for which rotary frequencies were scaled; 0 without scaling."""
         return 0
 
+    @abstractmethod
     def difference(self, model: Any, other: Any) -> str:
         """The first field that makes two models compute differently with the same weights; empty: there is none."""
-        ...

@@ -85,6 +85,7 @@ class OptimizerConfig(Protocol):
 class OptimizerFactory(Protocol):
     """Implementation of an optimizer."""
 
+    @abstractmethod
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """Make an optimizer for this rank's parameters, by name: plain tensors or DTensors.
 

@@ -95,6 +95,7 @@ class PrecisionConfig(Protocol):
 class Precision(Protocol):
     """Implementation of a precision; `titanlab.precision.cast.Cast` has a default for each method."""
 
+    @abstractmethod
     def convert(self, model: nn.Module, device: torch.device) -> None:
         """Replace modules of a model on the meta device, in place.
 
@@ -105,11 +106,14 @@ class Precision(Protocol):
             ConfigError: the device cannot compute in this precision.
         """
 
+    @abstractmethod
     def tensor_styles(self) -> Mapping[str, TensorProduct]:
         """The product of tensor-parallel layers, by style; a missing style uses the usual product."""
 
+    @abstractmethod
     def loss_scale(self, device: torch.device) -> LossScale:
         """The object that scales the loss and calls the optimizer's step."""
 
+    @abstractmethod
     def after_update(self, model: nn.Module) -> None:
         """Called before the first step and after each update of the parameters."""

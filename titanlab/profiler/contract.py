@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import Field, dataclass
@@ -19,9 +20,9 @@ class ProfilerConfig(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     kind: str
 
+    @abstractmethod
     def implementation(self) -> Profiler:
         """A profiler that has not been started."""
-        ...
 
     def check(self, setting: Setting) -> None:
         """Check rules that need more of the recipe than the profiler's fields; by default there are none.
@@ -60,13 +61,13 @@ class Links:
 class Profiler(Protocol):
     """Profiles one rank. A profiler must not change what the run computes."""
 
+    @abstractmethod
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         """Called once, before the first step.
 
         Args:
             traces: the folder for files.
         """
-        ...
 
     def connect(self, links: Links) -> None:
         """Called once, before `start`; a profiler that only writes files does nothing."""
@@ -78,10 +79,10 @@ class Profiler(Protocol):
         """  # fmt: skip
         return nothing(name)
 
+    @abstractmethod
     def after_step(self, step: int) -> None:
         """Called by every rank after each step."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Called once, also after an error."""
-        ...

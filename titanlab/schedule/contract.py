@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -54,17 +55,17 @@ class PipelineSchedule(Protocol):
         """
         return max(map(peak_in_flight, self.actions(ranks=ranks, microbatches=microbatches)))
 
+    @abstractmethod
     def stage_count(self, *, ranks: int) -> int:
         """Number of stages of a pipeline; cheap for any number of ranks."""
-        ...
 
+    @abstractmethod
     def placement(self, *, ranks: int) -> list[int]:
         """Rank of each stage.
 
         Raises:
             ConfigError: the schedule does not support this number of ranks.
         """
-        ...
 
     def check_pipeline(self, *, ranks: int, microbatches: int) -> None:
         """Check that the schedule supports these numbers; by default it supports all.
@@ -74,10 +75,10 @@ class PipelineSchedule(Protocol):
         """
         return  # the default; mypy takes an empty body for an abstract method
 
+    @abstractmethod
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank, in the order in which each rank runs them.
 
         Raises:
             ConfigError: as `check_pipeline` does.
         """
-        ...

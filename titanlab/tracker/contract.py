@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field
 from pathlib import Path
@@ -20,9 +21,9 @@ class TrackerConfig(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     kind: str
 
+    @abstractmethod
     def implementation(self) -> Tracker:
         """A tracker that has not been started."""
-        ...
 
     def parts(self) -> Mapping[str, TrackerConfig]:
         """The trackers that the config consists of, by name; by default it is one tracker."""
@@ -58,21 +59,21 @@ class Tracker(Protocol):
     The last two methods are for trackers that write files into a run's folder.
     """
 
+    @abstractmethod
     def start(self, run: TrackedRun, *, warn: Warn) -> None:
         """Open the tracker. Returns at once; `warn` is called with one line if the tracker stops with an error."""
-        ...
 
+    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
         """Log a row of metrics; steps never decrease within an attempt.
 
         Args:
             time: when the row was measured, in seconds since the epoch; None: now.
         """
-        ...
 
+    @abstractmethod
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
         """Log the run's medians and totals and close the tracker; waits a few seconds at most."""
-        ...
 
     def kept_files(self, run: Path) -> frozenset[Path]:
         """The tracker's files or folders in a run's folder, one for each start."""

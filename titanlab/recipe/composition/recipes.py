@@ -124,6 +124,9 @@ def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Op
         # Only a package that was written for another version of titanlab has such a config.
         rule = f"has a config ({schema.__module__}) that inherits from no class of {contract}"
         raise ConfigError(group, choice, rule, "use a version of its package for this titanlab; docs/extending.md")
+    if schema is not None and (lacking := sorted(getattr(schema, "__abstractmethods__", ()))):
+        rule = f"has a config ({schema.__module__}) without {' and '.join(lacking)}, which {contract} asks for"
+        raise ConfigError(group, choice, rule, "define what it lacks; docs/extending.md")
 
 
 def _is_combination(schema: type | None, group: str) -> bool:
