@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,7 +144,7 @@ class Reader:
         patch(source, "fingerprint", fingerprinted)
         patch("titanlab.cli.generate.find", lambda folder, key: None)
         said = SimpleNamespace(generate=lambda *given, **more: iter(["…"]))
-        patch("titanlab.cli.generate.importlib", SimpleNamespace(import_module=lambda name: said))
+        self._patch.setitem(sys.modules, "titanlab.training.generate", said)
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
         patch("titanlab.cli.sync.rebuild", lambda run: [made])
         patch("titanlab.cli.files.export.from_run", lambda text, runs, *, step: find_run(text, runs))

@@ -33,9 +33,8 @@ WORKER = """
 
     def watched():
         before = [each["collections"] for each in gc.get_stats()]
-        trainer = import_trainer()
+        import_trainer()
         collections.extend(each["collections"] - old for each, old in zip(gc.get_stats(), before))
-        return trainer
 
     def observe(recipe, run, ranks):
         from titanlab.training.train import Observer

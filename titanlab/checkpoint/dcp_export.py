@@ -16,6 +16,7 @@ from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.index.format import Index
 from titanlab.checkpoint.position import POSITION, position_bytes
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
+from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.system.atomic_file import write_bytes
 
 # Before the names of parameters in titanlab's checkpoints.
@@ -43,7 +44,7 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         return whole
 
 
-def write_dcp(checkpoint: Path, into: Path, key: str, *, prefix: str = _OWN_PREFIX) -> None:
+def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PREFIX) -> None:
     """Write `.metadata`, `*.distcp` and `position.json` into a new folder.
 
     The names of the entries are `model.…` and `optimizer.state.….…`. The folder can be given to

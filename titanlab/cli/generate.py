@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         folder = find_run(given.run, given.runs).path
         find(str(folder), "run")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
-    pieces = importlib.import_module("titanlab.training.generate").generate(
+    from titanlab.training.generate import generate
+
+    pieces = generate(
         folder,
         given.prompt,
         tokens=given.tokens,

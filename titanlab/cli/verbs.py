@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from titanlab import __version__
 from titanlab.errors import ConfigError, TitanlabError
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             near = difflib.get_close_matches(verb, VERBS, n=1)
             cure = "".join(f"try {known}; " for known in near) + f"known: {', '.join(VERBS)}"
             raise ConfigError("verb", verb, "there is no such verb", cure)
-        code: int = _module_of(verb).main(rest)
+        code = main_of(verb)(rest)
     except TitanlabError as error:
         error_line(str(error))
         return error.exit_code
@@ -124,9 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _module_of(verb: str) -> Any:
+def main_of(verb: str) -> Callable[[Sequence[str]], int]:
+    """The function of a verb, whose module is imported for it."""
     with kept_imports():
-        return importlib.import_module(VERBS[verb][0])
+        verb_main: Callable[[Sequence[str]], int] = importlib.import_module(VERBS[verb][0]).main
+    return verb_main
 
 
 def _help() -> str:

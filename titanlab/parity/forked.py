@@ -103,10 +103,10 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
 
     def act() -> int:
         os.environ["TITANLAB_ATTEMPT"] = str(attempt)
-        worker = importlib.import_module("titanlab.worker.rank")
-        worker.show_stacks()
-        code: int = worker.main([str(run.path)], observe=observe)
-        return code
+        from titanlab.worker.rank import main, show_stacks
+
+        show_stacks()
+        return main([str(run.path)], observe=observe)
 
     begin = time.time()
     kills = memory_kills()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 import shlex
@@ -41,7 +40,8 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
     Raises:
         ConfigError: the folder cannot be written, or a number is too large for the dtype.
     """
-    write_weights = importlib.import_module("titanlab.weights.copy").write_weights
+    from titanlab.weights.copy import write_weights
+
     model = origin.source.model
     biases = {name: list(block) for name, block in origin.source.biases.items()}
     with whole_folder(into) as part:
@@ -89,7 +89,8 @@ def write_hf(origin: Origin, into: Path, *, dtype: str | None, shard_bytes: int,
     if family is None:
         rule = f"{source.model.kind} has no form in transformers"
         raise ConfigError("--format", "hf", rule, "try --format titanlab")
-    write_weights = importlib.import_module("titanlab.weights.copy").write_weights
+    from titanlab.weights.copy import write_weights
+
     with whole_folder(into) as part:
         _check_copies(origin)
         write_weights(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,8 +93,11 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
         tokenizer = tokenizers.load(run.tokenizer, "run")
         generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         about |= generation
+    # Imported here: it imports torch.
+    from titanlab.weights.checkpoint_source import run_source
+
     return Origin(
-        source=importlib.import_module("titanlab.weights.checkpoint_source").run_source(checkpoint, model, "run"),
+        source=run_source(checkpoint, model, "run"),
         about=about,
         tokenizer=run.tokenizer,
         generation={name: token for name, token in generation.items() if token is not None},
@@ -109,8 +111,11 @@ def from_dcp(folder: Path, model: ModelConfig, key: str) -> Origin:
     Raises:
         ConfigError: the folder is damaged or would run code, or has another model.
     """
+    # Imported here: it imports torch.
+    from titanlab.weights.checkpoint_source import dcp_source
+
     return Origin(
-        source=importlib.import_module("titanlab.weights.checkpoint_source").dcp_source(folder, model, key),
+        source=dcp_source(folder, model, key),
         about={"max_position_embeddings": _context(model, _USUAL_CONTEXT)},
         tokenizer=folder,
         generation={},

@@ -8,7 +8,6 @@ imports torch only when it fills a model.
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,11 +118,14 @@ def fill_start(recipe: Recipe, model: nn.Module) -> Biases:
     assert recipe.init_from is not None
     source = _folder(recipe.init_from)
     if source is not None:
-        importlib.import_module("titanlab.weights.fill").fill(model, source)
+        from titanlab.weights.fill import fill
+
+        fill(model, source)
         return biases_of(recipe.model, source.biases, KEY, recipe.init_from)
-    store = importlib.import_module("titanlab.checkpoint.store")
+    from titanlab.checkpoint.store import load_model
+
     checkpoint = _checkpoint(recipe.init_from)
-    store.load_model(checkpoint, KEY, model)
+    load_model(checkpoint, KEY, model)
     if not recipe.model.account().experts:
         return {}
     routing = read_contents(checkpoint, KEY).saved.position.routing

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from types import ModuleType
 
 from titanlab.recipe.recipe import Recipe
 from titanlab.system.kept_imports import kept_imports
 from titanlab.system.quiet_import import import_quietly
 
 
-def import_trainer() -> ModuleType:
-    """The module of the training loop, imported with what every recipe needs of torch before its first step."""
+def import_trainer() -> None:
+    """Import the training loop, and what every recipe needs of torch before its first step."""
     with kept_imports():
-        trainer = importlib.import_module("titanlab.training.train")
+        importlib.import_module("titanlab.training.train")
         # Optimizers, DDP, FSDP2 and DTensor import it when they are first used.
         importlib.import_module("torch._dynamo")
-        return trainer
 
 
 def import_techniques(recipe: Recipe) -> None:

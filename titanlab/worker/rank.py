@@ -84,7 +84,10 @@ def main(
             source.prepare(recipe.data, report=lambda line: None)
             # Imported here: torch reads the variables that were set above when it is imported.
             start_up.begin("imports", "importing torch")
-            outcome = import_trainer().train(
+            import_trainer()
+            from titanlab.training.train import train
+
+            outcome = train(
                 recipe,
                 run,
                 ranks,

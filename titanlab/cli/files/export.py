@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,8 +79,10 @@ def _export_dcp(given: argparse.Namespace) -> int:
     if given.into.exists() and (not given.into.is_dir() or any(given.into.iterdir())):
         raise ConfigError("--into", given.into, "is not an empty folder", "give a new folder")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
+    from titanlab.checkpoint.dcp_export import write_dcp
+
     prefix = _PREFIXES[given.names]
-    importlib.import_module("titanlab.checkpoint.dcp_export").write_dcp(checkpoint, given.into, "run", prefix=prefix)
+    write_dcp(checkpoint, given.into, "run", prefix=prefix)
     # With titanlab's names the folder has a position.json, which has them.
     line = left_out(from_run(str(checkpoint), given.runs, step=None).source.biases) if prefix == "" else ""
     if line:

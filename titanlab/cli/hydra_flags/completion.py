@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import os
 import shlex
@@ -16,7 +15,7 @@ from titanlab.cli.arguments import Arguments, parser_of
 from titanlab.cli.hydra_flags.answers import answer
 from titanlab.cli.train_from import FLAG
 from titanlab.cli.train_from import main as train_from
-from titanlab.cli.verbs import VERBS
+from titanlab.cli.verbs import VERBS, main_of
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.records.outcome import OutcomeKind
@@ -92,7 +91,7 @@ def _words(line: str) -> Sequence[str]:
         return ["bash"]
     if verb not in VERBS:
         return []
-    return _complete_arguments(parser_of(importlib.import_module(VERBS[verb][0]).main), given, current)
+    return _complete_arguments(parser_of(main_of(verb)), given, current)
 
 
 def _split(line: str) -> tuple[list[str], str]:
