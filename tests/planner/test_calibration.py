@@ -5,6 +5,7 @@ import math
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from tests.planner.recipes import SMALL, made
 from titanlab.cluster.schema import Cluster
@@ -81,6 +82,11 @@ def test_the_file_is_a_cluster(calibration):
     assert reserved_bytes(recipe, found, most_memory(recipe)) == pytest.approx(
         1.3 * most_memory(recipe).allocated, rel=1e-5
     )
+
+
+def test_the_name_of_a_device_in_the_file_is_no_interpolation():
+    text = cluster_file(Cluster(accelerator="cpu", device="a${b\\${seed}"), "By hand.")
+    assert OmegaConf.to_container(OmegaConf.create(text), resolve=True)["device"] == "a${b\\${seed}"
 
 
 # Cores that are slower and processes that are larger than what is assumed of CPUs.

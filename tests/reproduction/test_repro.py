@@ -16,6 +16,7 @@ from titanlab.recipe.recipe import from_mapping, to_mapping
 from titanlab.records.config_file import read_config
 from titanlab.records.git_state import git_state
 from titanlab.records.provenance import code_fingerprint, collect
+from titanlab.reproduction.config import composable, write_config
 from titanlab.reproduction.environment import differences, pip_line
 from titanlab.reproduction.provenance import wrong_path
 
@@ -117,6 +118,15 @@ def test_the_config_composes_to_the_recipe_of_the_run(made, call, tmp_path):
     composed = to_mapping(Loader(read_flags(words), []).recipe())
     expected = to_mapping(from_mapping(run.config()))
     assert {**composed, "runs": ""} == {**expected, "runs": ""}
+
+
+@pytest.mark.parametrize("text", ["${seed}", "a${b", "a\\${b}", "a\\\\${b}", "a\\"])
+def test_a_text_of_the_config_that_looks_like_an_interpolation_stays_a_text(tmp_path, text):
+    config = to_mapping(tiny.recipe(tmp_path / "runs"))
+    config["checkpoint"]["load_from"] = text
+    write_config(tmp_path, composable(config))
+    recipe = Loader(read_flags(["--config-dir", str(tmp_path), "--config-name", "run"]), []).recipe()
+    assert recipe.checkpoint.load_from == text
 
 
 def test_a_difference_that_is_not_whole_is_taken_from_the_snapshot(made, call, tmp_path, repository):

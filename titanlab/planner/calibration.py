@@ -19,6 +19,7 @@ from titanlab.planner.memory import most_memory
 from titanlab.planner.reserved import exchanged_bytes, reserved_bytes
 from titanlab.planner.step_time import step_time
 from titanlab.planner.timing.pipeline_time import simulated_time
+from titanlab.recipe.literal import literal
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.config_file import config_text
 
@@ -225,7 +226,7 @@ def cluster_file(cluster: Cluster, comment: str) -> str:
         comment: one line, how the values were found.
     """
     values = {name: _rounded(value) for name, value in dataclasses.asdict(cluster).items() if value not in (None, {})}
-    return f"defaults: [schema, _self_]\n# {comment}\n{config_text(values)}"
+    return f"defaults: [schema, _self_]\n# {comment}\n{config_text(literal(values))}"
 
 
 def _rounded(value: Any) -> Any:

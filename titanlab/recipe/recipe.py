@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from titanlab.options import discover, schema_of
 from titanlab.parallelism.schema import Parallelism
 from titanlab.profiler.off_schema import Off
 from titanlab.ranges import ranged
+from titanlab.recipe.literal import literal
 from titanlab.recipe.stage_pieces import stage_pieces
 from titanlab.recipe.training_schema import Training
 
@@ -184,7 +184,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     options = {group: _option(group, content) for group, content in mapping.items() if group in groups}
     others = {key: value for key, value in mapping.items() if key not in groups}
     with _told_in_one_line("", mapping):
-        merged: Any = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(_literal(others)))
+        merged: Any = OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(literal(others)))
     for item in dataclasses.fields(Recipe):
         if item.default is MISSING and item.name not in options:
             raise ConfigError(item.name, None, "is a group that every config has", _COMPARE)
@@ -201,7 +201,7 @@ def _option(group: str, content: Any) -> Any:
     if known not in _OPTIONS:
         with _told_in_one_line(group, content):
             made = OmegaConf.to_object(
-                OmegaConf.merge(_schema_node(group, kind, content), OmegaConf.create(_literal(content)))
+                OmegaConf.merge(_schema_node(group, kind, content), OmegaConf.create(literal(content)))
             )
         if len(_OPTIONS) >= _MOST_OPTIONS:
             _OPTIONS.clear()
@@ -231,15 +231,6 @@ def _schema_node(group: str, kind: Any, content: Mapping[str, Any]) -> Any:
             if name != "kind" and isinstance(content.get(name), Mapping):
                 node[name] = OmegaConf.structured(schema_of(group, content[name].get("kind")))
     return node
-
-
-def _literal(value: Any) -> Any:
-    """The same plain values with `${` escaped: all interpolations are resolved, so OmegaConf must not find any."""
-    if isinstance(value, Mapping):
-        return {key: _literal(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_literal(inner) for inner in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def to_mapping(recipe: Recipe) -> dict[str, Any]:

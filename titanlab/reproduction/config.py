@@ -10,6 +10,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
+from titanlab.recipe.literal import literal
 from titanlab.recipe.recipe import Recipe, from_mapping, resolve, to_mapping
 from titanlab.records.config_file import config_text
 from titanlab.records.run_folder import RunFolder
@@ -36,17 +37,8 @@ def composable(config: Mapping[str, Any]) -> str:
             kind = None if None in kinds else value.get("kind")
             defaults.append({group: kinds[kind].schema_name})
     values = {key: value for key, value in recipe.items() if key != "runs"}
-    text = config_text({"defaults": [*defaults, "_self_"], "runs": "runs", **_escaped(values)})
+    text = config_text({"defaults": [*defaults, "_self_"], "runs": "runs", **literal(values)})
     return f"# The resolved recipe of a run; `titanlab repro` wrote it.\n{text}"
-
-
-def _escaped(value: Any) -> Any:
-    """The same values with `${` escaped: what is resolved has no interpolations."""
-    if isinstance(value, dict):
-        return {key: _escaped(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_escaped(inner) for inner in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:

@@ -15,6 +15,7 @@ from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import discover
+from titanlab.recipe.literal import literal
 from titanlab.records.config_file import config_text
 from titanlab.system.atomic_file import write_json
 from titanlab.system.foreign import Foreign
@@ -153,7 +154,7 @@ def _option_text(model: ModelConfig, title: str) -> str:
         if field.name != "kind" and getattr(model, field.name) != field.default
     }
     schema = discover()["model"][model.kind].schema_name
-    return f"defaults: [{schema}, _self_]\n# From {title}.\n{config_text(values)}"
+    return f"defaults: [{schema}, _self_]\n# From {title}.\n{config_text(literal(values))}"
 
 
 def _override(key: str, path: Path) -> str:

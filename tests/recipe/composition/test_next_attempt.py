@@ -38,6 +38,14 @@ def test_presets_and_degrees(tmp_path, before, overrides, label, world):
     assert (recipe.layout.label, recipe.world) == (label, world)
 
 
+@pytest.mark.parametrize("text", ["${seed}", "a${b", "a\\${b}", "a\\\\${b}", "a\\"])
+def test_a_text_of_the_run_that_looks_like_an_interpolation_stays_a_text(tmp_path, text):
+    config = config_of(tmp_path)
+    config["checkpoint"]["load_from"] = text
+    recipe, _ = changed(config, "launch.threads=2")
+    assert (recipe.checkpoint.load_from, recipe.launch.threads) == (text, 2)
+
+
 def test_a_schedule_and_a_policy_are_presets_and_the_rest_of_the_recipe_stays(tmp_path):
     config = config_of(tmp_path, pipeline=2)
     recipe, _ = changed(config, "schedule=zbv", "ac=selective_layer", "ac.every=4")

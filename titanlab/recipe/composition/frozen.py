@@ -13,6 +13,7 @@ from yaml import YAMLError
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe.composition.errors import value_error
+from titanlab.recipe.literal import literal
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.run_folder import RunFolder
 
@@ -71,11 +72,12 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Pat
         ConfigError: an override cannot be read, or its value does not fit; or the config is of another version.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.create(dict(config)), OmegaConf.from_dotlist(list(overrides)))
+        given = literal(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))
+        merged = OmegaConf.merge(OmegaConf.create(literal(config)), OmegaConf.create(given))
     except (OmegaConfBaseException, YAMLError) as error:
         rule = f"cannot be read ({str(error).splitlines()[0]})"
         raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error
-    changed: dict[str, Any] = OmegaConf.to_container(merged)  # type: ignore[assignment]
+    changed: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
     try:
         return from_mapping(changed)
     except ConfigError as error:
