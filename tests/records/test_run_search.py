@@ -5,7 +5,7 @@ import pytest
 from titanlab.errors import ConfigError
 from titanlab.records.identity import Identity
 from titanlab.records.run_folder import create_run
-from titanlab.records.run_search import find_run, list_runs
+from titanlab.records.run_search import NoSuchRun, find_run, list_runs
 
 
 @pytest.fixture
@@ -81,6 +81,7 @@ def test_no_run_or_several_are_an_error_that_helps(runs, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         find_run(text, runs)
     assert str(caught.value).startswith("run=")
+    assert isinstance(caught.value, NoSuchRun) == message.startswith("fits no run")
 
 
 def test_without_any_run_the_error_says_how_to_get_one(tmp_path):

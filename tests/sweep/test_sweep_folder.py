@@ -9,7 +9,7 @@ from titanlab.launch.shape import Shape
 from titanlab.launch.submission import Submission, claim_sweep, drop_submission, write_submission
 from titanlab.recipe.recipe import to_mapping
 from titanlab.records.run_folder import create_run
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, open_sweep
+from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep, jobs_of, open_sweep
 
 
 @pytest.fixture
@@ -82,6 +82,20 @@ def test_a_sweep_is_named_by_its_name_or_path(folder, tmp_path):
         open_sweep("layout", tmp_path / "runs")
     with pytest.raises(ConfigError, match="submit one first"):
         open_sweep("layouts", tmp_path / "nowhere")
+
+
+def test_a_name_is_a_run_s_or_else_a_sweep_s(folder, tmp_path):
+    runs = tmp_path / "runs"
+    run = folder.runs()[0]
+    assert find_run_or_sweep(run.path.name, runs) == run
+    assert find_run_or_sweep("layouts", runs) == folder
+    with pytest.raises(ConfigError, match=r"^name=nothing: is no run and no sweep under .*; try layouts/"):
+        find_run_or_sweep("nothing", runs, key="name")
+    # Its files are damaged: the error says so, and not that there is no such run.
+    (run.path / "config.yaml").write_text("[")
+    (run.path / "status.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find_run_or_sweep(run.path.name, runs)
 
 
 def test_manifest_and_points(folder):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
-from titanlab.errors import ConfigError, TitanlabError
+from titanlab.errors import TitanlabError
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import find_run
-from titanlab.sweep.sweep_folder import open_sweep
+from titanlab.sweep.sweep_folder import find_run_or_sweep
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.tracker import wandb_upload
@@ -61,15 +60,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
     """The run that the user names, or all runs of a sweep; and whether it is a sweep."""
-    try:
-        return [RunFolder(find_run(text, folder).path.absolute())], False
-    except ConfigError as no_run:
-        try:
-            return open_sweep(text, folder).runs(), True
-        except ConfigError:
-            if not no_run.rule.startswith("fits no run"):
-                raise no_run from None
-            raise ConfigError("run", text, f"is no run and no sweep under {folder}", no_run.cure) from None
+    found = find_run_or_sweep(text, folder)
+    return ([found], False) if isinstance(found, RunFolder) else (found.runs(), True)
 
 
 def _merge(run: RunFolder, console: Console) -> bool:

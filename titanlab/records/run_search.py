@@ -13,6 +13,10 @@ from titanlab.records.run_folder import RunFolder
 _HASH = re.compile(r"[0-9a-f]{4,64}")
 
 
+class NoSuchRun(ConfigError):
+    """No run has the name that the user gives."""
+
+
 def list_runs(runs: Path | str, sweep: str | None = None) -> list[RunFolder]:
     """All runs in a folder of runs, or the runs of one sweep, sorted by path; empty if there is no such folder."""
     pattern = f"{sweep or '*'}/*/config.yaml"
@@ -27,7 +31,8 @@ def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
     They are tried in this order; the first that matches any run decides.
 
     Raises:
-        ConfigError: no run matches, or several runs do; or its files are damaged, or of another version.
+        NoSuchRun: no run matches.
+        ConfigError: several runs match; or its files are damaged, or of another version.
     """
     run = _matching_run(text, runs)
     run.check_files()
@@ -49,7 +54,7 @@ def _matching_run(text: str, runs: Path | str) -> RunFolder:
             return matches[0]
         if matches:
             raise ConfigError("run", text, f"fits {len(matches)} runs under {runs}", f"try {_joined_names(matches)}")
-    raise ConfigError("run", text, f"fits no run under {runs}", _advice(text, known))
+    raise NoSuchRun("run", text, f"fits no run under {runs}", _advice(text, known))
 
 
 def _has_hash(run: RunFolder, digits: str) -> bool:

@@ -20,6 +20,7 @@ from titanlab.launch.submission import Submission
 from titanlab.records.json_file import read_optional
 from titanlab.records.points_file import read_points
 from titanlab.records.run_folder import RunFolder
+from titanlab.records.run_search import NoSuchRun, find_run
 from titanlab.system.atomic_file import finite, write_json, write_text
 
 SCHEMA = 1
@@ -78,7 +79,8 @@ class SweepFolder:
         """The runs that a user names by folder, label, or first digits of the hash; all runs if no text is given.
 
         Raises:
-            ConfigError: a text matches no run, or the hashes of several.
+            NoSuchRun: a text matches no run.
+        ConfigError: a text matches the hashes of several runs.
         """
         known = self.runs()
         chosen: dict[Path, RunFolder] = {} if texts else {run.path: run for run in known}
@@ -93,7 +95,7 @@ class SweepFolder:
             if not matches:
                 near = difflib.get_close_matches(name, [run.path.name for run in known], n=1, cutoff=0.0)
                 cure = f"try {near[0]}" if near else "train one first"
-                raise ConfigError("run", text, f"fits no run of sweep {self.name}", cure)
+                raise NoSuchRun("run", text, f"fits no run of sweep {self.name}", cure)
             chosen.update({run.path: run for run in matches})
         return list(chosen.values())
 
@@ -168,3 +170,23 @@ def open_sweep(text: str, runs: Path | str = "runs") -> SweepFolder:
     near = difflib.get_close_matches(text, known, n=3, cutoff=0.4) or known[-3:]
     cure = f"try {' or '.join(near)}" if near else "submit one first (titanlab sweep), or say where runs are (--runs)"
     raise ConfigError("sweep", text, f"is no sweep under {runs}", cure)
+
+
+def find_run_or_sweep(text: str, runs: Path | str, key: str = "run") -> RunFolder | SweepFolder:
+    """The run that a user names or, if no run is meant, the sweep; with an absolute path.
+
+    Args:
+        key: what the error names if there is neither.
+
+    Raises:
+        ConfigError: there is neither; or several runs match, or the files of the run are damaged.
+    """
+    try:
+        return RunFolder(find_run(text, runs).path.absolute())
+    except ConfigError as no_run:
+        try:
+            return open_sweep(text, runs)
+        except ConfigError:
+            if not isinstance(no_run, NoSuchRun):
+                raise no_run from None
+            raise ConfigError(key, text, f"is no run and no sweep under {runs}", no_run.cure) from None

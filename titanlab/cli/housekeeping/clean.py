@@ -10,11 +10,10 @@ from pathlib import Path
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
-from titanlab.records.run_search import find_run
 from titanlab.sweep.cleaning.caches import cached
 from titanlab.sweep.cleaning.item import CACHES, KINDS, Item, Refused, remove_item
 from titanlab.sweep.cleaning.survey import Survey
-from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep
 from titanlab.sweep.table.listing import aligned
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted, data_size
@@ -76,17 +75,10 @@ def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder 
     if name is None:
         folders = [SweepFolder(path) for path in sorted(root.glob("*")) if path.is_dir()]
         return [folder for folder in folders if folder.manifest() or folder.runs()], None, root
-    try:
-        run = RunFolder(find_run(name, root).path.absolute())
-    except ConfigError as no_run:
-        try:
-            sweep = open_sweep(name, root)
-        except ConfigError:
-            if not no_run.rule.startswith("fits no run"):
-                raise no_run from None
-            raise ConfigError("name", name, f"is no run and no sweep under {root}", no_run.cure) from None
-        return [sweep], None, sweep.path.parent
-    return [SweepFolder(run.path.parent)], run, run.path.parent.parent
+    found = find_run_or_sweep(name, root, key="name")
+    if isinstance(found, SweepFolder):
+        return [found], None, found.path.parent
+    return [SweepFolder(found.path.parent)], found, found.path.parent.parent
 
 
 def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequence[str], *, lists_all: bool) -> None:

@@ -21,7 +21,7 @@ from titanlab.parity.proof import Proof, Prover, Row, plan_proofs
 from titanlab.parity.reduction import comparable
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import OutcomeKind
-from titanlab.records.run_search import find_run
+from titanlab.records.run_search import NoSuchRun, find_run
 from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
@@ -112,9 +112,7 @@ def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
     for text in pair:
         try:
             found.append(find_run(text, runs) if is_name(text) else None)
-        except ConfigError as error:
-            if "fits no run" not in error.rule:
-                raise
+        except NoSuchRun:
             found.append(None)
     if found[0] is not None and found[1] is not None:
         return found[0], found[1]
