@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from titanlab.distributed import hang, host, silence
-from titanlab.launch.local.local_job import born_at
 from titanlab.profiler.memory import resident_bytes
 from titanlab.records import provenance
+from titanlab.system.process_start import born_at
 from titanlab.tracker import signal_filter
 from titanlab.training import memory
 from titanlab.training.faults import rank_times

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from titanlab.launch.contract import JobState
-from titanlab.launch.local.local_job import LocalJob, born_at, write_local_job
+from titanlab.launch.local.local_job import LocalJob, write_local_job
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm import command as slurm_command
 from titanlab.launch.slurm import states as slurm_states
@@ -16,6 +16,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
 from titanlab.sweep.queue import job_states, silence
 from titanlab.system.atomic_file import write_json
+from titanlab.system.process_start import born_at
 
 LONG_AGO = 1_700_000_000.0
 

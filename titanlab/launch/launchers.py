@@ -30,7 +30,12 @@ def default_config(kind: str) -> LaunchConfig:
 
 def directly(config: LaunchConfig) -> LaunchConfig:
     """The config with which `titanlab train` starts a run on this host, whatever launcher submitted the run before."""
-    return config if config.starts_directly else Local(threads=config.threads)
+    return config if config.starts_directly else on_this_host(threads=config.threads)
+
+
+def on_this_host(*, threads: int | None) -> LaunchConfig:
+    """The config of the launcher that starts the ranks of one run on this host."""
+    return Local(threads=threads)
 
 
 def joined(environ: Mapping[str, str]) -> Ranks | None:

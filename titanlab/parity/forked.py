@@ -98,7 +98,13 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
     import_techniques(recipe)
     world = recipe.layout.world
     first = Ranks(
-        rank=0, world=world, local_rank=0, local_world=world, address="127.0.0.1", port=free_port(), started_by="local"
+        rank=0,
+        world=world,
+        local_rank=0,
+        local_world=world,
+        address="127.0.0.1",
+        port=free_port(),
+        started_by=recipe.launch.kind,
     )
 
     def act() -> int:

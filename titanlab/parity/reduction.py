@@ -19,7 +19,7 @@ from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import RECORDING, Compile
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.errors import ConfigError
-from titanlab.launch.local_schema import Local
+from titanlab.launch.launchers import on_this_host
 from titanlab.model.contract import ModelConfig
 from titanlab.optimizer.contract import OptimizerConfig
 from titanlab.parallelism.schema import Parallelism
@@ -104,7 +104,7 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         cluster=Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0),
         tracker=Jsonl(),
         profiler=NoProfiler(),
-        launch=Local(threads=1),
+        launch=on_this_host(threads=1),
     )
     try:
         made = resolve(made, world=None, accelerator="cpu", device="cpu")

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from titanlab.launch.local.local_job import born_at
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_status import Status
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.listing import ACTIVE
 from titanlab.sweep.table.look import look_at
+from titanlab.system.process_start import born_at
 
 # How often the table of the sweep is read, and with it the scheduler's queue.
 _LOOK_SECONDS = 5.0

@@ -1,7 +1,8 @@
-"""When a process has started."""
+"""When a process has started, and whether it is alive."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -12,11 +13,29 @@ def process_start(pid: int) -> float | None:
 
     Only Linux tells it (proc(5), `starttime`).
     """
+    ticks = born_at(pid)
+    if not ticks:
+        return None
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-        # The name is in brackets and may contain any character, also brackets and spaces.
-        after_boot = int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - after_boot
-    except (OSError, ValueError, IndexError, AttributeError):
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
         return None
     return time.time() - age
+
+
+def born_at(pid: int) -> int | None:
+    """Start time of a process of this host in kernel ticks; 0 if the system has no /proc; None if it is dead."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return 0
+        return None
+    except OSError:
+        return None
+    # The name is in brackets and may contain any character, also brackets and spaces.
+    state, *rest = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])

@@ -11,7 +11,7 @@ from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab.distributed.host import Host, cores
-from titanlab.launch.local.local_job import LocalJob, born_at, local_job, write_local_job
+from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
 from titanlab.launch.local.supervisor import Supervisor, _Job, _Running, visible_devices
 from titanlab.launch.local.wake import LOCK, has_work, wake
 from titanlab.launch.local_schema import Local
@@ -25,6 +25,7 @@ from titanlab.sweep.cancel import cancel
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.submit import submit
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.process_start import born_at
 
 
 @pytest.fixture

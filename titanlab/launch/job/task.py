@@ -36,7 +36,7 @@ from titanlab.launch.job.rank_watch import RESULT_SECONDS, RankWatch, await_resu
 from titanlab.launch.job.rendezvous import Rendezvous
 from titanlab.launch.job.requeue import requeue, requeue_after, requeue_without_rank_0, survives
 from titanlab.launch.job.stop_file import meaning, read_stop, write_stop
-from titanlab.launch.launchers import launcher_named
+from titanlab.launch.launchers import default_config, launcher_named
 from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
@@ -119,7 +119,7 @@ def _remember_host(job: Job, outcome: Outcome) -> None:
     """Remember the host that may have caused an end; a job on this host has no other one to go to."""
     nodes = job.place.nodes
     host = suspect(outcome, nodes, ranks_per_node=job.place.ranks.world // max(1, len(nodes)))
-    if host is not None and job.place.launcher != "local":
+    if host is not None and not default_config(job.place.launcher).runs_here:
         note_bad_host(job.run, outcome, host)
         say(f"{host} is remembered: a later job of this run leaves it out, until `titanlab hosts --clear {host}`")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -12,6 +10,7 @@ from pathlib import Path
 from titanlab.launch.submission import SCHEMA, read_mapping
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_json
+from titanlab.system.process_start import born_at
 
 # A job of another host counts as alive for this time after its last sign of life.
 _SIGN_OF_LIFE_SECONDS = 60.0
@@ -71,24 +70,6 @@ def write_local_job(sweep: Path, token: str, index: int, job: LocalJob) -> None:
     path = _file(sweep, token, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"schema": SCHEMA, **asdict(job)})
-
-
-def born_at(pid: int) -> int | None:
-    """Start time of a process of this host in kernel ticks; 0 if the system has no /proc; None if it is dead."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return None
-        with contextlib.suppress(OSError):
-            os.kill(pid, 0)
-            return 0
-        return None
-    except OSError:
-        return None
-    # The name is in brackets and may contain any character, also brackets and spaces.
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])
 
 
 def _file(sweep: Path, token: str, index: int) -> Path:

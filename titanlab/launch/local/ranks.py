@@ -21,6 +21,7 @@ from titanlab.distributed.start_up import launched_at
 from titanlab.distributed.stop import STOP_SIGNALS, caught_signals, handlers_kept
 from titanlab.launch.contract import Failure
 from titanlab.launch.local.rank_processes import RankProcesses
+from titanlab.launch.local.wake import KIND
 from titanlab.records.run_folder import RunFolder
 from titanlab.worker.fork import LOGS, PIDS_FILE, adopting
 
@@ -46,7 +47,7 @@ def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure
             local_world=world,
             address="127.0.0.1",
             port=port,
-            started_by="local",
+            started_by=KIND,
         )
         for rank in range(world)
     ]

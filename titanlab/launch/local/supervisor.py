@@ -21,7 +21,7 @@ from titanlab.distributed.host import cores, this_host
 from titanlab.distributed.stop import handled
 from titanlab.errors import ConfigError
 from titanlab.launch.local.job_start import controller_of, start
-from titanlab.launch.local.local_job import LocalJob, born_at, local_job, write_local_job
+from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
 from titanlab.launch.local.wake import LOCK, local_submissions
 from titanlab.launch.shape import local_processes
 from titanlab.launch.submission import Submission, claim_sweep
@@ -29,6 +29,7 @@ from titanlab.records.claim import claimed
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.disk import disk_fault
+from titanlab.system.process_start import born_at
 from titanlab.terminal.numerals import counted
 
 _POLL_SECONDS = 0.2
