@@ -10,7 +10,7 @@ import pytest
 
 from tests.doctor.programs import program, states
 from titanlab.doctor import limits, software, storage
-from titanlab.doctor.finding import FAIL
+from titanlab.terminal.finding import FAIL
 
 GIB = 1 << 30
 

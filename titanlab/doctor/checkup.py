@@ -7,19 +7,22 @@ from pathlib import Path
 
 from titanlab.compile import cache as compile_cache
 from titanlab.data import cache as data_cache
-from titanlab.doctor import gpus, limits, slurm, software, storage, torch_checks
-from titanlab.doctor.finding import Check, Finding
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.doctor import gpus, limits, software, storage, torch_checks
+from titanlab.doctor.check import Check
+from titanlab.launch.contract import LaunchConfig
+from titanlab.launch.launchers import default_config
+from titanlab.options import discover
+from titanlab.terminal.finding import Finding
 
 
-def checks(runs: Path, config: Slurm, *, needs_shared: bool) -> list[Check]:
+def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
     """The checks.
 
     Args:
         runs: the folder of runs.
-        config: settings with which jobs would be submitted.
-        needs_shared: whether the recipe that the user has given is submitted to Slurm.
+        launch: the launcher that the user has named; None: none, and all are checked with their defaults.
     """
+    needs_shared = launch is not None and not launch.runs_here
     torch_seconds = torch_checks.FACTS_SECONDS + 2 * torch_checks.REDUCE_SECONDS + 10
     return [
         _check("software", "Python", software.check_python),
@@ -35,8 +38,19 @@ def checks(runs: Path, config: Slurm, *, needs_shared: bool) -> list[Check]:
         _check("storage", "folder of runs", lambda: storage.check_runs(runs, needs_shared=needs_shared), seconds=60.0),
         _check("storage", "data cache", lambda: storage.check_cache("data cache", data_cache.location())),
         _check("storage", "compile cache", _check_compile_cache),
-        _check("Slurm", "Slurm", lambda: slurm.check_slurm(config), seconds=90.0, is_needed=needs_shared),
+        *(_check_launcher(str(kind), launch) for kind in discover()["launch"]),
     ]
+
+
+def _check_launcher(kind: str, given: LaunchConfig | None) -> Check:
+    is_given = given is not None and given.kind == kind
+    config = given if given is not None and is_given else default_config(kind)
+
+    def find() -> Iterator[Finding]:
+        # Made inside the check: a launcher of another package may raise anything.
+        return config.implementation().findings()
+
+    return _check(config.title, config.title, find, seconds=90.0, is_needed=is_given)
 
 
 def _check(

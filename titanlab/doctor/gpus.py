@@ -8,8 +8,8 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 
-from titanlab.doctor.finding import Finding, fail, ok, warn
 from titanlab.system.command import ask
+from titanlab.terminal.finding import Finding, fail, ok, warn
 
 _SECONDS = 20.0
 _FIELDS = ("index", "name", "driver_version", "memory.used", "memory.total", "ecc.errors.uncorrected.volatile.total")

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import titanlab
-from titanlab.doctor.finding import Finding, fail, ok, warn
 from titanlab.records.git_state import git_state
 from titanlab.records.provenance import PACKAGES, versions
+from titanlab.terminal.finding import Finding, fail, ok, warn
 from titanlab.tracker.wandb_mode import has_key
 
 _LEAST = (3, 11)

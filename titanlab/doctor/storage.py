@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlab.doctor.finding import Finding, fail, ok, warn
+from titanlab.terminal.finding import Finding, fail, ok, warn
 
 _GIB = 1 << 30
 _LOW_BYTES, _NO_BYTES = 20 * _GIB, 1 * _GIB
@@ -109,7 +109,7 @@ def _check_kind(kind: str, mount: str, *, needs_shared: bool) -> Finding:
         return ok("file system", f"{kind} at {mount}: other hosts can see it")
     text = f"{kind or 'unknown'} at {mount or '?'}: probably seen by this host only"
     if needs_shared:
-        return warn("file system", text, "Slurm's nodes must see the folder of runs: give a shared one (runs=…)")
+        return warn("file system", text, "the nodes of jobs must see the folder of runs: give a shared one (runs=…)")
     return ok("file system", text)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.distributed.loopback import loopback_interface
-from titanlab.doctor.finding import Finding, fail, ok, warn
 from titanlab.system.command import ask
+from titanlab.terminal.finding import Finding, fail, ok, warn
 
 SCRIPT = Path(__file__).with_name("torch_script.py")
 # Importing torch from a slow shared file system takes long.

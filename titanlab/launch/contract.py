@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from titanlab.distributed.ranks import Ranks
     from titanlab.launch.shape import Shape
     from titanlab.launch.submission import Submission
+    from titanlab.terminal.finding import Finding
 
 # `JobState.raw` of a job whose scheduler does not answer.
 UNANSWERED = "UNKNOWN"
@@ -173,6 +174,11 @@ class LaunchConfig(Protocol):
         """Whether `titanlab train` starts the ranks itself and waits for them (`Launcher.start`), without a queue."""
         return False
 
+    @property
+    def title(self) -> str:
+        """What texts for users call it."""
+        return self.kind
+
     def check(self, setting: Setting) -> None:
         """Check that the rest of the recipe fits this launcher.
 
@@ -235,6 +241,10 @@ class Launcher(Protocol):
             ConfigError: they cannot be submitted.
         """
         return  # the default; mypy takes an empty body for an abstract method
+
+    def findings(self) -> Iterator[Finding]:
+        """What `titanlab doctor` reports of this launcher: whether jobs can be submitted from this host, and run."""
+        yield from ()
 
     def max_array(self, *, is_answered: bool = True) -> int | None:
         """How many jobs one submission takes; None: any number.

@@ -114,6 +114,11 @@ class Slurm(LaunchConfig):
                 rule = "is titanlab's own, from the layout, the cluster and other keys of launch"
                 raise ConfigError(f"launch.extra.{name}", self.extra[name], rule, "leave it out")
 
+    @property
+    def title(self) -> str:
+        """The name of the scheduler."""
+        return "Slurm"
+
     def implementation(self) -> Launcher:
         """The launcher of jobs in Slurm."""
         from titanlab.launch.slurm.launcher import SlurmLauncher

@@ -8,9 +8,9 @@ import pytest
 
 from titanlab.cli.housekeeping import doctor
 from titanlab.cli.verbs import main
-from titanlab.doctor.checkup import checks
-from titanlab.doctor.finding import Check, fail, ok, warn
+from titanlab.doctor.check import Check
 from titanlab.launch.slurm_schema import Slurm
+from titanlab.terminal.finding import fail, ok, warn
 
 FOUND = [ok("torch", "2.13.0"), warn("NCCL", "slow \x1b[2J", "look at it"), fail("disk", "is full", "make room")]
 
@@ -20,8 +20,8 @@ def given(monkeypatch):
     """What the checks were asked with, and what they find."""
     asked = []
 
-    def made(runs, config, *, needs_shared):
-        asked.append((str(runs), config, needs_shared))
+    def made(runs, launch):
+        asked.append((str(runs), launch))
         return [Check(section="devices", name=each.name, find=lambda each=each: [each]) for each in FOUND]
 
     monkeypatch.setattr(doctor, "checks", made)
@@ -38,7 +38,7 @@ def test_each_finding_is_a_line_and_a_fault_is_exit_code_1(given, capsys):
         "  fail  disk                is full",
         "                            → make room",
     ]
-    assert given == [("/elsewhere", Slurm(), False)]
+    assert given == [("/elsewhere", None)]
 
 
 def test_warnings_are_no_fault(given, capsys, monkeypatch):
@@ -62,7 +62,7 @@ def test_as_json(given, capsys):
 
 def test_settings_of_slurm_are_composed(given, capsys):
     main(["doctor", "launch=slurm", "launch.partition=gpu"])
-    assert given == [("runs", Slurm(partition="gpu"), True)]
+    assert given == [("runs", Slurm(partition="gpu"))]
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,6 @@ def test_other_keys_are_refused(given, capsys, words, begins):
     assert main(["doctor", *words]) == 2
     assert capsys.readouterr().err.startswith(begins)
     assert given == []
-
-
-def test_sections_are_in_order(tmp_path):
-    found = [check.section for check in checks(tmp_path, Slurm(), needs_shared=False)]
-    assert list(dict.fromkeys(found)) == ["software", "devices", "host", "storage", "Slurm"]
 
 
 def test_it_imports_no_torch():

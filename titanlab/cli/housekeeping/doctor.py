@@ -14,12 +14,13 @@ from typing import Any
 
 from titanlab.cli.arguments import Arguments
 from titanlab.cli.compose import compose_one
+from titanlab.doctor.check import run_checks
 from titanlab.doctor.checkup import checks
-from titanlab.doctor.finding import FAIL, OK, WARN, Finding, run_checks
 from titanlab.errors import ConfigError
-from titanlab.launch.slurm_schema import Slurm
+from titanlab.launch.contract import LaunchConfig
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.terminal.console import Console
+from titanlab.terminal.finding import FAIL, OK, WARN, Finding
 from titanlab.terminal.foreign_text import harmless
 
 _COLOURS = {OK: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
@@ -37,11 +38,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     parser.add_argument("--config-dir", metavar="FOLDER", help="with your site's launch/NAME.yaml")
     given = parser.parse_args(arguments)
-    config, needs_shared = _launch(given.overrides, given.config_dir)
+    launch = _launch(given.overrides, given.config_dir)
     begin, found = time.monotonic(), list[dict[str, Any]]()
     with Console() as console:
         section = ""
-        for check, findings in run_checks(checks(Path(given.runs), config, needs_shared=needs_shared)):
+        for check, findings in run_checks(checks(Path(given.runs), launch)):
             for finding in findings:
                 found.append({"section": check.section, **asdict(finding)})
                 if given.json:
@@ -60,10 +61,10 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if counts[FAIL] else 0
 
 
-def _launch(overrides: Sequence[str], config_dir: str | None) -> tuple[Slurm, bool]:
-    """The settings of Slurm that would be used, and whether the user has asked for Slurm."""
+def _launch(overrides: Sequence[str], config_dir: str | None) -> LaunchConfig | None:
+    """The launcher that the user names, with its settings; None: the user names none."""
     if not overrides:
-        return Slurm(), False
+        return None
     for override in overrides:
         key = override.partition("=")[0].lstrip("+")
         if "=" not in override or key.partition(".")[0] != "launch":
@@ -72,8 +73,8 @@ def _launch(overrides: Sequence[str], config_dir: str | None) -> tuple[Slurm, bo
     composed = compose_one(read_flags([*folder, *overrides]))
     if composed is None:
         raise ConfigError("overrides", " ".join(overrides), "has several values", "give one value for each key")
-    launch = composed[1].launch
-    return (launch, True) if isinstance(launch, Slurm) else (Slurm(), False)
+    launch: LaunchConfig = composed[1].launch
+    return launch
 
 
 def _lines(finding: Finding, *, is_coloured: bool) -> list[str]:

@@ -13,9 +13,11 @@ from titanlab.launch.slurm import batch, ends, job, queue
 from titanlab.launch.slurm.command import ask_slurm
 from titanlab.launch.slurm.memory_words import memory_word
 from titanlab.launch.slurm.ranks import joined_step
+from titanlab.launch.slurm.site_checks import check_slurm
 from titanlab.launch.slurm.states import slurm_states
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.launch.submission import Submission, jobs_folder
+from titanlab.terminal.finding import Finding
 
 
 class SlurmLauncher(Launcher):
@@ -43,6 +45,10 @@ class SlurmLauncher(Launcher):
     def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
         """Check that the partitions exist and are large enough."""
         queue.check(jobs)
+
+    def findings(self) -> Iterator[Finding]:
+        """Whether Slurm takes jobs from this host, and how the site treats them."""
+        yield from check_slurm(self._config)
 
     def max_array(self, *, is_answered: bool = True) -> int:
         """How many jobs one array takes at this site; without an answer from Slurm, a number that every site takes."""

@@ -6,9 +6,9 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 
-from titanlab.doctor.finding import Finding, fail, ok, warn
 from titanlab.launch.slurm.command import ask_slurm
 from titanlab.launch.slurm_schema import Slurm
+from titanlab.terminal.finding import Finding, fail, ok, warn
 
 _COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel", "sacct")
 _SECONDS = 15.0

@@ -3,7 +3,8 @@
 import threading
 import time
 
-from titanlab.doctor.finding import Check, ok, run_checks
+from titanlab.doctor.check import Check, run_checks
+from titanlab.terminal.finding import ok
 
 
 def test_a_check_that_hangs_or_raises_is_a_finding_and_delays_nobody():

@@ -1,4 +1,4 @@
-"""What a check has found, and how checks run: at the same time, each with a time limit."""
+"""How checks run: at the same time, each with a time limit."""
 
 from __future__ import annotations
 
@@ -7,24 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-OK, WARN, FAIL = "ok", "warn", "fail"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        name: what was checked.
-        state: `ok`, `warn` (training works, or works worse), `fail` (it does not work).
-        text: what was found.
-        hint: what to do about it; empty if nothing.
-    """
-
-    name: str
-    state: str
-    text: str
-    hint: str = ""
+from titanlab.terminal.finding import FAIL, WARN, Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +27,6 @@ class Check:
     find: Callable[[], Iterable[Finding]]
     seconds: float = 20.0
     is_needed: bool = True
-
-
-def ok(name: str, text: str) -> Finding:
-    """A line without fault."""
-    return Finding(name=name, state=OK, text=text)
-
-
-def warn(name: str, text: str, hint: str) -> Finding:
-    """A line about something that works, or would work better."""
-    return Finding(name=name, state=WARN, text=text, hint=hint)
-
-
-def fail(name: str, text: str, hint: str) -> Finding:
-    """A line about something that does not work."""
-    return Finding(name=name, state=FAIL, text=text, hint=hint)
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]:

@@ -1,0 +1,71 @@
+"""Which checks there are, and what they ask the launchers that are installed."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from titanlab.doctor import checkup
+from titanlab.doctor.check import run_checks
+from titanlab.doctor.checkup import checks
+from titanlab.launch.contract import LaunchConfig, Launcher
+from titanlab.launch.local_schema import Local
+from titanlab.launch.slurm_schema import Slurm
+from titanlab.terminal.finding import ok
+
+# Before those of the launchers.
+SECTIONS = ("software", "devices", "host", "storage")
+
+
+class PagerLauncher(Launcher):
+    def __init__(self, config):
+        self._config = config
+
+    def findings(self):
+        yield ok("pager", f"calls {self._config.number}")
+
+
+@dataclass(kw_only=True)
+class Pager(LaunchConfig):
+    """A launcher of another package."""
+
+    kind: str = "pager"
+    number: int = 112
+
+    def implementation(self):
+        return PagerLauncher(self)
+
+
+@pytest.fixture
+def third(monkeypatch):
+    monkeypatch.setattr(checkup, "discover", lambda: {"launch": {"local": Local, "pager": Pager}})
+    monkeypatch.setattr(checkup, "default_config", lambda kind: {"local": Local, "pager": Pager}[kind]())
+
+
+def test_sections_are_in_order(tmp_path):
+    found = [check.section for check in checks(tmp_path, None)]
+    assert list(dict.fromkeys(found)) == [*SECTIONS, "local", "Slurm"]
+
+
+@pytest.mark.parametrize(("launch", "needed"), [(None, []), (Local(), ["local"]), (Slurm(), ["Slurm"]), (Pager(), [])])
+def test_a_launcher_is_needed_if_the_user_names_it(tmp_path, launch, needed):
+    found = [check for check in checks(tmp_path, launch) if check.section not in SECTIONS]
+    assert [check.name for check in found if check.is_needed] == needed
+
+
+@pytest.mark.parametrize(("launch", "number"), [(None, 112), (Slurm(), 112), (Pager(number=911), 911)])
+def test_a_launcher_of_another_package_says_what_it_finds_with_the_settings_of_the_user(
+    tmp_path, third, launch, number
+):
+    own = [check for check in checks(tmp_path, launch) if check.section not in SECTIONS]
+    found = {check.section: findings for check, findings in run_checks(own)}
+    assert found == {"local": [], "pager": [ok("pager", f"calls {number}")]}
+
+
+@pytest.mark.parametrize(("launch", "state"), [(None, "ok"), (Local(), "ok"), (Slurm(), "warn"), (Pager(), "warn")])
+def test_a_folder_of_runs_that_only_this_host_sees_is_a_warning_where_jobs_run_elsewhere(
+    tmp_path, monkeypatch, launch, state
+):
+    monkeypatch.setattr(checkup.storage, "_SHARED", ())
+    monkeypatch.setattr(checkup.storage, "_IN_MEMORY", ())
+    (check,) = [check for check in checks(tmp_path, launch) if check.name == "folder of runs"]
+    assert {each.name: each.state for each in check.find()}["file system"] == state
