@@ -17,8 +17,8 @@ def main(arguments: Sequence[str]) -> int:
 
         return train_from.main(arguments)
     with Console() as console:
-        # Of processes that something else has started, rank 0's worker alone has the terminal.
-        shown = not {"RANK", "SLURM_PROCID"} & os.environ.keys()
+        # Of processes that torchrun has started, rank 0's worker alone has the terminal; launchers are asked below.
+        shown = "RANK" not in os.environ
         # In a pipe, nothing is started before the recipe is known to be right, not even a thread.
         console.phase("composing the recipe" if shown and console.is_live else None)
         # Imported here: Hydra takes a third of a second, and the phase is to be seen before.
@@ -35,12 +35,13 @@ def main(arguments: Sequence[str]) -> int:
             answer(flags)
             return 0
         one = compose_one(flags)
-        if one is not None and (one[1].launch.starts_directly or joined(os.environ) is not None):
+        ranks = None if one is None else joined(os.environ)
+        if one is not None and (one[1].launch.starts_directly or ranks is not None):
             # Imported here: neither `--cfg job` nor an error in the recipe needs it.
             with kept_imports():
                 from titanlab.launch.execute import execute, prepare
 
-            console.phase("checking the recipe and its data" if shown and console.is_live else None)
+            console.phase("checking the recipe and its data" if ranks is None and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from titanlab.errors import ConfigError
-from titanlab.options import conf_packages
+from titanlab.options import conf_packages, discover
 from titanlab.records.config_file import excess
 from titanlab.system.regular_file import read_text
 
@@ -57,7 +57,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         key, _, typed = text.partition("=")
         key = key.lstrip("+~")
         if key.partition("@")[0] in [f"hydra.{name}.{_TARGET}" for name in _STARTERS]:
-            raise _own_start_error(key, typed)
+            raise own_start_error(key, typed)
         try:
             (override,) = OverridesParser.create().parse_overrides([text])
             values = list(_values(override.value()))
@@ -87,7 +87,7 @@ def check_file(content: Any, group: str, option: str, file: str) -> None:
     """
     for path, value in _code(content, "", within_hydra=True):
         if group in [f"hydra/{name}" for name in _STARTERS]:
-            raise _own_start_error(group, option)
+            raise own_start_error(group, option)
         raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
 
 
@@ -134,9 +134,11 @@ def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, An
         yield path, node
 
 
-def _own_start_error(key: str, value: str) -> ConfigError:
+def own_start_error(key: str, value: str | None) -> ConfigError:
+    """The error of a config that replaces Hydra's launcher or sweeper."""
     rule = "would run the points by itself, and here all are planned and submitted together"
-    return ConfigError(key, value, rule, "leave it out, and choose with launch=local or launch=slurm")
+    launchers = " or ".join(f"launch={kind}" for kind in discover()["launch"])
+    return ConfigError(key, value, rule, f"leave it out, and choose with {launchers}")
 
 
 def _variable(name: str, default: Any = None) -> Any:

@@ -22,6 +22,7 @@ from titanlab.recipe.composition.flags import Flags, read_flags
 from titanlab.recipe.composition.hydra_internal import plain_value
 from titanlab.recipe.composition.keys import Key, advice, find_key, known_keys, unknown_key
 from titanlab.recipe.composition.loader import Loader, override_text
+from titanlab.recipe.composition.strangers import own_start_error
 from titanlab.recipe.composition.sweeper import Space
 from titanlab.recipe.recipe import Recipe
 from titanlab.sweep.study.control import CONTROL, read_control
@@ -117,8 +118,7 @@ def _check_plugins(base: DictConfig) -> None:
             key, value = f"hydra/{name}", base.hydra.runtime.choices.get(f"hydra/{name}")
             if value in ("basic", "space"):
                 key, value = f"hydra.{name}._target_", target
-            rule = "would run the points by itself, and here all are planned and submitted together"
-            raise ConfigError(key, value, rule, "leave it out, and choose with launch=local or launch=slurm")
+            raise own_start_error(key, value)
 
 
 def _is_space(node: DictConfig) -> bool:

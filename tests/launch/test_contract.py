@@ -1,0 +1,84 @@
+"""Launchers are known by name in `titanlab/launch` only: everything else asks the contract."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import titanlab
+from titanlab.options import discover
+
+PACKAGE = Path(titanlab.__file__).parent
+KINDS = ("local", "slurm")
+# Variables of launchers and schedulers.
+VARIABLES = ("SLURM_", "SUBMITIT_", "SBATCH_")
+# Names that decide nothing about a launcher, and why they are there.
+ALLOWED = {
+    "checkpoint/remote/address_schema.py": {"local"},  # a scheme of addresses: `local:/folder`
+    "sweep/study/point.py": {"local"},  # in names of runs, an option of any group that needs its group's name
+    # Environment variables that are recorded, that configs may read, and that differ between any two runs.
+    "records/provenance.py": {"SLURM_"},
+    "recipe/composition/strangers.py": {"SLURM_JOB_ID", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME"},
+    "reproduction/environment.py": {"SLURM_"},
+    # The parts of `launch=local` that fork the ranks of this host: a proof forks its own.
+    "parity/forked.py": {"titanlab.launch.local.rank_processes", "titanlab.launch.local.ranks"},
+}
+
+
+def named(source: str) -> Iterator[tuple[int, str]]:
+    """Lines that name a launcher: a constant text, or an import of its modules."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            modules = []
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+                if text in KINDS or text.startswith(VARIABLES):
+                    yield node.lineno, text
+                elif any(f" {variable}" in text for variable in VARIABLES):
+                    yield node.lineno, next(variable for variable in VARIABLES if f" {variable}" in text)
+        starts = tuple(f"titanlab.launch.{kind}{end}" for kind in KINDS for end in (".", "_schema"))
+        found = [module for module in modules if f"{module}.".startswith(starts)]
+        yield from ((node.lineno, module) for module in found[:1])
+
+
+def test_only_the_folder_of_launchers_names_one():
+    assert set(KINDS) == set(discover()["launch"])
+    found, used = [], set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith("launch/"):
+            continue
+        for line, text in named(path.read_text()):
+            if text in ALLOWED.get(name, ()):
+                used.add((name, text))
+            else:
+                found.append(f"{name}:{line}: {text}")
+    assert not found, "\n".join(found)
+    assert used == {(name, text) for name, texts in ALLOWED.items() for text in texts}
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("shown = not {'RANK', 'SLURM_PROCID'} & os.environ.keys()", "SLURM_PROCID"),
+        ("Ranks(rank=0, started_by='local')", "local"),
+        ("place.launcher == 'slurm'", "slurm"),
+        ("from titanlab.launch.slurm_schema import Slurm", "titanlab.launch.slurm_schema"),
+        ("from titanlab.launch.local.local_job import born_at", "titanlab.launch.local.local_job"),
+        ("from titanlab.launch import local_schema", "titanlab.launch.local_schema"),
+        ("def f():\n    import titanlab.launch.slurm.command", "titanlab.launch.slurm.command"),
+        ("NAMES = 'PATH SLURM_JOB_ID'.split()", "SLURM_"),
+    ],
+)
+def test_a_planted_name_is_found(source, text):
+    assert [found for _, found in named(source)] == [text]
+
+
+def test_a_text_that_explains_is_no_name():
+    assert list(named("'give launch=slurm, or $SLURM_JOB_ID'\n'on Slurm, see PropagateResourceLimits'")) == []
