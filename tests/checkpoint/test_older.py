@@ -1,6 +1,8 @@
 """Checkpoints of the older format and plain ones of DCP: read under any layout, and written for other tools."""
 
+import errno
 import os
+import shutil
 
 import pytest
 import torch
@@ -120,6 +122,27 @@ def test_what_cannot_be_exported_so_is_one_line(tmp_path, straight, capsys):
         said = capsys.readouterr().err
         assert rule in said
         assert said.count("\n") == 1
+
+
+@alone
+@pytest.mark.parametrize("fault", ["damage", "a full disk"])
+def test_an_export_that_fails_is_one_line_and_leaves_nothing(tmp_path, straight, capsys, monkeypatch, fault):
+    _, _, run = straight
+    into, path = tmp_path / "out", shutil.copytree(run.path, tmp_path / "runs" / "single" / run.path.name)
+    if fault == "damage":
+        shard = latest(path / "checkpoints") / "rank-00000.safetensors"
+        shard.write_bytes(bytes(64) + shard.read_bytes()[64:])
+    else:
+        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full_disk)
+    assert main(["export", str(path), "--into", str(into), "--format", "dcp"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert ("is damaged: its file rank-00000.safetensors" if fault == "damage" else "No space left on device") in said
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["runs"]
+
+
+def full_disk(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @alone

@@ -18,6 +18,7 @@ from titanlab.checkpoint.position import POSITION, position_bytes
 from titanlab.checkpoint.reader import Reader, read_into, reader_of
 from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.system.atomic_file import write_bytes
+from titanlab.system.disk import refusal
 
 # Before the names of parameters in titanlab's checkpoints.
 _OWN_PREFIX = "model."
@@ -57,6 +58,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
 
     Raises:
         ConfigError: the checkpoint is damaged.
+        OSError: the disk takes no more.
     """
     contents = read_contents(checkpoint, key)
     reader = reader_of(checkpoint, contents, key)
@@ -71,17 +73,27 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
     with warnings.catch_warnings():
         # One process without a process group is what is wanted here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(into),
-            planner=_ReadingPlanner(reader, metadata, written),
-            no_dist=True,
-        )
+        try:
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(into),
+                planner=_ReadingPlanner(reader, metadata, written),
+                no_dist=True,
+            )
+        except dcp.CheckpointException as error:
+            # Of the one process that writes.
+            raise _cause(error, into) from error
     if prefix != _OWN_PREFIX:
         return
     files = {path.name: path.stat().st_size for path in sorted(into.iterdir())}
     saved = replace(contents.saved, files=files, generators={})
     write_bytes(into / POSITION, position_bytes(saved), durable=True)
+
+
+def _cause(error: dcp.CheckpointException, into: Path) -> BaseException:
+    """The error with which a file was not written; a full disk, if that is what native code has hidden."""
+    failure: BaseException = next((failure for failure, _ in error.failures.values()), error)
+    return (refusal(into) if isinstance(failure, RuntimeError) else None) or failure
 
 
 def _renamed(name: str, prefix: str) -> str:

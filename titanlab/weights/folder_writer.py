@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from titanlab.errors import ConfigError
+from titanlab.system.disk import StoreFault
 
 PART = ".part"
 
@@ -72,6 +73,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield part
         _put_in_place(part, folder)
+    except StoreFault:
+        # Of the checkpoint that is read; the folder is not at fault.
+        raise
     except OSError as error:
         raise _unwritable(folder, error) from error
     finally:

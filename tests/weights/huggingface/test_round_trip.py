@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
+from titanlab.system.disk import StoreFault
 from titanlab.weights import copy
 from titanlab.weights.folder import open_weights
 from titanlab.weights.folder_writer import whole_folder
@@ -148,6 +149,12 @@ def test_two_imports_into_one_folder(tmp_path, capsys):
     with whole_folder(tmp_path / "one"):
         assert main(["import", str(there), "--into", str(tmp_path / "one")]) == 2
     assert "is being written by another process; wait for it" in capsys.readouterr().err
+
+
+def test_a_store_that_is_down_while_it_is_read_is_not_blamed_on_the_folder_to_write(tmp_path):
+    with pytest.raises(StoreFault), whole_folder(tmp_path / "one"):
+        raise StoreFault("s3://bucket/run", "it does not answer")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_there_is_replaced_where_a_person_says_so(tmp_path, capsys):

@@ -13,7 +13,7 @@ from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.files.import_weights import option_name
 from titanlab.errors import ConfigError
 from titanlab.weights.biases import left_out
-from titanlab.weights.folder_writer import check_apart, check_target
+from titanlab.weights.folder_writer import check_apart, check_target, whole_folder
 from titanlab.weights.interchange import is_weights, write_hf, write_ours
 from titanlab.weights.origin import from_folder, from_run
 from titanlab.weights.source import DTYPES
@@ -82,7 +82,8 @@ def _export_dcp(given: argparse.Namespace) -> int:
     from titanlab.checkpoint.dcp_export import write_dcp
 
     prefix = _PREFIXES[given.names]
-    write_dcp(checkpoint, given.into, "run", prefix=prefix)
+    with whole_folder(given.into) as part:
+        write_dcp(checkpoint, part, "run", prefix=prefix)
     # With titanlab's names the folder has a position.json, which has them.
     line = left_out(from_run(str(checkpoint), given.runs, step=None).source.biases) if prefix == "" else ""
     if line:
