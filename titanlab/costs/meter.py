@@ -144,11 +144,6 @@ class Meter:
         self._mark: float | None = None
 
     @property
-    def tokens_seen(self) -> int:
-        """Tokens trained on so far, in all attempts."""
-        return self._tokens_seen
-
-    @property
     def steps(self) -> int:
         """Steps measured in this attempt."""
         return len(self._seconds)
