@@ -4,6 +4,7 @@
 - The sources from which Hydra reads configs: Hydra has no public way to check a file before it is used, to read a
   file once for many compositions, or to replace a source. The classes here have the names of Hydra's own classes, so
   that Hydra does not register its own again and finds the source of schemas by its name.
+- The names of Hydra's own sweeper and launcher: no public name tells them from those of plugins.
 - The conversion of one value of a sweep: Hydra's public iterator returns it as it was parsed, with quotes.
 
 Written for Hydra 1.3. Each part can go when Hydra makes the same function public.
@@ -33,6 +34,8 @@ from titanlab.recipe.composition import strangers
 from titanlab.recipe.composition.combinations import choice_of
 
 _SCHEMA = "_schema"
+# Before the names of the classes of Hydra's own sweeper and launcher, `_target_` in their configs.
+_OWN_PLUGINS = "hydra._internal.core_plugins.basic_"
 
 
 def replace_sources() -> None:
@@ -54,6 +57,11 @@ def flag_parser() -> argparse.ArgumentParser:
 def plain_value(value: Any) -> Any:
     """A parsed value of an override as a Python value: texts without quotes, also in lists and mappings."""
     return Override._convert_value(value)
+
+
+def is_hydras_own(target: str) -> bool:
+    """Whether the `_target_` of a sweeper or a launcher is a class of Hydra itself, and not of a plugin."""
+    return target.startswith(_OWN_PLUGINS)
 
 
 class FileConfigSource(file_config_source.FileConfigSource):

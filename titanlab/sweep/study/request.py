@@ -19,7 +19,7 @@ from titanlab.errors import ConfigError
 from titanlab.options import combining_groups
 from titanlab.recipe.composition.errors import composition_errors, value_error
 from titanlab.recipe.composition.flags import Flags, read_flags
-from titanlab.recipe.composition.hydra_internal import plain_value
+from titanlab.recipe.composition.hydra_internal import is_hydras_own, plain_value
 from titanlab.recipe.composition.keys import Key, advice, find_key, known_keys, unknown_key
 from titanlab.recipe.composition.loader import Loader, override_text
 from titanlab.recipe.composition.strangers import own_start_error
@@ -114,7 +114,7 @@ def _check_plugins(base: DictConfig) -> None:
     for name in ("sweeper", "launcher"):
         node = base.hydra[name]
         target = "" if _is_space(node) else str(node.get("_target_"))
-        if target and not target.startswith("hydra._internal.core_plugins.basic_"):
+        if target and not is_hydras_own(target):
             key, value = f"hydra/{name}", base.hydra.runtime.choices.get(f"hydra/{name}")
             if value in ("basic", "space"):
                 key, value = f"hydra.{name}._target_", target
