@@ -1,4 +1,7 @@
-"""Every section of docs/extending.md is a package: it is installed beside titanlab, and its commands do what it shows."""
+"""Every section of docs/extending.md is a package: it is installed beside titanlab, and its commands do what it shows.
+
+Its code is annotated, and mypy checks it against titanlab's contracts with the settings of titanlab.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,3 +98,75 @@ def test_what_is_not_printed_is_noticed() -> None:
     said = "  precision        rounded, 4 bits\n  folder  runs\n  done: all steps are done"
     assert prints(said, "  precision   rounded, … bits\n  …\n  done: all steps\n")
     assert not prints(said, "  precision   rounded, 8 bits")
+
+
+# A mistake in a method of each section: file, the line as it is, the line with the mistake, and mypy's code for it.
+MISTAKES = {
+    "A precision": (
+        "rounded_weights/precision_schema.py",
+        "def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:",
+        "def describe(self, model: ModelAccount, *, accelerator: str) -> str:",
+        "override",
+    ),
+    "An activation checkpointing policy": ("ac_offload/offload.py", "def apply(", "def applied(", "abstract"),
+    "An optimizer": (
+        "lion/lion_schema.py",
+        "def state_bytes(self, parameter: Stored) -> int:",
+        "def state_bytes(self, parameter: str) -> int:",
+        "override",
+    ),
+    "A model": (
+        "meanlm/mean_schema.py",
+        "def block_operations(self, *, batch: int, seq_len: int)",
+        "def block_operations(self, *, batch: int)",
+        "override",
+    ),
+    "A schedule": (
+        "shallow_pipeline/shallow_schema.py",
+        "def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:",
+        "def actions(self, *, ranks: int, microbatches: int) -> list[Action]:",
+        "override",
+    ),
+    "A tracker": ("csvlog/csv_tracker.py", "*, time: float | None = None) -> None:", ") -> None:", "override"),
+    "A launcher": (
+        "nohup_jobs/launcher.py",
+        "def find(self, sweep: Path, submission: Submission) -> str | None:",
+        "def find(self, sweep: Path, submission: Submission) -> int:",
+        "override",
+    ),
+}
+
+
+def mypy_of(packages: Iterable[dict[str, str]], site: Path) -> str:
+    """What mypy says about packages that are installed beside titanlab, with the settings of titanlab."""
+    paths = []
+    for files in packages:
+        install(files, site)
+        paths += [str(site / name) for name in files if name.endswith(".py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *paths],
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_every_section_is_typed(tmp_path: Path) -> None:
+    said = mypy_of((section.files for section in sections().values()), tmp_path.resolve())
+    assert said.startswith("Success: no issues found in "), said
+
+
+@pytest.mark.full
+def test_mypy_finds_a_mistake_in_a_method_of_each_section(tmp_path: Path) -> None:
+    packages = {title: dict(section.files) for title, section in sections().items()}
+    assert packages.keys() == MISTAKES.keys()
+    for title, (file, line, mistake, _) in MISTAKES.items():
+        assert line in packages[title][file]
+        packages[title][file] = packages[title][file].replace(line, mistake)
+    said = mypy_of(packages.values(), tmp_path.resolve())
+    for file, _, _, code in MISTAKES.values():
+        assert re.search(rf"{file.rpartition('/')[0]}/\w+\.py:\d+: error: .*\[{code}\]", said), said
