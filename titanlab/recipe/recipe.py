@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from titanlab.model.contract import ModelConfig
     from titanlab.optimizer.contract import OptimizerConfig
     from titanlab.precision.contract import PrecisionConfig
+    from titanlab.profiler.contract import ProfilerConfig
     from titanlab.schedule.contract import PipelineSchedule
     from titanlab.tracker.contract import TrackerConfig
 else:
     # OmegaConf accepts dataclasses and Any as types of fields, but no Protocol.
     ACConfig = CheckpointConfig = DataConfig = ModelConfig = OptimizerConfig = Any
-    PrecisionConfig = PipelineSchedule = TrackerConfig = Any
+    PrecisionConfig = PipelineSchedule = ProfilerConfig = TrackerConfig = Any
 
 _COMPARE = "compare it with `titanlab train --cfg job`"
 # Options by their schema and the text of their content.
@@ -89,7 +90,7 @@ class Recipe:
     checkpoint: CheckpointConfig = MISSING
     cluster: Cluster = field(default=MISSING)
     tracker: TrackerConfig = field(default=MISSING, metadata={"identity": False})
-    profiler: Any = field(default=MISSING, metadata={"identity": False})
+    profiler: ProfilerConfig = field(default=MISSING, metadata={"identity": False})
     launch: Any = field(default=MISSING, metadata={"identity": False})
 
     def __post_init__(self) -> None:

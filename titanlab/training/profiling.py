@@ -19,8 +19,7 @@ __all__ = ["named_before_steps", "named_consumers", "profiled", "profiler_of"]
 
 def profiler_of(recipe: Recipe) -> Profiler:
     """The recipe's profiler, which has not been started."""
-    profiler: Profiler = recipe.profiler.implementation()
-    return profiler
+    return recipe.profiler.implementation()
 
 
 @contextlib.contextmanager
