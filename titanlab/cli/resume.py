@@ -14,6 +14,7 @@ from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import launch_of
 from titanlab.launch.execute import continue_run, prepare
 from titanlab.launch.launchers import directly, joined
 from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
             if resubmit(run, recipe, console.note, checkpoint=checkpoint) is not None:
                 console.note(f"next: titanlab status {run.sweep} --watch; to run it here instead: launch=local")
             return 0
-        recipe = replace(recipe, launch=directly(recipe.launch))
+        recipe = replace(recipe, launch=directly(launch_of(recipe)))
         (ready,) = prepare([recipe], console.note, started=newest is not None)
         ended = continue_run(run, ready.recipe, ready.host, ready.ranks, console, checkpoint=checkpoint)
     return ended.kind.exit_code

@@ -9,16 +9,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
-from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
+from titanlab.recipe.launch_settings import LaunchSettings
 from titanlab.records.outcome import OutcomeKind
 
 if TYPE_CHECKING:
     from titanlab.distributed.ranks import Ranks
     from titanlab.launch.shape import Shape
     from titanlab.launch.submission import Submission
+    from titanlab.recipe.recipe import Recipe
     from titanlab.terminal.finding import Finding
 
 # `JobState.raw` of a job whose scheduler does not answer.
@@ -136,60 +137,25 @@ class Failure:
     pid: int | None = field(default=None, compare=False)
 
 
-class LaunchConfig(Protocol):
-    """Config of a launcher: a dataclass that derives from this class; fields that it does not define have these values.
+class LaunchConfig(LaunchSettings, Protocol):
+    """Config of a launcher: a dataclass that derives from this class.
 
-    Attributes:
-        kind: its name.
-        threads: of one process (OMP_NUM_THREADS); None: the cores of the process, or its share of the host's cores.
-        cpus_per_task: cores of one process; None: the launcher's choice.
-        memory_gib: host memory of one node; None: the launcher's choice.
-        minutes: time limit of a job; None: the launcher's choice, or none.
-        signal_seconds: how long before its time limit a job gets a signal to save and end.
-        requeue: whether a job that was preempted or reached its time limit puts itself back into the queue.
-        max_requeues: how often it may do that.
-        restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
-        min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
-            so many processes; null: they do not.
+    `LaunchSettings` has its fields: those that a config does not define have the values there.
     """
-
-    kind: str
-    threads: int | None = None
-    cpus_per_task: int | None = None
-    memory_gib: float | None = None
-    minutes: int | None = None
-    signal_seconds: int = 0
-    requeue: bool = False
-    max_requeues: int = 0
-    restarts: int = 0
-    min_world: int | None = None
-
-    @property
-    def runs_here(self) -> bool:
-        """Whether jobs run on this host, so that its devices and memory are those of the cluster."""
-        return False
-
-    @property
-    def starts_directly(self) -> bool:
-        """Whether `titanlab train` starts the ranks itself and waits for them (`Launcher.start`), without a queue."""
-        return False
 
     @property
     def title(self) -> str:
         """What texts for users call it."""
         return self.kind
 
-    def check(self, setting: Setting) -> None:
-        """Check that the rest of the recipe fits this launcher.
-
-        Raises:
-            ConfigError: it does not fit.
-        """
-        return  # the default; mypy takes an empty body for an abstract method
-
     @abstractmethod
     def implementation(self) -> Launcher:
         """The launcher."""
+
+
+def launch_of(recipe: Recipe) -> LaunchConfig:
+    """The config of a recipe's launcher. Composition refuses one that does not derive from `LaunchConfig`."""
+    return cast(LaunchConfig, recipe.launch)
 
 
 def check_restarts(config: LaunchConfig) -> None:

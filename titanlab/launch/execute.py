@@ -19,7 +19,7 @@ from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import await_answers
 from titanlab.launch.attempt import begin, conclude, go_back, has_loaded, keep_tokenizer, missed_checkpoint
-from titanlab.launch.contract import Failure, LaunchConfig
+from titanlab.launch.contract import Failure, launch_of
 from titanlab.launch.launchers import joined
 from titanlab.launch.local import ranks as rank_processes
 from titanlab.launch.memory_kills import memory_kills
@@ -113,7 +113,7 @@ def continue_run(
             put_aside = go_back(run, recipe, checkpoint, console.note)
         elif missed := missed_checkpoint(run):
             console.note(missed)
-        launch: LaunchConfig = recipe.launch
+        launch = launch_of(recipe)
         # torchrun has restarts of its own.
         restarts = Restarts(run, launch) if ranks is None else None
         restart: Restart | None = None
@@ -143,7 +143,7 @@ def _attempted(
     restart: Restart | None,
 ) -> Outcome:
     """Make one attempt at a claimed run."""
-    launch: LaunchConfig = recipe.launch
+    launch = launch_of(recipe)
     started_by = ranks.started_by if ranks else launch.kind
     attempt = begin(run, recipe, host, started_by=started_by, report=console.warn, checkpoint=checkpoint)
     if restart is not None:

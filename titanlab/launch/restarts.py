@@ -16,8 +16,8 @@ from titanlab.checkpoint.folders import latest, step_of
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig
 from titanlab.recipe.composition.next_attempt import adapted
+from titanlab.recipe.launch_settings import LaunchSettings
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -62,7 +62,7 @@ class Restarts:
         fixed: ranks that cannot be left out.
     """
 
-    def __init__(self, run: RunFolder, launch: LaunchConfig, *, fixed: Collection[int] = ()) -> None:
+    def __init__(self, run: RunFolder, launch: LaunchSettings, *, fixed: Collection[int] = ()) -> None:
         self._run, self._fixed = run, tuple(fixed)
         self._most, self._min_world = launch.restarts, launch.min_world
         self._count = self._in_vain = 0

@@ -11,7 +11,7 @@ from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import Layout
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig
+from titanlab.recipe.launch_settings import LaunchSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Placed(Protocol):
 
     world: int | None
     cluster: Cluster
-    launch: LaunchConfig
+    launch: LaunchSettings
 
     @property
     def layout(self) -> Layout:
@@ -89,7 +89,7 @@ def shape_of(recipe: Placed) -> Shape:
     )
 
 
-def check_cluster(cluster: Cluster, launch: LaunchConfig) -> None:
+def check_cluster(cluster: Cluster, launch: LaunchSettings) -> None:
     """Check that a cluster describes its nodes: jobs run there, and this host's devices say nothing about them.
 
     Call it before a recipe is resolved: that replaces `auto` by values of this host.

@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from titanlab.optimizer.contract import OptimizerConfig
     from titanlab.precision.contract import PrecisionConfig
     from titanlab.profiler.contract import ProfilerConfig
+    from titanlab.recipe.launch_settings import LaunchSettings
     from titanlab.schedule.contract import PipelineSchedule
     from titanlab.tracker.contract import TrackerConfig
 else:
     # OmegaConf accepts dataclasses and Any as types of fields, but no Protocol.
     ACConfig = CheckpointConfig = DataConfig = ModelConfig = OptimizerConfig = Any
-    PrecisionConfig = PipelineSchedule = ProfilerConfig = TrackerConfig = Any
+    LaunchSettings = PrecisionConfig = PipelineSchedule = ProfilerConfig = TrackerConfig = Any
 
 _COMPARE = "compare it with `titanlab train --cfg job`"
 # Options by their schema and the text of their content.
@@ -91,7 +92,7 @@ class Recipe:
     cluster: Cluster = field(default=MISSING)
     tracker: TrackerConfig = field(default=MISSING, metadata={"identity": False})
     profiler: ProfilerConfig = field(default=MISSING, metadata={"identity": False})
-    launch: Any = field(default=MISSING, metadata={"identity": False})
+    launch: LaunchSettings = field(default=MISSING, metadata={"identity": False})
 
     def __post_init__(self) -> None:
         if self.init_from not in (None, MISSING) and is_address(self.init_from):

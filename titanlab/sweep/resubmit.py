@@ -10,6 +10,7 @@ from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.distributed.host import check_host, this_host
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import go_back, missed_checkpoint, pass_over_damaged
+from titanlab.launch.contract import launch_of
 from titanlab.launch.shape import check_cluster, shape_of
 from titanlab.launch.submission import Submission
 from titanlab.recipe.composition.next_attempt import changes
@@ -48,7 +49,7 @@ def checked(recipe: Recipe) -> Recipe:
 def item_of(run: RunFolder, recipe: Recipe) -> Item:
     """The job of a run with a checked recipe."""
     changed = changes(run.config(), to_mapping(recipe))
-    return Item(run=run.path.name, shape=shape_of(recipe), launch=recipe.launch, changes=changed)
+    return Item(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe), changes=changed)
 
 
 def submitted_with(run: RunFolder) -> Mapping[str, Any] | None:

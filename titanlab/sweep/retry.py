@@ -8,6 +8,7 @@ from typing import Any
 
 from titanlab.checkpoint.parent import parent_of
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import launch_of
 from titanlab.launch.shape import shape_of
 from titanlab.launch.submission import Submission
 from titanlab.recipe.composition.frozen import check_changeable
@@ -151,7 +152,7 @@ def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], 
     config = run.config()
     recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml")
     if not _changes_layout(overrides):
-        return Item(run=run.path.name, shape=shape_of(recipe), launch=recipe.launch)
+        return Item(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe))
     try:
         recipe, line = adapted(recipe, from_mapping(config), overrides)
         item = item_of(run, checked(recipe))

@@ -14,7 +14,7 @@ from typing import Any
 
 from titanlab.checkpoint.parent import parent_of
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import States
+from titanlab.launch.contract import States, launch_of
 from titanlab.launch.shape import Shape, shape_of
 from titanlab.launch.submission import Submission
 from titanlab.recipe.recipe import to_mapping
@@ -80,7 +80,7 @@ def folder_of(study: Study) -> SweepFolder:
 
 def silence_of(study: Study) -> str | None:
     """Why a launcher of the study does not answer, in one line; None if all answer or are not installed."""
-    return silent_launcher(planned.recipe.launch for planned in study.planned)
+    return silent_launcher(launch_of(planned.recipe) for planned in study.planned)
 
 
 def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> list[Shape]:
@@ -95,7 +95,7 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
     """
     shapes = [shape_of(planned.recipe) for planned in study.planned]
     _check_name(folder_of(study), study)
-    launches = [planned.recipe.launch for planned in study.planned]
+    launches = [launch_of(planned.recipe) for planned in study.planned]
     if answered:
         check_jobs(list(zip(launches, shapes, strict=True)), submits=submits)
     return shapes
@@ -177,7 +177,7 @@ def _prepared(folder: SweepFolder, decision: Decision, *, force: bool) -> Item:
         config=to_mapping(recipe),
         parent=parent_of(recipe.checkpoint.load_from),
     )
-    return Item(run=decision.run_name, shape=decision.shape, launch=recipe.launch)
+    return Item(run=decision.run_name, shape=decision.shape, launch=launch_of(recipe))
 
 
 def _by_identity(folder: SweepFolder) -> dict[str, RunFolder]:

@@ -26,7 +26,7 @@ from titanlab.errors import TitanlabError
 from titanlab.launch.attempt import begin, conclude, keep_tokenizer, missed_checkpoint
 from titanlab.launch.bad_hosts import note_bad_host, suspect
 from titanlab.launch.child import Child
-from titanlab.launch.contract import LaunchConfig
+from titanlab.launch.contract import LaunchConfig, launch_of
 from titanlab.launch.job import rendezvous, roll_call
 from titanlab.launch.job.group import Group, await_end, ranks_in
 from titanlab.launch.job.job import Job, received_signals, say, submitted
@@ -229,7 +229,7 @@ def _watched(job: Job, recipe: Recipe, meeting: Rendezvous) -> int:
     """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
     run, ranks = job.run, ranks_in(job.place.ranks, meeting)
     attempt = run.attempt_folder(meeting.attempt)
-    launch: LaunchConfig = recipe.launch
+    launch = launch_of(recipe)
     try:
         if job.code is not None:
             check_code(job.code)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from titanlab.launch.contract import launch_of
 from titanlab.planner.estimate import Estimate, estimate_of
 from titanlab.sweep.enqueue import Item, arrays
 from titanlab.sweep.table.listing import aligned, dropped
@@ -114,7 +115,7 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     shapes = [decision.shape for decision in submitted]
     parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
     if not all(decision.planned.recipe.launch.runs_here for decision in submitted):
-        items = [Item(run=run.run_name, shape=run.shape, launch=run.planned.recipe.launch) for run in submitted]
+        items = [Item(run=run.run_name, shape=run.shape, launch=launch_of(run.planned.recipe)) for run in submitted]
         parts += [
             f"{sum(shape.nodes for shape in shapes):,} nodes",
             counted(len(list(arrays(items, answered=answered))), "array"),
