@@ -53,6 +53,12 @@ def test_one_of_an_earlier_version_has_no_sizes_of_files(tmp_path):
         ({"tracker": 3}, "must be text or null"),
         ({"layout": {"shard": "2"}}, "must be a mapping to whole numbers"),
         ({"loss_scale": {"scale": "2"}}, "must be a mapping to numbers"),
+        ({"loss_scale": {"scale": 0.0}}, "its scale a factor that float32 has"),
+        ({"loss_scale": {"scale": -5.0}}, "its scale a factor that float32 has"),
+        ({"loss_scale": {"scale": 1e-300}}, "its scale a factor that float32 has"),
+        ({"loss_scale": {"scale": 10**400}}, "its scale a factor that float32 has"),
+        ({"loss_scale": {"scale": True}}, "its scale a factor that float32 has"),
+        ({"loss_scale": {"scale": 2.0, "good": 2**70}}, "must be a mapping to numbers"),
         ({"parameters": {"a": 3}}, "must be a mapping to shapes"),
         ({"files": {"../../secret": 3}}, "must be a mapping from names of files to sizes"),
         ({"later": 1}, "its position.json has a key that is not known, later"),
@@ -65,6 +71,17 @@ def test_what_no_run_saves_is_refused(tmp_path, changed, rule):
     assert rule in str(refused.value)
     assert str(refused.value).endswith("; the cure")
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["loss_scale", "routing"])
+def test_a_number_that_json_reads_as_infinite_is_refused(tmp_path, key):
+    folder = written(
+        tmp_path / "step-00000003", **{key: {"scale": "x"} if key == "loss_scale" else {"layers.0": ["x"]}}
+    )
+    text = (folder / "position.json").read_text()
+    (folder / "position.json").write_text(text.replace('"x"', "1e400"))
+    with pytest.raises(ConfigError, match="numbers"):
+        read_position(folder, "run", cure="c")
 
 
 def test_a_folder_that_a_person_has_named_may_be_of_any_step(tmp_path):

@@ -101,9 +101,10 @@ def test_a_state_goes_on_where_it_was():
         after, _ = told(second, *norms[stop:])
         assert before + after == whole
     # A checkpoint of a precision without a scale.
-    fresh = scale_of()
-    fresh.restore({})
-    assert fresh.state() == scale_of().state()
+    for state in ({}, {"bad_row": 0, "bad_skipped": 1}):
+        fresh = scale_of()
+        fresh.restore(state)
+        assert fresh.state() == scale_of().state()
 
 
 def test_without_a_scale_nothing_changes():

@@ -25,6 +25,8 @@ MODEL = "model"
 MOST_BYTES = 1 << 28
 _MOST_STATE_BYTES = 1 << 16
 """Size limit of one generator's state; the largest, as JSON, takes 8 KiB."""
+# Normal numbers of float32.
+_LEAST_SCALE, _MOST_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _STATE_NAMES = ("cpu", "python", "numpy", "cuda")
 
@@ -205,7 +207,18 @@ def _is_mapping(value: Any, is_valid: Callable[[Any], bool]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # JSON's 1e400 is infinite, and a whole number can be larger than torch's.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _is_loss_scale(value: Any) -> bool:
+    """Whether a value is the state of a loss scale. With a factor of 0, for example, no gradient would be finite."""
+    if not isinstance(value, dict):
+        return False
+    counts = [number for name, number in value.items() if name != "scale"]
+    scale = value.get("scale", 1.0)
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    return all(map(_is_number, counts)) and is_number and _LEAST_SCALE <= scale <= _MOST_SCALE
 
 
 def _is_shape(value: Any) -> bool:
@@ -244,10 +257,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "data": (lambda value: isinstance(value, dict), "must be a mapping"),
     "tracker": (lambda value: value is None or isinstance(value, str), "must be text or null"),
     "layout": (lambda value: _is_mapping(value, _is_count), "must be a mapping to whole numbers"),
-    "loss_scale": (
-        lambda value: _is_mapping(value, _is_number),
-        "must be a mapping to numbers",
-    ),
+    "loss_scale": (_is_loss_scale, "must be a mapping to numbers, and its scale a factor that float32 has"),
     "routing": (
         lambda value: _is_mapping(value, lambda inner: isinstance(inner, list) and all(map(_is_number, inner))),
         "must be a mapping to lists of numbers",

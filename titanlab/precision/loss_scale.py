@@ -52,7 +52,7 @@ class LossScale:
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Continue from a checkpoint's state; an empty state changes nothing."""
+        """Continue from a checkpoint's state; one without a scale changes nothing."""
 
 
 class DynamicLossScale(LossScale):
@@ -109,11 +109,12 @@ class DynamicLossScale(LossScale):
         return {name: tensor.item() for name, tensor in tensors.items()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        if not state:
+        # A checkpoint of another precision has no scale, but perhaps counts of bad steps.
+        if "scale" not in state:
             return
         self._scale = torch.full_like(self._scale, state["scale"])
         self._good, self._row, self._skipped = (
-            torch.full_like(self._good, int(state[name])) for name in ("good", "row", "skipped")
+            torch.full_like(self._good, int(state.get(name, 0))) for name in ("good", "row", "skipped")
         )
         self._refresh()
 
