@@ -94,6 +94,8 @@ def test_a_folder_that_a_person_has_named_may_be_of_any_step(tmp_path):
         ({"step": 15, "tokens": 0}, "is of step 15, and the run has 14 steps"),
         ({"tokens": 97}, "has tokens=97, and 3 steps of this run have 96 at most"),
         ({"data": {"samples": 13}}, "has data.samples=13, and 3 steps of this run take 12"),
+        ({"data": {"samples": 8}}, "has data.samples=8, and 3 steps of this run take 12"),
+        ({"data": {"samples": 17}}, "has data.samples=17, and 3 steps of this run take 12"),
         ({"data": {}}, "has no position in the data"),
     ],
     ids=str,
@@ -103,6 +105,8 @@ def test_a_run_s_own_checkpoint_stands_where_its_recipe_can_stand(tmp_path, give
     good = {"step": 3, "tokens": 90, "data": {"samples": 12}}
     check_progress(Position(**good), **about)
     check_progress(Position(), **about)
+    # A rollback has left out the samples of two steps.
+    check_progress(Position(**{**good, "data": {"samples": 20}}), **about)
     # A third party's data may count otherwise.
     check_progress(Position(**{**good, "data": {"offset": 5}}), **about)
     with pytest.raises(ConfigError, match=rule):

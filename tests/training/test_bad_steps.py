@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from unittest.mock import patch
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from tests import tiny
 from tests.precision.test_fp16 import Watcher, full
-from titanlab.checkpoint.folders import checkpoints
+from titanlab.checkpoint.folders import checkpoints, step_folder
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
+from titanlab.launch.attempt import pass_over_damaged
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.parallelism.gradients import Gradients
 from titanlab.precision.fp16_schema import Fp16
@@ -132,6 +134,18 @@ def test_a_rollback_leaves_the_data_since_the_checkpoint_out(pool, tmp_path, lay
     straight = pool.run(made.world, attempt, plain, tiny.begin(plain))[0]
     assert totals[0:3] == straight[1][0:3]
     assert totals[4].loss != straight[1][2].loss
+
+
+def test_a_run_that_has_gone_back_is_resumed_where_it_stood(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=STEPS, on_nan="rollback", every=2, keep=0)
+    run = tiny.begin(made)
+    _, totals, *_ = pool.run(1, attempt, made, run, (4,))[0]
+    shutil.rmtree(step_folder(run.checkpoints, 6))
+    warnings = []
+    pass_over_damaged(run, made, warnings.append)
+    assert not warnings
+    _, again, *_ = pool.run(1, attempt, made, tiny.begin(made, run))[0]
+    assert again == totals[-2:]
 
 
 def test_a_rollback_that_does_not_help_is_the_end(pool, tmp_path):

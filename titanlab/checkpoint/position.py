@@ -167,10 +167,15 @@ def check_progress(
     elif global_batch and tokens > step * tokens_per_step:
         most = step * tokens_per_step
         rule = f"its {POSITION} has tokens={tokens}, and {step} steps of this run have {most} at most"
-    elif global_batch and isinstance(samples, int) and samples != step * global_batch:
+    elif global_batch and isinstance(samples, int) and not _may_stand(samples, step, global_batch):
         rule = f"its {POSITION} has data.samples={samples}, and {step} steps of this run take {step * global_batch}"
     if rule is not None:
         raise DamagedCheckpoint(key, checkpoint, rule, cure)
+
+
+def _may_stand(samples: int, step: int, global_batch: int) -> bool:
+    """Whether a run can have taken these samples after a step: rollbacks leave out those of whole steps."""
+    return samples >= step * global_batch and samples % global_batch == 0
 
 
 def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: str) -> None:
