@@ -17,7 +17,7 @@ from titanlab.cli.compose import compose_one
 from titanlab.doctor.check import run_checks
 from titanlab.doctor.checkup import checks
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig
+from titanlab.launch.contract import LaunchConfig, launch_of
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.terminal.console import Console
 from titanlab.terminal.finding import FAIL, OK, WARN, Finding
@@ -73,8 +73,7 @@ def _launch(overrides: Sequence[str], config_dir: str | None) -> LaunchConfig | 
     composed = compose_one(read_flags([*folder, *overrides]))
     if composed is None:
         raise ConfigError("overrides", " ".join(overrides), "has several values", "give one value for each key")
-    launch: LaunchConfig = composed[1].launch
-    return launch
+    return launch_of(composed[1])
 
 
 def _lines(finding: Finding, *, is_coloured: bool) -> list[str]:
