@@ -14,8 +14,8 @@ from titanlab.schedule.action import Action
 @functools.lru_cache(maxsize=64)
 def actions_of(schedule: Key, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
     """Actions by rank."""
-    found: Sequence[Sequence[Action]] = schedule.value.actions(ranks=ranks, microbatches=microbatches)
-    return found
+    actions: Sequence[Sequence[Action]] = schedule.value.actions(ranks=ranks, microbatches=microbatches)
+    return actions
 
 
 class Remembered:

@@ -107,8 +107,8 @@ def deferred_bytes(model: Key, share: Share, microbatch: int, seq_len: int) -> d
 @functools.lru_cache(maxsize=1024)
 def _factors(model: Key, microbatch: int, seq_len: int) -> Mapping[str, Sequence[Activation]]:
     """The factors of the products that are the gradients of weights, by name of an edge; a block has an empty name."""
-    found = {edge.name: tuple(_factors_of([edge])) for edge in edge_operations(model, microbatch, seq_len)}
-    return {"": tuple(_factors_of(block_operations(model, microbatch, seq_len))), **found}
+    of_edges = {edge.name: tuple(_factors_of([edge])) for edge in edge_operations(model, microbatch, seq_len)}
+    return {"": tuple(_factors_of(block_operations(model, microbatch, seq_len))), **of_edges}
 
 
 def _factors_of(operations: Iterable[Operation]) -> Iterator[Activation]:

@@ -45,8 +45,8 @@ class Estimate:
 
 def estimate_of(recipe: Recipe) -> Estimate | None:
     """The estimate for a resolved recipe; None: nothing is known of its devices, or its CPUs were not measured."""
-    found = estimate_or_reason(recipe)
-    return found if isinstance(found, Estimate) else None
+    estimate = estimate_or_reason(recipe)
+    return estimate if isinstance(estimate, Estimate) else None
 
 
 def estimate_or_reason(recipe: Recipe) -> Estimate | str:

@@ -42,14 +42,14 @@ def totals(schedule: Key, *, ranks: int, microbatches: int) -> tuple[Totals, ...
     return _steady(lambda count: _totals(schedule, ranks, count), ranks, microbatches)
 
 
-def _steady(found: Callable[[int], T], ranks: int, microbatches: int) -> T:
-    """What is found for some microbatches. If more of them change nothing, others do not either, and are not listed."""
+def _steady(value_of: Callable[[int], T], ranks: int, microbatches: int) -> T:
+    """The value for some microbatches. If more of them change nothing, others do not either, and are not listed."""
     few = shorter(ranks, microbatches)
     if few < microbatches:
-        of_few = found(few)
-        if of_few == found(min(microbatches, few + ranks)):
+        of_few = value_of(few)
+        if of_few == value_of(min(microbatches, few + ranks)):
             return of_few
-    return found(microbatches)
+    return value_of(microbatches)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,7 +58,7 @@ def _totals(schedule: Key, ranks: int, microbatches: int) -> tuple[Totals, ...]:
 
 
 def _totals_of(order: Sequence[Action]) -> Totals:
-    ahead, halves, found, rose = 0, 0, set(), False
+    ahead, halves, maxima, rose = 0, 0, set(), False
     for _, kind, _ in order:
         if kind is Kind.FORWARD:
             ahead += 1
@@ -66,7 +66,7 @@ def _totals_of(order: Sequence[Action]) -> Totals:
             continue
         # Only before a number falls can it have been largest.
         if rose:
-            found.add((ahead, halves))
+            maxima.add((ahead, halves))
         if kind is Kind.WEIGHT:
             halves -= 1
             rose = False
@@ -74,9 +74,9 @@ def _totals_of(order: Sequence[Action]) -> Totals:
             ahead -= 1
             rose = kind is Kind.INPUT
             halves += rose
-    found.add((ahead, halves))
+    maxima.add((ahead, halves))
     largest: list[tuple[int, int]] = []
-    for pair in sorted(found, reverse=True):
+    for pair in sorted(maxima, reverse=True):
         if not largest or pair[1] > largest[-1][1]:
             largest.append(pair)
     return tuple(reversed(largest))
@@ -90,7 +90,7 @@ def _peaks(schedule: Key, ranks: int, microbatches: int, rank: int) -> Moments:
 
 def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> Moments:
     place = {stage: number for number, stage in enumerate(stages)}
-    alive, found, rose = [0] * 2 * len(stages), set(), False
+    alive, maxima, rose = [0] * 2 * len(stages), set(), False
     for stage, kind, _ in order:
         number = place[stage]
         if kind is Kind.FORWARD:
@@ -99,15 +99,15 @@ def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> Moments:
             continue
         # Only before a number falls can it have been largest.
         if rose:
-            found.add(tuple(alive))
+            maxima.add(tuple(alive))
         alive[number + len(stages) if kind is Kind.WEIGHT else number] -= 1
         rose = kind is Kind.INPUT
         if rose:
             alive[number + len(stages)] += 1
-    found.add(tuple(alive))
+    maxima.add(tuple(alive))
     largest: list[tuple[int, ...]] = []
     # A moment that another one covers has a smaller sum.
-    for one in sorted(found, key=sum, reverse=True):
+    for one in sorted(maxima, key=sum, reverse=True):
         if not any(_covers(other, one) for other in largest[:_COMPARED]):
             largest.append(one)
     return tuple(sorted(largest))

@@ -89,22 +89,22 @@ def fit_sum(
     # Terms have different units: each is scaled by its largest share.
     scales = np.maximum(np.abs(shares).max(axis=0), np.finfo(float).tiny)
     free = np.abs(shares).max(axis=0) > 0
-    found = first.copy()
+    solution = first.copy()
     while free.any():
         columns, origin = shares[:, free] / scales[free], first[free] * scales[free]
-        rest = 1 - shares[:, ~free] @ found[~free]
+        rest = 1 - shares[:, ~free] @ solution[~free]
         weights = np.ones_like(y)
         for _ in range(_ITERATIONS):
             rows = np.concatenate([columns * weights[:, None], _HELD * np.eye(columns.shape[1])])
             factors = np.linalg.lstsq(rows, np.concatenate([rest * weights, _HELD * origin]), rcond=None)[0]
             weights = 1 / np.sqrt(np.maximum(np.abs(columns @ factors - rest), _SMALL))
-        found[free] = factors / scales[free]
-        negative = found < 0
+        solution[free] = factors / scales[free]
+        negative = solution < 0
         if not negative.any():
             break
-        found[negative] = 0.0
+        solution[negative] = 0.0
         free &= ~negative
-    return [float(factor) for factor in found]
+    return [float(factor) for factor in solution]
 
 
 def _values(start: Efficiencies, names: Sequence[str], point: np.ndarray) -> Efficiencies:

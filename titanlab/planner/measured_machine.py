@@ -105,25 +105,25 @@ def lines(row: Mapping[str, Any]) -> list[str]:
         ConfigError: a figure is missing, or is no positive number.
     """
     figures = _checked(row)
-    found = []
+    text = []
     for name, value in figures.items():
         unit = next((unit for start, unit in _UNITS.items() if name.startswith(start)), None)
         if unit is not None:
             label = name.removeprefix("rates/").partition("(")[0]
-            found.append(f"{label:22} {value / unit[0]:9,.{unit[2]}f} {unit[1]}")
+            text.append(f"{label:22} {value / unit[0]:9,.{unit[2]}f} {unit[1]}")
     exchanges = _exchanges(figures)
     if not exchanges:
-        return [*found, "one process: no collective was measured"]
+        return [*text, "one process: no collective was measured"]
     for group, ranks in dict.fromkeys((exchange.group, exchange.ranks) for exchange in exchanges):
         own = [exchange for exchange in exchanges if (exchange.group, exchange.ranks) == (group, ranks)]
         kinds = list(dict.fromkeys(exchange.kind for exchange in own))
         where = "of a node" if group == names.NODE else "of several nodes"
-        found += ["", f"µs, {ranks} ranks {where:13}" + "".join(f"{kind:>12}" for kind in kinds)]
+        text += ["", f"µs, {ranks} ranks {where:13}" + "".join(f"{kind:>12}" for kind in kinds)]
         for size in dict.fromkeys(exchange.size for exchange in own):
             times = {exchange.kind: exchange.seconds for exchange in own if exchange.size == size}
             cells = "".join(f"{times[kind] * 1e6:12,.0f}" if kind in times else " " * 12 for kind in kinds)
-            found.append(f"{size / 1024:20,.0f} KiB  {cells}")
-    return found
+            text.append(f"{size / 1024:20,.0f} KiB  {cells}")
+    return text
 
 
 def _checked(row: Mapping[str, Any]) -> dict[str, float]:
@@ -157,16 +157,16 @@ def _is_known(recipe: Recipe) -> bool:
 
 
 def _exchanges(figures: Mapping[str, float]) -> list[Exchange]:
-    found = []
+    exchanges = []
     for name, seconds in figures.items():
         if not name.startswith(names.COLLECTIVE):
             continue
         try:
             group, ranks, kind, size = name.removeprefix(names.COLLECTIVE).split()
-            found.append(Exchange(group=group, ranks=int(ranks), kind=kind, size=int(size), seconds=seconds))
+            exchanges.append(Exchange(group=group, ranks=int(ranks), kind=kind, size=int(size), seconds=seconds))
         except ValueError:
             raise ConfigError(KEY, name, "is no name of a collective", "measure again") from None
-    return found
+    return exchanges
 
 
 def _with_link(cluster: Cluster, shares: dict[str, float], exchanges: Sequence[Exchange], machine: Machine) -> Cluster:

@@ -153,7 +153,7 @@ class _Ranks:
     def memory(self) -> tuple[RankMemory, ...]:
         """By rank of the pipeline."""
         ranks, placement = self.layout.pipeline, placement_of(self.schedule, self.layout.pipeline)
-        found = []
+        memories = []
         # Stages with pieces that are alike need the same; a pipeline has few different ones.
         kinds = [(*map(self.blocks.__getitem__, parts.blocks), *parts.edges) for parts in self.parts]
         known: dict[object, dict[str, dict[str, int]]] = {}
@@ -165,8 +165,8 @@ class _Ranks:
             key = tuple(kinds[number] for number in stages)
             if key not in known:
                 known[key] = self._moments(stages)
-            found.append(_largest(rank, known[key], kept))
-        return tuple(found)
+            memories.append(_largest(rank, known[key], kept))
+        return tuple(memories)
 
     def _kept(self, rank: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
         """Bytes of activations that a rank keeps when they are most.

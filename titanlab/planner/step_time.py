@@ -141,15 +141,15 @@ class _Estimate:
 
     def _pipeline(self, pipeline: PipelineEstimate, stages: Stages, parts: dict[str, float]) -> None:
         """Add a pipeline's bubble, and what sending adds."""
-        found = pipeline(
+        estimate = pipeline(
             key_of(self.recipe.schedule),
             stages,
             ranks=self.layout.pipeline,
             microbatches=self.microbatches,
             transfer=self._transfer(),
         )
-        parts["pipeline"] = found.sending
-        parts["bubble"] = max(0.0, found.seconds - found.sending - stages.busy * self.microbatches)
+        parts["pipeline"] = estimate.sending
+        parts["bubble"] = max(0.0, estimate.seconds - estimate.sending - stages.busy * self.microbatches)
 
     def _transfer(self) -> float:
         """Time to send a hidden state to the next stage."""

@@ -68,12 +68,12 @@ def representatives(model: Key) -> Mapping[str, str]:
     """By piece, the first piece with parameters of the same names and shapes."""
     account = model_facts(model).account
     first: dict[tuple[tuple[str, tuple[int, ...]], ...], str] = {}
-    found = {}
+    representative_of = {}
     for piece, names in _names(model).items():
         kind = tuple((name.removeprefix(f"{piece}."), account.parameters[name]) for name in names)
         # Pieces outside blocks may differ in more than their parameters.
-        found[piece] = first.setdefault(kind, piece) if piece.startswith("layers.") else piece
-    return found
+        representative_of[piece] = first.setdefault(kind, piece) if piece.startswith("layers.") else piece
+    return representative_of
 
 
 class _Formats(NamedTuple):

@@ -43,13 +43,13 @@ def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
 
 def _defaults(group: str) -> list[Any]:
     """The default config of each kind that needs no value from a person."""
-    found = []
+    configs = []
     for option in discover()[group].values():
         try:
-            found.append(option.schema())
+            configs.append(option.schema())
         except ConfigError:
             continue
-    return found
+    return configs
 
 
 def _schedules(own: PipelineSchedule) -> list[Choice]:

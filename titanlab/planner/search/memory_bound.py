@@ -87,10 +87,10 @@ class MemoryBound:
         """
         key = (ranks, microbatches, *map(id, schedules))
         if key not in self._kept:
-            found = {False: math.inf, True: math.inf}
+            fewest = {False: math.inf, True: math.inf}
             for schedule in schedules:
                 splits = splits_backward(key_of(schedule.value), ranks, microbatches)
                 kept = schedule.value.peak_in_flight(ranks=ranks, microbatches=microbatches)
-                found[splits] = min(found[splits], kept)
-            self._kept[key] = found[False], found[True]
+                fewest[splits] = min(fewest[splits], kept)
+            self._kept[key] = fewest[False], fewest[True]
         return self._kept[key]

@@ -174,8 +174,8 @@ def _advice(ranking: Ranking, vary: Sequence[str]) -> list[str]:
     lines = [f"the smallest needs {needed / 1e9:.1f} GB of the {has}: {smallest}"]
     for factor in _LARGER_WORLDS:
         world = ranking.space.world * factor
-        if (found := _first(ranking, world, ranking.space.recipe.training.global_batch, vary)) is not None:
-            lines.append(f"it fits on {world:,} devices: world={world} ({found.recipe.layout.label})")
+        if (fastest := _first(ranking, world, ranking.space.recipe.training.global_batch, vary)) is not None:
+            lines.append(f"it fits on {world:,} devices: world={world} ({fastest.recipe.layout.label})")
             break
     else:
         lines.append("nor does it fit on 64 times as many: try precision=bf16_full, or a smaller model")
@@ -186,8 +186,8 @@ def _other_worlds(ranking: Ranking, vary: Sequence[str]) -> list[str]:
     """The next smaller world that has a recipe."""
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     for smaller in range(world - 1, max(0, world - 257), -1):
-        if (found := _first(ranking, smaller, batch, vary)) is not None:
-            return [f"the nearest smaller world that works: world={smaller} ({found.recipe.layout.label})"]
+        if (fastest := _first(ranking, smaller, batch, vary)) is not None:
+            return [f"the nearest smaller world that works: world={smaller} ({fastest.recipe.layout.label})"]
     return []
 
 
@@ -196,8 +196,8 @@ def _other_batches(ranking: Ranking, vary: Sequence[str]) -> list[str]:
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     for unit in (world, world // math.gcd(world, ranking.machine.per_node)):
         larger = -(-batch // unit) * unit
-        if larger != batch and (found := _first(ranking, world, larger, vary)) is not None:
-            return [f"or another batch: training.global_batch={larger} ({found.recipe.layout.label})"]
+        if larger != batch and (fastest := _first(ranking, world, larger, vary)) is not None:
+            return [f"or another batch: training.global_batch={larger} ({fastest.recipe.layout.label})"]
     return []
 
 
@@ -210,5 +210,5 @@ def _first(ranking: Ranking, world: int, batch: int, vary: Sequence[str]) -> Ran
         training=dataclasses.replace(base.training, global_batch=batch),
         parallelism=dataclasses.replace(base.parallelism.with_degrees(Layout(shard=world).degrees()), expert=1),
     )
-    found = _ranking(recipe, ranking.machine, ranking.limit, vary).best(1)
-    return found[0] if found else None
+    best = _ranking(recipe, ranking.machine, ranking.limit, vary).best(1)
+    return best[0] if best else None

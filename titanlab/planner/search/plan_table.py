@@ -153,14 +153,14 @@ def overrides(one: Ranked, base: Recipe) -> list[str]:
     degrees = [f"parallelism.{axis}={degree}" for axis, degree in one.recipe.layout.degrees().items()]
     if one.recipe.model.account().experts is not None:
         degrees.append(f"parallelism.expert={one.recipe.layout.expert}")
-    found = [*degrees, f"training.microbatch={one.point.microbatch}", *_chosen("ac", one.point.ac.value)]
+    arguments = [*degrees, f"training.microbatch={one.point.microbatch}", *_chosen("ac", one.point.ac.value)]
     if one.recipe.layout.pipeline > 1:
-        found += _chosen("schedule", one.point.schedule.value)
+        arguments += _chosen("schedule", one.point.schedule.value)
     if one.recipe.precision != base.precision:
-        found += _chosen("precision", one.recipe.precision)
+        arguments += _chosen("precision", one.recipe.precision)
     if one.recipe.compile != base.compile:
-        found += _fields("compile", one.recipe.compile, bool | str)
-    return found
+        arguments += _fields("compile", one.recipe.compile, bool | str)
+    return arguments
 
 
 def _chosen(group: str, option: Any) -> list[str]:

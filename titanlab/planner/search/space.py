@@ -153,10 +153,10 @@ class Space:
             return schedule
         if microbatches is None:
             return self.choices.schedules
-        found: Sequence[Choice] = self._kept(
+        legal_schedules: Sequence[Choice] = self._kept(
             ("schedules", layout.pipeline, microbatches), lambda: self._legal(layout.pipeline, microbatches)
         )
-        return found
+        return legal_schedules
 
     def _legal(self, pipeline: int, microbatches: int) -> list[Choice]:
         return [
@@ -190,10 +190,10 @@ class Space:
             try:
                 check_all_but_data(model)
             except ConfigError as error:
-                found = f"{error.key} {error.rule}"
+                text = f"{error.key} {error.rule}"
             else:
                 return ""
-        return found
+        return text
 
     def _broken(self, layout: Layout) -> str:
         """The rule that every point of a layout breaks; empty: none is known."""
@@ -257,15 +257,15 @@ class Space:
 
     def _asked(self, rule: str, key: object, check: Any) -> str:
         """The text of the rule that a check says is broken; empty: none."""
-        found = self._cache.get((rule, key))
-        if found is None:
+        text = self._cache.get((rule, key))
+        if text is None:
             try:
                 check()
-                found = ""
+                text = ""
             except ConfigError as error:
-                found = f"{error.key} {error.rule}"
-            self._cache[rule, key] = found
-        return str(found)
+                text = f"{error.key} {error.rule}"
+            self._cache[rule, key] = text
+        return str(text)
 
     @property
     def _account(self) -> Any:

@@ -104,7 +104,7 @@ def kernel_seconds(kernels: Sequence[Kernel], machine: Machine) -> float:
 
 def work_of(operations: Sequence[Operation], part: Part) -> list[Work]:
     """The kernels of operations that follow each other."""
-    found = []
+    work = []
     follows, cast = False, set[str]()
     for operation in operations:
         if operation.kind == "matmul":
@@ -115,14 +115,14 @@ def work_of(operations: Sequence[Operation], part: Part) -> list[Work]:
         elif operation.kind == "attention":
             kernels = _attention(operation, part)
         elif operation.kind == "exchange":
-            found.append(Work(operation.name, operation.kind, *_sorting(operation, part)))
+            work.append(Work(operation.name, operation.kind, *_sorting(operation, part)))
             continue
         else:
             kernel = _memory_kernel(operation, part, follows=follows)
             kernels = [kernel], [kernel._replace(moved=_POINTWISE_BACKWARD * kernel.moved)], []
         follows = operation.kind in ("norm", "pointwise")
-        found.append(Work(operation.name, operation.kind, *kernels))
-    return found
+        work.append(Work(operation.name, operation.kind, *kernels))
+    return work
 
 
 def _attention(operation: Operation, part: Part) -> _Passes:

@@ -51,11 +51,11 @@ def timeline_of(
 
 def schedules() -> dict[str, PipelineSchedule]:
     """Every schedule by name, with its own defaults."""
-    found: dict[str, PipelineSchedule] = {}
+    by_name: dict[str, PipelineSchedule] = {}
     for kind, option in discover()["schedule"].items():
         if kind not in (None, _OF_A_FILE):
-            found[str(kind)] = option.schema()
-    return dict(sorted(found.items()))
+            by_name[str(kind)] = option.schema()
+    return dict(sorted(by_name.items()))
 
 
 def schedules_frame(

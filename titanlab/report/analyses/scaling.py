@@ -48,8 +48,8 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     families: dict[tuple[Any, ...], list[Group]] = {}
     for group in measured:
         families.setdefault(_family(group.rows[0], weak=weak), []).append(group)
-    found = [row for members in families.values() for row in _rows(members)]
-    return pd.DataFrame(found, columns=list(COLUMNS))
+    rows = [row for members in families.values() for row in _rows(members)]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def _family(row: Mapping[str, Any], *, weak: bool) -> tuple[Any, ...]:

@@ -74,16 +74,16 @@ def compared(
 def _draw(
     figure: TracedFigure,
     axis: Axes,
-    found: Sequence[tuple[Mapping[str, Any], float, float]],
+    points: Sequence[tuple[Mapping[str, Any], float, float]],
     columns: tuple[str, str],
     unit: str,
 ) -> None:
-    if not found:
+    if not points:
         show_text(axis, "no run has both")
         axis.set_xticks([])
         axis.set_yticks([])
         return
-    values = [value for _, *pair in found for value in pair]
+    values = [value for _, *pair in points for value in pair]
     least, most = min(values), max(values)
     is_wide = most > _SPREAD * least
     low, high = (least / 1.5, most * 1.5) if is_wide else (0.0, most * 1.12)
@@ -92,7 +92,7 @@ def _draw(
         axis.set_yscale("log")
     for share, style in ((1.0, "solid"), (1 + _BAND, (0, (3, 2))), (1 - _BAND, (0, (3, 2)))):
         axis.plot([low, high], [share * low, share * high], color=MUTED, linewidth=0.9, linestyle=style, zorder=1)
-    for row, measured, estimated in found:
+    for row, measured, estimated in points:
         hollow = bool(row["oversubscribed"]) and columns[0] == "step_seconds"
         (point,) = axis.plot(
             estimated,

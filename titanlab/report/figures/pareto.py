@@ -102,8 +102,8 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
 
 def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[Point]:
     """The recipes of which memory and speed were measured."""
-    found = [(group, group.median(MEMORY), group.median(speed)) for group in groups(rows)]
-    return [Point(group, memory, rate) for group, memory, rate in found if memory is not None and rate is not None]
+    measured = [(group, group.median(MEMORY), group.median(speed)) for group in groups(rows)]
+    return [Point(group, memory, rate) for group, memory, rate in measured if memory is not None and rate is not None]
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:

@@ -181,5 +181,5 @@ def _references(root: ElementTree.Element) -> Iterator[str]:
                 yield from _REFERENCE.findall(value)
 
 
-def _colour(found: re.Match[str]) -> str:
-    return f"var({COLOURS[found[0]]})" if found[0] in COLOURS else found[0]
+def _colour(match: re.Match[str]) -> str:
+    return f"var({COLOURS[match[0]]})" if match[0] in COLOURS else match[0]

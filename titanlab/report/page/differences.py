@@ -42,13 +42,13 @@ def differences(facts: Facts, reference: Mapping[str, Any]) -> list[Differences]
     if config is None:
         return None
     wanted = dict(_flat(config))
-    found = []
+    comparison = []
     for group in facts.groups:
         names = [str(row["run"]) for row in group.rows]
         other = facts.config(reference if reference["run"] in names else representative(group))
         items = None if other is None else _between(wanted, dict(_flat(other)))
-        found.append(Differences(group.label, names, items))
-    return found
+        comparison.append(Differences(group.label, names, items))
+    return comparison
 
 
 def _between(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:

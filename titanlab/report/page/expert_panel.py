@@ -47,16 +47,16 @@ def expert_panel(facts: Facts) -> Panel | None:
 
 def _loads(facts: Facts) -> list[ExpertLoad]:
     """The newest load of each recipe; recipes with the same are one."""
-    found: dict[str, tuple[ExpertLoad, list[str]]] = {}
+    loads: dict[str, tuple[ExpertLoad, list[str]]] = {}
     for group, row in facts.shown:
         rows = [load for metrics in facts.metrics(row, EXPERTS) if (load := _load(metrics)) is not None]
         if not rows:
             continue
         newest = replace(rows[-1], runs=[str(row["run"])], label=group.label)
         key = repr((newest.step, newest.steps, newest.counts))
-        load, labels = found.get(key, (newest, []))
-        found[key] = replace(load, runs=[*dict.fromkeys([*load.runs, str(row["run"])])]), [*labels, group.label]
-    return [replace(load, label=_label(labels)) for load, labels in found.values()]
+        load, labels = loads.get(key, (newest, []))
+        loads[key] = replace(load, runs=[*dict.fromkeys([*load.runs, str(row["run"])])]), [*labels, group.label]
+    return [replace(load, label=_label(labels)) for load, labels in loads.values()]
 
 
 def _load(metrics: Mapping[str, Any]) -> ExpertLoad | None:

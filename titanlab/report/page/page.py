@@ -91,7 +91,7 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
     models = sorted({f"{row['model']} ({_size(row)})" for row in facts.runs if row["model"]})
     starts = [row["started"] for row in facts.runs if row["started"]]
     ends = [row["ended"] for row in facts.runs if row["ended"]]
-    found = [
+    pairs = [
         ("runs", counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
         ("recipes", grouped(len(facts.groups)) if facts.groups else ""),
         ("model", _few(models)),
@@ -99,7 +99,7 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
         ("began", moment(min(starts, default=None))),
         ("last ended", moment(max(ends, default=None))),
     ]
-    return [(label, value) for label, value in found if value]
+    return [(label, value) for label, value in pairs if value]
 
 
 def _size(row: Mapping[str, Any]) -> str:

@@ -206,12 +206,12 @@ def timeline_panel(facts: Facts) -> Panel | None:
 
 def estimate_panel(facts: Facts) -> Panel | None:
     """Estimates against measurements; None: no run has both."""
-    found = {measured: compared(facts.rows, measured, estimated) for measured, estimated, _, _ in PAIRS}
-    if not any(found.values()):
+    comparisons = {measured: compared(facts.rows, measured, estimated) for measured, estimated, _, _ in PAIRS}
+    if not any(comparisons.values()):
         return None
     spoken = []
     for measured, _, title, _ in PAIRS:
-        errors = [abs(estimate / value - 1) for _, value, estimate in found[measured]]
+        errors = [abs(estimate / value - 1) for _, value, estimate in comparisons[measured]]
         if errors:
             within = sum(error <= 0.2 for error in errors)
             spoken.append(

@@ -71,7 +71,7 @@ def estimated_splits(facts: Facts) -> list[Split]:
 
 def pipelines(facts: Facts) -> tuple[list[Pipeline], list[str]]:
     """Timelines of the recipes with a pipeline, one for each schedule; and why others have none."""
-    found: list[Pipeline] = []
+    timelines: list[Pipeline] = []
     left_out: list[str] = []
     seen = set[tuple[Any, ...]]()
     cells = 0
@@ -96,11 +96,11 @@ def pipelines(facts: Facts) -> tuple[list[Pipeline], list[str]]:
             if cells + count > MOST_CELLS:
                 left_out.append(f"{group.label}: {count:,} actions are too many for a page")
                 continue
-            found.append(_pipeline(recipe, group, str(row["run"])))
+            timelines.append(_pipeline(recipe, group, str(row["run"])))
             cells += count
         except (TitanlabError, ArithmeticError, ValueError, LookupError) as error:
             left_out.append(f"{group.label}: {error}")
-    return found, left_out
+    return timelines, left_out
 
 
 def _pipeline(recipe: Recipe, group: Group, run: str) -> Pipeline:

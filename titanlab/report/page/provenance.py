@@ -39,13 +39,13 @@ def sources(facts: Facts) -> list[Source]:
         env = facts.env(row)
         if env:
             members.setdefault(_origin(row, env), []).append(row)
-    found = []
+    source_list = []
     for origin, rows in members.items():
         starts = [row["started"] for row in rows if row["started"]]
         ends = [row["ended"] for row in rows if row["ended"]]
         names = [str(row["run"]) for row in rows]
-        found.append(Source(origin, names, moment(min(starts, default=None)), moment(max(ends, default=None))))
-    return sorted(found, key=lambda source: -len(source.runs))
+        source_list.append(Source(origin, names, moment(min(starts, default=None)), moment(max(ends, default=None))))
+    return sorted(source_list, key=lambda source: -len(source.runs))
 
 
 def command_line(facts: Facts) -> str:

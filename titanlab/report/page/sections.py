@@ -60,7 +60,7 @@ def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> l
         figures: as `panels_of` returns them.
     """
     has_experts = "experts" in figures
-    found = [
+    sections = [
         Section(id="pareto", title=figures["pareto"].title, panel=figures["pareto"]),
         Section(
             id="throughput",
@@ -82,16 +82,16 @@ def sections_of(facts: Facts, answer: Answer, figures: Mapping[str, Panel]) -> l
     ]
     parity = read_parity(facts.sweep.path)
     if parity is not None:
-        found.append(_parity(parity))
-    found.append(_provenance(facts))
-    return found
+        sections.append(_parity(parity))
+    sections.append(_provenance(facts))
+    return sections
 
 
 def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
     """The figures of a report by their names; those for which there is nothing to draw are left out."""
     has_mfu = any(row["mfu_percent"] is not None for row in facts.done)
     speed = "mfu_percent" if by == "mfu" and has_mfu else "tokens_per_second"
-    found = [
+    all_panels = [
         panels.pareto_panel(facts, speed=speed),
         panels.throughput_panel(facts, answer),
         panels.split_panel(facts),
@@ -100,7 +100,7 @@ def panels_of(facts: Facts, answer: Answer, *, by: str) -> dict[str, Panel]:
         panels.timeline_panel(facts),
         panels.estimate_panel(facts),
     ]
-    return {panel.name: panel for panel in found if panel is not None}
+    return {panel.name: panel for panel in all_panels if panel is not None}
 
 
 def _no_estimate(facts: Facts) -> str:
@@ -176,13 +176,13 @@ def _differences(facts: Facts, answer: Answer) -> Section:
     reference = representative(answer.best) if answer.best is not None else next(iter(facts.runs), None)
     if reference is None:
         return Section(id=id, title=title, texts=["The sweep has no run."])
-    found = differences(facts, reference)
+    comparison = differences(facts, reference)
     name = str(reference["run"])
-    if found is None:
+    if comparison is None:
         return Section(id=id, title=title, texts=[f"The config.yaml of {name} cannot be read."])
     which = "the best" if answer.best is not None else "the first one, because no run is done"
     intro = f"Compared with {name}, {which}. Names, paths and the number of the repeat are left out."
-    rows = [_difference_row(one, name) for one in found]
+    rows = [_difference_row(one, name) for one in comparison]
     table = Table(caption="Keys that differ", headings=["recipe", "runs", "key: best → here"], rows=rows)
     return Section(id=id, title=title, texts=[intro], tables=[table])
 
@@ -249,10 +249,10 @@ def _meaning(kind: str) -> str:
 
 def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The traceback of one run of each cause."""
-    found: dict[tuple[str, str], tuple[str, str]] = {}
+    tracebacks: dict[tuple[str, str], tuple[str, str]] = {}
     for row in bad:
         key = (word(row), row["cause"] or "")
-        if key in found or len(found) == _MOST_TRACEBACKS:
+        if key in tracebacks or len(tracebacks) == _MOST_TRACEBACKS:
             continue
         try:
             said = failure_text(facts.run(row), row)
@@ -261,8 +261,8 @@ def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[st
         if said is not None:
             source, words = said
             shown = words if len(words) <= _MOST_TRACEBACK else f"…{words[-_MOST_TRACEBACK:]}"
-            found[key] = (f"{row['run']}: {source}", redact(shown))
-    return list(found.values())
+            tracebacks[key] = (f"{row['run']}: {source}", redact(shown))
+    return list(tracebacks.values())
 
 
 def _parity(parity: Parity) -> Section:
@@ -288,29 +288,32 @@ def _parity(parity: Parity) -> Section:
 
 
 def _provenance(facts: Facts) -> Section:
-    found = sources(facts)
+    source_list = sources(facts)
     names = ["code", "commit", "titanlab", "torch", "Python", "device", "host", "launcher", "runs", "began", "ended"]
     columns = [
-        [*map(text, source.origin), _runs(source.runs), text(source.began), text(source.ended)] for source in found
+        [*map(text, source.origin), _runs(source.runs), text(source.began), text(source.ended)]
+        for source in source_list
     ]
     caption = "Runs by the code, the versions and the machines that made them"
-    if len(found) <= _MOST_SOURCES:
+    if len(source_list) <= _MOST_SOURCES:
         rows = [[text(name), *cells] for name, *cells in zip(names, *columns, strict=True)]
         table = Table(
-            caption=caption, headings=["fact", *(f"source {place}" for place, _ in enumerate(found, 1))], rows=rows
+            caption=caption,
+            headings=["fact", *(f"source {place}" for place, _ in enumerate(source_list, 1))],
+            rows=rows,
         )
     else:
         table = Table(caption=caption, headings=names, rows=columns)
     origin = facts.sweep.manifest().get("origin")
     texts = [f"The sweep is {origin}."] if isinstance(origin, str) and origin != "command line" else []
-    if not found:
+    if not source_list:
         texts.append("No run has begun, so that nothing is recorded of code and machines.")
     return Section(
         id="provenance",
         title="Provenance",
         texts=texts,
         command=command_line(facts),
-        tables=[table] if found else [],
+        tables=[table] if source_list else [],
     )
 
 
