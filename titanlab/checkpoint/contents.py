@@ -98,12 +98,12 @@ def check_checkpoint(checkpoint: Place, parameters: Mapping[str, tuple[int, ...]
         ConfigError: it belongs to another model.
     """
     saved = read_contents(checkpoint, key).saved
-    found = dict(saved.parameters)
+    saved_shapes = dict(saved.parameters)
     declared = {name: list(shape) for name, shape in parameters.items()}
-    if found == declared:
+    if saved_shapes == declared:
         return saved
-    name = next(name for name in [*declared, *found] if found.get(name) != declared.get(name))
-    shapes = f"{one_line(name)} is {_shape(found.get(name))} there and {_shape(declared.get(name))} here"
+    name = next(name for name in [*declared, *saved_shapes] if saved_shapes.get(name) != declared.get(name))
+    shapes = f"{one_line(name)} is {_shape(saved_shapes.get(name))} there and {_shape(declared.get(name))} here"
     raise ConfigError(key, checkpoint, f"is of another model: {shapes}", "choose the model that it was trained as")
 
 

@@ -156,11 +156,11 @@ def _find_in_store(text: str, key: str) -> Place:
     path = StorePath(text.rstrip("/"))
     step = _STEP.fullmatch(path.name)
     known = [path] if step is None else [path, step_folder(path.parent, int(step[1]))]
-    found = next((checkpoint for checkpoint in known if is_checkpoint(checkpoint)), None) or latest(path)
-    if found is None:
+    checkpoint = next((place for place in known if is_checkpoint(place)), None) or latest(path)
+    if checkpoint is None:
         cure = "give the address of a checkpoint, or of the folder that holds the checkpoints of a run"
         raise ConfigError(key, text, "holds no complete checkpoint", cure)
-    return found
+    return checkpoint
 
 
 def remove(checkpoint: Place) -> OSError | None:

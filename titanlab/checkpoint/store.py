@@ -236,12 +236,12 @@ def load(
         DamagedCheckpoint: the checkpoint is damaged.
         ConfigError: it belongs to another model.
     """
-    found = together(world, lambda: contents or read_contents(folder, key))
-    check_whole(folder, found.saved, key)
+    checkpoint_contents = together(world, lambda: contents or read_contents(folder, key))
+    check_whole(folder, checkpoint_contents.saved, key)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     current = generator_states(world)
     whole = _state(model, optimizer)
-    entries = found.entries
+    entries = checkpoint_contents.entries
     if isinstance(entries, SavedState):
         # Older checkpoints have everything among the entries.
         states = together(world, lambda: saved_states(current, entries, world.rank, folder, key))
@@ -249,9 +249,9 @@ def load(
         if states:
             state["generators"] = {str(world.rank): states}
     else:
-        states = states_of_bytes(found.saved.generators.get(world.rank, {}), current)
+        states = states_of_bytes(checkpoint_contents.saved.generators.get(world.rank, {}), current)
         state = _saved_part(whole)
-    load_state(state, reader_of(folder, found, key))
+    load_state(state, reader_of(folder, checkpoint_contents, key))
     try:
         together(world, lambda: restore_generators(states, world, folder, key))
     except DamagedCheckpoint:
@@ -266,7 +266,7 @@ def load(
     )
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
-    return found.saved.position
+    return checkpoint_contents.saved.position
 
 
 def load_model(folder: Place, key: str, model: nn.Module) -> None:

@@ -230,9 +230,9 @@ def _publish_in_store(folder: StorePath, files: Sequence[IndexedFile], position:
     Raises:
         StoreFault: the store has not all bytes, does not answer, or refuses.
     """
-    found = objects.objects_below(folder)
+    stored = objects.objects_below(folder)
     for file in files:
-        size = found[file.name].size if file.name in found else 0
+        size = stored[file.name].size if file.name in stored else 0
         if size != file.size:
             raise StoreFault(folder.address, f"it has {size} bytes of {file.name}, and {file.size} were written")
     objects.put(folder / POSITION, position)

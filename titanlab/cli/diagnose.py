@@ -68,8 +68,10 @@ def _without_hang(run: RunFolder, attempt: int) -> str:
 
 def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> None:
     hung = hung_attempt(run, attempt)
-    found = hung.diagnosis
-    rows = rank_rows(found, hung.records, {**hung.others, **dict.fromkeys(hung.damaged, "damaged")}, world=hung.world)
+    diagnosis = hung.diagnosis
+    rows = rank_rows(
+        diagnosis, hung.records, {**hung.others, **dict.fromkeys(hung.damaged, "damaged")}, world=hung.world
+    )
     result = run.result(attempt)
     if as_json:
         values = {
@@ -78,9 +80,9 @@ def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> N
             "hung": True,
             "outcome": None if result is None else result.kind.value,
             "cause": None if result is None else result.cause,
-            "verdict": found.verdict,
-            "ranks": found.ranks,
-            "pending": found.pending,
+            "verdict": diagnosis.verdict,
+            "ranks": diagnosis.ranks,
+            "pending": diagnosis.pending,
             "damaged": list(hung.damaged.values()),
             "rows": rows,
         }
@@ -88,4 +90,4 @@ def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> N
         return
     for line in hung.damaged.values():
         console.warn(line)
-    console.note("\n".join([f"{run.path.name}, attempt {attempt}: {found.verdict}", "", *table_lines(rows)]))
+    console.note("\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *table_lines(rows)]))

@@ -107,12 +107,12 @@ def _answered(given: Any, rest: list[str]) -> int:
             from titanlab.cli.plan_trace import run_trace
 
             return run_trace(for_planning(recipe, stands=True), given.rank, console, as_json=given.json)
-        found = plan(for_planning(recipe), vary=given.vary, top=_TOP if given.top is None else given.top)
+        result = plan(for_planning(recipe), vary=given.vary, top=_TOP if given.top is None else given.top)
         if given.json:
-            console.note(json.dumps(finite(plan_table.plan_values(found)), indent=2, ensure_ascii=False))
+            console.note(json.dumps(finite(plan_table.plan_values(result)), indent=2, ensure_ascii=False))
         else:
-            console.note("\n".join(_lines(found, why=given.why)))
-        return 0 if found.best else ConfigError.exit_code
+            console.note("\n".join(_lines(result, why=given.why)))
+        return 0 if result.best else ConfigError.exit_code
 
 
 def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
@@ -182,14 +182,14 @@ def _recipe(arguments: Sequence[str]) -> Recipe:
     return one[1]
 
 
-def _lines(found: Plan, *, why: bool) -> list[str]:
-    lines = [plan_table.title(found), *found.machine.notes]
-    if not found.best:
-        return [*lines, "no layout works", *found.advice, *plan_table.left_out(found)]
-    lines += aligned(plan_table.HEADINGS, plan_table.table_rows(found), right=plan_table.FIGURES)
-    lines.append(f"the first: {' '.join(plan_table.overrides(found.best[0], found.base))}")
+def _lines(result: Plan, *, why: bool) -> list[str]:
+    lines = [plan_table.title(result), *result.machine.notes]
+    if not result.best:
+        return [*lines, "no layout works", *result.advice, *plan_table.left_out(result)]
+    lines += aligned(plan_table.HEADINGS, plan_table.table_rows(result), right=plan_table.FIGURES)
+    lines.append(f"the first: {' '.join(plan_table.overrides(result.best[0], result.base))}")
     if why:
-        lines += ["", *plan_table.reasons(found.best), "", *plan_table.left_out(found)]
+        lines += ["", *plan_table.reasons(result.best), "", *plan_table.left_out(result)]
     return lines
 
 

@@ -43,16 +43,16 @@ def _numbers(text: str) -> list[int] | None:
 
 def _lines(comparison: Comparison) -> Sequence[str]:
     recipe, items, differing = comparison.recipe, comparison.items, comparison.differing
-    found = [f"{recipe.name}: {recipe.layout.label}, one step of {counted(len(comparison.pairs), 'rank')} traced"]
-    found += comparison.notes
-    found += ["", *aligned(("rank", "item", *_FIGURES), comparison_rows(items), right=("rank", *_FIGURES)), ""]
+    text = [f"{recipe.name}: {recipe.layout.label}, one step of {counted(len(comparison.pairs), 'rank')} traced"]
+    text += comparison.notes
+    text += ["", *aligned(("rank", "item", *_FIGURES), comparison_rows(items), right=("rank", *_FIGURES)), ""]
     for _, traced in comparison.pairs:
-        found += [
+        text += [
             f"the optimizer of rank {traced.rank}, for which nothing is declared: {line}"
             for line in lines(traced.update_traffic)
         ]
     if not differing:
-        return [*found, f"all {len(items)} figures are equal"]
+        return [*text, f"all {len(items)} figures are equal"]
     places = ", ".join(f"rank {item.rank}: {item.name}" for item in differing[:5])
     more = f", and {len(differing) - 5} more" if len(differing) > 5 else ""
-    return [*found, f"{len(differing)} of {len(items)} figures differ: {places}{more}"]
+    return [*text, f"{len(differing)} of {len(items)} figures differ: {places}{more}"]

@@ -64,23 +64,25 @@ def last_collectives(kept: int = KEPT) -> list[dict[str, Any]]:
             # Another thread calls these, and the training does not wait for them.
             if BESIDE in entry.get("process_group", [])[1:]:
                 continue
-            found = _collective(entry)
+            collective = _collective(entry)
             # Both dumps may hold the same recorder's collectives.
-            entries[found["group"], found["is_message"], found["sequence"], found["created"]] = found
-    return sorted(entries.values(), key=lambda found: float(found["created"]))[-kept:]
+            entries[collective["group"], collective["is_message"], collective["sequence"], collective["created"]] = (
+                collective
+            )
+    return sorted(entries.values(), key=lambda collective: float(collective["created"]))[-kept:]
 
 
 def _entries(dump: Callable[[], bytes]) -> list[dict[str, Any]]:
     """The entries of a dump; empty if it does not end: a recorder's lock may be held by the thread that hangs."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
 
     def read() -> None:
-        found.extend(json.loads(dump()).get("entries", []))
+        entries.extend(json.loads(dump()).get("entries", []))
 
     thread = threading.Thread(target=read, name="flight-recorder", daemon=True)
     thread.start()
     thread.join(_DUMP_SECONDS)
-    return list(found)
+    return list(entries)
 
 
 def _collective(entry: dict[str, Any]) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def hung_attempt(run: RunRecords, attempt: int) -> HungAttempt:
         for note in notes
         if note.rank is not None and note.rank not in records
     }
-    found = diagnosis_of(notes, size, records)
-    return HungAttempt(diagnosis=found, records=records, others=others, damaged=damaged, world=size)
+    diagnosis = diagnosis_of(notes, size, records)
+    return HungAttempt(diagnosis=diagnosis, records=records, others=others, damaged=damaged, world=size)
 
 
 _MOST_RANKS = 1_000_000

@@ -164,9 +164,9 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     """
     first = first_cause(notes)
     hung = sorted((note for note in notes if note.kind is OutcomeKind.HANG), key=lambda note: note.rank or 0)
-    found = _diagnosis(first, notes, world, records or {})
-    if found is not None:
-        return _diagnosed(first, notes, found)
+    diagnosis = _diagnosis(first, notes, world, records or {})
+    if diagnosis is not None:
+        return _diagnosed(first, notes, diagnosis)
     if first.kind is not OutcomeKind.HANG:
         return first
     silent = [note for note in hung if is_silent(note)]
@@ -229,21 +229,21 @@ def _diagnosis(
         return diagnosis_of(notes, world, records)
     if first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
         # gloo ends, or raises in, the process that receives a message of another size: not the one that sent it.
-        found = different_calls(records)
-        if found is not None and found.ranks:
-            return replace(found, verdict=f"{found.verdict}; rank {first.rank}: {first.cause}")
+        diagnosis = different_calls(records)
+        if diagnosis is not None and diagnosis.ranks:
+            return replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
     return None
 
 
-def _diagnosed(first: Outcome, notes: Collection[Outcome], found: Diagnosis) -> Outcome:
+def _diagnosed(first: Outcome, notes: Collection[Outcome], diagnosis: Diagnosis) -> Outcome:
     """The first cause with the verdict as its cause, and the note of the rank that the verdict names."""
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
-    cause = f"{_what_hangs(hung)}: {found.verdict}{_advice(hung)}" if hung else found.verdict
-    if not found.ranks:
+    cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
+    if not diagnosis.ranks:
         return replace(first, rank=None, cause=cause, echo=False)
-    note = next((note for note in notes if note.rank == found.ranks[0]), None)
+    note = next((note for note in notes if note.rank == diagnosis.ranks[0]), None)
     if note is None or is_silent(note):
-        return replace(first, rank=found.ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
+        return replace(first, rank=diagnosis.ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
     return replace(note, kind=first.kind, cause=cause, echo=False)
 
 

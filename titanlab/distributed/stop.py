@@ -56,8 +56,8 @@ class StopRequest:
         It is asked for when the run ends: Linux sends SIGTERM when a thread of the launcher ends, and shows another
         parent only when its last thread has ended. A rank of another process may have its signal earlier than this one.
         """
-        told = self.cause if self.signal == number else None
-        return told or _cause(number)
+        cause = self.cause if self.signal == number else None
+        return cause or _cause(number)
 
     def note(self, number: int, cause: str | None) -> None:
         """Set the flag; any thread may call it."""

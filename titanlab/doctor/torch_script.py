@@ -22,7 +22,7 @@ def facts() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -34,12 +34,12 @@ def facts() -> dict[str, Any]:
         "devices": [],
         "architectures": torch.cuda.get_arch_list() if torch.version.cuda else [],
     }
-    if found["cuda_available"]:
-        if found["nccl"]:
-            found["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if values["cuda_available"]:
+        if values["nccl"]:
+            values["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
         for number in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(number)
-            found["devices"].append(
+            values["devices"].append(
                 {
                     "name": about.name,
                     "memory_gib": round(about.total_memory / 2**30, 1),
@@ -51,10 +51,10 @@ def facts() -> dict[str, Any]:
                     ],
                 }
             )
-        found["bf16"] = torch.cuda.is_bf16_supported()
+        values["bf16"] = torch.cuda.is_bf16_supported()
         product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
-        found["product"] = float(product.sum().item())
-    return found
+        values["product"] = float(product.sum().item())
+    return values
 
 
 def all_reduce(backend: str, rank: int, world: int, file: str) -> dict[str, Any]:
@@ -84,5 +84,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "facts":
         sys.stdout.write(json.dumps(facts()) + "\n")
     else:
-        found = all_reduce(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
-        sys.stdout.write(json.dumps(found) + "\n")
+        result = all_reduce(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+        sys.stdout.write(json.dumps(result) + "\n")

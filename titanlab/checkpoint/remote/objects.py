@@ -40,8 +40,8 @@ class StoredObject:
 def filesystem(path: StorePath) -> tuple[Any, str]:
     """Fsspec's file system of a store, and the path in it."""
     fsspec: Any = importlib.import_module("fsspec.core")
-    found: tuple[Any, str] = fsspec.url_to_fs(path.address)
-    return found
+    store_and_path: tuple[Any, str] = fsspec.url_to_fs(path.address)
+    return store_and_path
 
 
 def tried(action: Callable[[], T], path: StorePath) -> T:
@@ -95,13 +95,13 @@ def objects_below(folder: StorePath) -> dict[str, StoredObject]:
         # Other processes write there too.
         store.invalidate_cache()
         try:
-            found: dict[str, dict[str, Any]] = store.find(root, detail=True)
+            entries: dict[str, dict[str, Any]] = store.find(root, detail=True)
         except FileNotFoundError:
             return {}
         below = f"{root.rstrip('/')}/"
         return {
             name.removeprefix(below): StoredObject(size=int(about.get("size") or 0), modified=_modified(about))
-            for name, about in found.items()
+            for name, about in entries.items()
             if name.startswith(below)
         }
 

@@ -28,14 +28,14 @@ def checkpoints_of(run: RunRecords) -> Place:
             return run.checkpoints
     except OSError:
         return run.checkpoints
-    found = run.config()
-    folder = (found.get("checkpoint") or {}).get("folder")
+    values = run.config()
+    folder = (values.get("checkpoint") or {}).get("folder")
     identity = run.identity()
     if not isinstance(folder, str) or identity is None:
         return run.checkpoints
     # The run may be a stranger's.
     check_address("checkpoint.folder", folder)
-    return StorePath(folder.rstrip("/")) / str(found["sweep"]) / f"{found['name']}-{identity.hash8}"
+    return StorePath(folder.rstrip("/")) / str(values["sweep"]) / f"{values['name']}-{identity.hash8}"
 
 
 def checkpoints_of_folder(path: Path) -> Place:
@@ -59,14 +59,14 @@ def claim_place(run: RunRecords) -> None:
     identity = run.identity()
     own = {"sha256": identity.sha256 if identity else "", "created": run.created()}
     try:
-        found = json.loads(objects.read_all(place / OWNER, _MOST_BYTES))
+        owner = json.loads(objects.read_all(place / OWNER, _MOST_BYTES))
     except FileNotFoundError:
-        found = None
+        owner = None
     except ValueError:
-        found = {}
-    if found == own:
+        owner = {}
+    if owner == own:
         return
-    if found is None and not objects.objects_below(place):
+    if owner is None and not objects.objects_below(place):
         objects.put(place / OWNER, json.dumps(own).encode())
         return
     rule = f"{place} holds the checkpoints of another run"

@@ -110,14 +110,14 @@ def _planned_together(
 
     def all_of(gathered: list[tuple[SavePlan | None, Exception | None]]) -> list[SavePlan]:
         raise_first([failure for _, failure in gathered])
-        plans, _ = planner.create_global_plan([found for found, _ in gathered if found is not None])
+        plans, _ = planner.create_global_plan([plan for plan, _ in gathered if plan is not None])
         return writer.prepare_global_plan(plans)
 
     gathered = world.collect(attempted(local))
     answers: list[tuple[SavePlan | None, Exception | None]] = []
     if world.logs:
         plans, error = attempted(lambda: all_of(gathered))
-        answers = [(None, error)] * world.world if plans is None else [(found, None) for found in plans]
+        answers = [(None, error)] * world.world if plans is None else [(plan, None) for plan in plans]
     own, error = world.scatter(answers)
     raise_first([error])
     assert own is not None
@@ -136,7 +136,7 @@ def write_and_publish(staged: Callable[[], Staged], writer: CheckpointWriter, wo
 
     def publish() -> None:
         raise_first([failure for _, failure in everyone])
-        writer.publish([found for found, _ in everyone if found is not None])
+        writer.publish([part for part, _ in everyone if part is not None])
 
     failure = attempted(publish)[1] if world.logs else None
     raise_first([world.share(failure)], own=own)

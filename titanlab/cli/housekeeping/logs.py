@@ -121,11 +121,11 @@ def _lines(
     pattern: re.Pattern[bytes] | None,
 ) -> Iterable[Line]:
     """The lines that are there now."""
-    found = {
+    by_rank = {
         rank: parts(run, rank, path) if attempt is None else [part_of(run, rank, path, attempt)]
         for rank, path in logs.items()
     }
-    cut = {rank: [_cut(part, ends[rank]) for part in of_rank] for rank, of_rank in found.items()}
+    cut = {rank: [_cut(part, ends[rank]) for part in of_rank] for rank, of_rank in by_rank.items()}
     if tail is None:
         return merged(_timed(of_rank, pattern) for of_rank in cut.values())
     lasts = [_last(of_rank, tail, pattern) for of_rank in cut.values()]
@@ -149,8 +149,8 @@ def _last(of_rank: Sequence[Part], tail: int, pattern: re.Pattern[bytes] | None)
         return []
     first, last = of_rank[0], of_rank[-1]
     whole = Span(path=last.span.path, start=first.span.start, end=last.span.end)
-    found = (text for text in backward(whole) if pattern is None or pattern.search(text))
-    return timed_from_end(list(itertools.islice(found, tail))[::-1], last.rank, end=last.end)
+    texts = (text for text in backward(whole) if pattern is None or pattern.search(text))
+    return timed_from_end(list(itertools.islice(texts, tail))[::-1], last.rank, end=last.end)
 
 
 def _follow(
@@ -186,15 +186,15 @@ def _show_new(
     growing: Mapping[int, Growing], pattern: re.Pattern[bytes] | None, output: LogOutput, *, last: bool
 ) -> bool:
     """Print what was added. Returns False if nobody reads it any more."""
-    found: list[list[Line]] = []
+    new_lines: list[list[Line]] = []
     for number, log in growing.items():
         texts = log.read(last=last)
         if log.changed:
             output.note(f"{log.path.name} was replaced or cut short; it is read from its beginning")
         kept = [text for text in texts if pattern is None or pattern.search(text)]
         if kept:
-            found.append(timed_from_end(kept, number, end=time.time()))
-    return all(output.line(line) for line in merged(found)) and output.flush()
+            new_lines.append(timed_from_end(kept, number, end=time.time()))
+    return all(output.line(line) for line in merged(new_lines)) and output.flush()
 
 
 def _without_logs(run: RunFolder) -> str:
@@ -217,12 +217,12 @@ def _without_logs(run: RunFolder) -> str:
 def _job_files(run: RunFolder) -> list[Path]:
     """What the tasks of the run's jobs have printed, those of the latest job first."""
     sweep = run.path.parent
-    folder, found = jobs_folder(sweep), list[Path]()
+    folder, files = jobs_folder(sweep), list[Path]()
     for submission in reversed(submissions(sweep)):
         for index, name in enumerate(submission.runs):
             if name != run.path.name:
                 continue
             # launch=local: one folder a job. Slurm: names with the number of the array and the index.
             for pattern in (f"{submission.token}_{index}/*_log.*", f"{submission.job_id}_{index}_*_log.*"):
-                found += sorted(folder.glob(pattern), key=lambda path: (path.suffix != ".err", path.name))
-    return found
+                files += sorted(folder.glob(pattern), key=lambda path: (path.suffix != ".err", path.name))
+    return files

@@ -30,19 +30,19 @@ def calibrate_sweep(name: str, *, runs: str, out: Path | None, console: Console)
     sweep = open_sweep(name, runs)
     path = (out or sweep.path / "cluster" / f"{sweep.name}.yaml").expanduser()
     check_out(path)
-    found = measured_sweep(sweep, look_at(sweep, console.warn)())
-    calibration = calibrate(found.rows)
-    console.note("\n".join([*_title(sweep.name, found), *_reasons(found.left_out), "", *lines(calibration), ""]))
+    measured = measured_sweep(sweep, look_at(sweep, console.warn)())
+    calibration = calibrate(measured.rows)
+    console.note("\n".join([*_title(sweep.name, measured), *_reasons(measured.left_out), "", *lines(calibration), ""]))
     after = calibration.after["all"]
-    comment = f"{CALIBRATED} with {counted(after.runs, 'recipe')} of the sweep {sweep.name}, on {found.machine}."
+    comment = f"{CALIBRATED} with {counted(after.runs, 'recipe')} of the sweep {sweep.name}, on {measured.machine}."
     console.note("\n".join(write_cluster(path, calibration.cluster, comment)))
 
 
-def _title(name: str, found: MeasuredSweep) -> list[str]:
-    recipes = counted(len(found.rows), "recipe")
-    text = [f"{name}: {recipes} in {counted(found.runs, 'run')} on {found.machine}"]
-    if found.stale:
-        text.append(f"{found.stale} of them made by other code than is here now")
+def _title(name: str, measured: MeasuredSweep) -> list[str]:
+    recipes = counted(len(measured.rows), "recipe")
+    text = [f"{name}: {recipes} in {counted(measured.runs, 'run')} on {measured.machine}"]
+    if measured.stale:
+        text.append(f"{measured.stale} of them made by other code than is here now")
     return text
 
 

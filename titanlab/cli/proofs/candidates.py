@@ -42,9 +42,9 @@ class Chosen:
         Raises:
             ConfigError: there are none.
         """
-        names = [*(each.run for each in self.candidates), *(name for name, _ in self.broken)]
-        self.candidates = [each for each in self.candidates if word in each.run]
-        self.broken = [each for each in self.broken if word in each[0]]
+        names = [*(candidate.run for candidate in self.candidates), *(name for name, _ in self.broken)]
+        self.candidates = [candidate for candidate in self.candidates if word in candidate.run]
+        self.broken = [(name, rule) for name, rule in self.broken if word in name]
         if not self.candidates and not self.broken:
             raise ConfigError(
                 "--only", word, f"is in no run's name of {self.title}", f"try {names[0]}" if names else ""

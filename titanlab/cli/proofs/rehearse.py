@@ -157,7 +157,7 @@ def _broken(name: str, reason: str) -> Result:
 
 def _heading(chosen: Chosen, rehearsals: Sequence[Rehearsal], steps: int) -> list[str]:
     lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}"]
-    lines += sizes_and_notes([each for each in rehearsals if each.reduced], steps)
+    lines += sizes_and_notes([rehearsal for rehearsal in rehearsals if rehearsal.reduced], steps)
     return lines + left_out_lines(chosen)
 
 
@@ -176,8 +176,10 @@ def _summary(results: Sequence[Result], failed: Sequence[Result]) -> list[str]:
     if not failed:
         return [f"ok: {counted(runs, 'recipe')} in {counted(len(results), 'rehearsal')}"]
     lines = [""]
-    lines += aligned(_HEADINGS, [(each.state, each.run, each.layout, each.outcome, each.cause) for each in failed])
-    logs = dict.fromkeys(each.log for each in failed if each.log)
+    lines += aligned(
+        _HEADINGS, [(result.state, result.run, result.layout, result.outcome, result.cause) for result in failed]
+    )
+    logs = dict.fromkeys(result.log for result in failed if result.log)
     lines += ["", *(f"log of the rank that failed: {shown_path(Path(log))}" for log in logs)]
-    lines.append(f"{len({each.run for each in failed})} of {counted(runs, 'recipe')} failed")
+    lines.append(f"{len({result.run for result in failed})} of {counted(runs, 'recipe')} failed")
     return lines
