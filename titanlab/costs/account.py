@@ -185,22 +185,22 @@ class TensorPlan(dict[str, str]):
 
     def style_of(self, module: str) -> str:
         """The style of the module at a path, or an empty string."""
-        found = self._known.get(module)
-        if found is None:
-            found = self._known[module] = _style(self._items, module)
-        return found
+        style = self._known.get(module)
+        if style is None:
+            style = self._known[module] = _style(self._items, module)
+        return style
 
     def styles_in(self, piece: str) -> tuple[str, ...]:
         """Styles of the modules of a piece."""
-        found = self._pieces.get(piece)
-        if found is None:
+        styles = self._pieces.get(piece)
+        if styles is None:
             depth = piece.count(".") + 1
-            found = self._pieces[piece] = tuple(
+            styles = self._pieces[piece] = tuple(
                 style
                 for pattern, style in self.items()
                 if fnmatch.fnmatchcase(piece, ".".join(pattern.split(".")[:depth]))
             )
-        return found
+        return styles
 
 
 @dataclass(frozen=True, kw_only=True)

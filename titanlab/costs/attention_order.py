@@ -110,7 +110,7 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
     for row in table["measured"]:
         if capability is not None and row["capability"] is not None and tuple(row["capability"]) == capability:
             groups.setdefault((row["dtype"], row["head_dim"]), []).append(row)
-    found = []
+    measured_rules = []
     for (dtype, head_dim), rows in groups.items():
         rows.sort(key=lambda row: int(row["seq_len"]))
         # Halfway between two measured lengths, as a factor, the nearer one changes.
@@ -120,8 +120,8 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
             _check(measured)
             fastest = sorted(measured, key=lambda name: float(measured[name]))
             names = (*fastest, *(name for name in published.order if name not in measured))
-            found.append(Rule(names, dtype, head_dim, longest, row["source"]))
-    return (*found, published)
+            measured_rules.append(Rule(names, dtype, head_dim, longest, row["source"]))
+    return (*measured_rules, published)
 
 
 def _check(names: Iterable[str]) -> None:

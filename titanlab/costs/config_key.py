@@ -23,8 +23,8 @@ _MOST_KEYS = 4096
 
 def key_of(config: Any) -> Key:
     """The key of a config. Configs never change, and many recipes share one, so its text is made once."""
-    found = _BY_IDENTITY.get(id(config))
-    return _new_key(config) if found is None else found[1]
+    entry = _BY_IDENTITY.get(id(config))
+    return _new_key(config) if entry is None else entry[1]
 
 
 def _new_key(config: Any) -> Key:

@@ -255,30 +255,30 @@ class _HeadAndLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Any, bias: Tensor | None, labels: Tensor, work: _Work) -> Tensor:
         adds = work.writes_gradient and weight.requires_grad
-        found = _Gradients(
+        gradients = _Gradients(
             tokens,
             weight=local_part(weight.grad) if adds and weight.grad is not None else None,
             needs_weight=weight.requires_grad,
             needs_bias=bias is not None and ctx.needs_input_grad[2],
         )
-        total = work.run(tokens, weight, bias, labels, found)
+        total = work.run(tokens, weight, bias, labels, gradients)
         if adds:
             if weight.grad is None:
-                weight.grad = _like(weight, found.weight)
-            found.weight = None
-        ctx.found, ctx.work, ctx.weight = found, work, None if adds else weight
+                weight.grad = _like(weight, gradients.weight)
+            gradients.weight = None
+        ctx.gradients, ctx.work, ctx.weight = gradients, work, None if adds else weight
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found: _Gradients = ctx.found
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: _Gradients = ctx.gradients
         # Freed here, because the graph may live until the end of the step.
-        del ctx.found
+        del ctx.gradients
         # 1, because the caller runs the backward of scale · loss.
-        factor = gradients[0] / ctx.work.scale
-        of_weight = None if found.weight is None else _like(ctx.weight, found.weight.mul_(factor))
-        of_bias = None if found.bias is None else found.bias.mul_(factor)
-        return found.tokens.mul_(factor), of_weight, of_bias, None, None
+        factor = grad_outputs[0] / ctx.work.scale
+        of_weight = None if gradients.weight is None else _like(ctx.weight, gradients.weight.mul_(factor))
+        of_bias = None if gradients.bias is None else gradients.bias.mul_(factor)
+        return gradients.tokens.mul_(factor), of_weight, of_bias, None, None
 
 
 def _like(weight: Any, local: Tensor | None) -> Any:

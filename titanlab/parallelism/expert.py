@@ -28,13 +28,13 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     Returns:
         by block, the module with the parameters of its experts.
     """
-    found: list[nn.Module] = []
+    experts: list[nn.Module] = []
     for mixture in [module for module in model.modules() if isinstance(module, MixtureOfExperts)]:
         mixture.exchange = TokenExchange(mesh.get_group(), mixture.count)
         for layer in [module for module in mixture.experts.modules() if isinstance(module, ExpertLinear)]:
             _distribute(layer, mesh)
-        found.append(mixture.experts)
-    return found
+        experts.append(mixture.experts)
+    return experts
 
 
 def _distribute(layer: ExpertLinear, mesh: DeviceMesh) -> None:

@@ -30,18 +30,18 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
     Args:
         cut: how tensor parallelism has cut the layers; None: it has not.
     """
-    for each in joined:
+    for product in joined:
         for path, module in list(model.named_modules()):
-            if path.count(".") == each.caller.count(".") and fnmatch.fnmatchcase(path, each.caller):
+            if path.count(".") == product.caller.count(".") and fnmatch.fnmatchcase(path, product.caller):
                 assert isinstance(module, Projections), path
                 owner, _, own_name = path.rpartition(".")
                 parent = model.get_submodule(owner)
-                for name in each.layers:
+                for name in product.layers:
                     layer = parent.get_submodule(name)
                     # A bias would be added to each part, for which there is no code.
                     assert getattr(layer, "bias", None) is None, f"{owner}.{name}"
                     setattr(layer, JOINED, path)
-                copied = tuple(name in each.copied for name in each.layers)
+                copied = tuple(name in product.copied for name in product.layers)
                 parent.add_module(own_name, JoinedProjections(copied, cut))
 
 

@@ -131,7 +131,7 @@ def fully_shard_model(
         from titanlab.parallelism.symmetric_memory.fsdp import use_symmetric_memory
 
         meshes = (mesh,) if experts is None else (mesh, experts.mesh)
-        use_symmetric_memory(units, [each.get_group(each.ndim - 1) for each in meshes])
+        use_symmetric_memory(units, [device_mesh.get_group(device_mesh.ndim - 1) for device_mesh in meshes])
     elif mesh.device_type == "cpu":
         for unit in units:
             # `Any`, because torch's protocol for it is private.

@@ -141,12 +141,12 @@ def farthest(reference: Trace, candidates: Sequence[Trace]) -> Difference:
     Raises:
         ValueError: as of `compare`.
     """
-    found = [compare(reference, candidate) for candidate in candidates]
+    differences = [compare(reference, candidate) for candidate in candidates]
     return Difference(
-        loss=max(each.loss for each in found),
-        grad_norm=max(each.grad_norm for each in found),
-        gradient=max(each.gradient for each in found),
-        parameter=max(each.parameter for each in found),
+        loss=max(difference.loss for difference in differences),
+        grad_norm=max(difference.grad_norm for difference in differences),
+        gradient=max(difference.gradient for difference in differences),
+        parameter=max(difference.parameter for difference in differences),
     )
 
 

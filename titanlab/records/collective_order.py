@@ -65,15 +65,15 @@ def first_mismatch(records: Mapping[int, HangRecord]) -> Mismatch | None:
         for call in record.collectives:
             if not call.is_message and call.group in own:
                 own[call.group][call.sequence][rank] = call
-    found = []
+    mismatches = []
     for key, by_sequence in calls.items():
         for sequence in sorted(by_sequence):
             by_rank = by_sequence[sequence]
             if len({_in_group(call) for call in by_rank.values()}) > 1:
-                found.append(_judged(records, key, sequence, by_rank))
+                mismatches.append(_judged(records, key, sequence, by_rank))
                 break
     # A difference that shows who is wrong explains the others.
-    return min(found, key=lambda mismatch: (not mismatch.wrong, mismatch.group, mismatch.sequence), default=None)
+    return min(mismatches, key=lambda mismatch: (not mismatch.wrong, mismatch.group, mismatch.sequence), default=None)
 
 
 def deviation(record: HangRecord, call: Collective) -> Deviation | None:
@@ -81,9 +81,9 @@ def deviation(record: HangRecord, call: Collective) -> Deviation | None:
 
     The same place is the one before which the most collectives are the same.
     """
-    calls = [each for each in record.collectives if not each.is_message]
-    signatures = [signature(record, each) for each in calls]
-    index = next((number for number, each in enumerate(calls) if each is call), 0)
+    calls = [collective for collective in record.collectives if not collective.is_message]
+    signatures = [signature(record, collective) for collective in calls]
+    index = next((number for number, collective in enumerate(calls) if collective is call), 0)
     earlier, equal = _same_place(signatures, index)
     if earlier is None or equal < _FEWEST_EQUAL or signatures[earlier] == signatures[index]:
         return None
@@ -115,7 +115,9 @@ def _judged(
     records: Mapping[int, HangRecord], key: GroupKey, sequence: int, by_rank: Mapping[int, Collective]
 ) -> Mismatch:
     deviations = {
-        rank: found for rank in list(by_rank)[:_MOST_RANKS] if (found := deviation(records[rank], by_rank[rank]))
+        rank: difference
+        for rank in list(by_rank)[:_MOST_RANKS]
+        if (difference := deviation(records[rank], by_rank[rank]))
     }
     wrong: Collection[int] = ()
     if deviations and len(deviations) < len(by_rank):

@@ -169,7 +169,7 @@ def expands(text: str) -> bool:
         node, left = path[-1]
         inner = next(left, None)
         if inner is None:
-            sizes[id(node)] = 1 + sum(sizes[id(each)] for each in _inner(node))
+            sizes[id(node)] = 1 + sum(sizes[id(child)] for child in _inner(node))
             if sizes[id(node)] > MOST_VALUES:
                 return True
             within.discard(id(node))

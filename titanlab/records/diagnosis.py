@@ -203,8 +203,8 @@ def _accused(reasons: Mapping[int, str], one: str, many: str, waits: Mapping[int
     if len(ranks) == 1:
         text = f"rank {ranks[0]} {one}: {reasons[ranks[0]]}"
     else:
-        each = ", ".join(f"rank {rank}: {reasons[rank]}" for rank in ranks[:_MOST_NAMED])
-        text = f"{named(ranks)} {many} ({each})"
+        listing = ", ".join(f"rank {rank}: {reasons[rank]}" for rank in ranks[:_MOST_NAMED])
+        text = f"{named(ranks)} {many} ({listing})"
     return _with_waits(text, ranks, waits)
 
 
@@ -217,16 +217,16 @@ def _different(mismatch: Mismatch, records: Mapping[int, HangRecord], waits: Map
     place = f"{axis}, sequence number {mismatch.sequence}"
     pending = described(records[first], mismatch.collectives[first])
     if not mismatch.wrong:
-        each = ", ".join(f"{named(ranks)} {text}" for text, ranks in calls.items())
-        text = f"ranks call different collectives ({place}): {each}; the records do not show which of them is wrong"
+        listing = ", ".join(f"{named(ranks)} {text}" for text, ranks in calls.items())
+        text = f"ranks call different collectives ({place}): {listing}; the records do not show which of them is wrong"
         return Diagnosis(verdict=text, pending=pending, waits=waits)
     right = next((rank for rank in mismatch.collectives if rank not in mismatch.wrong), first)
     others = [rank for rank in mismatch.collectives if rank not in mismatch.wrong]
     usual, wrong = mismatch.collectives[right], mismatch.collectives[mismatch.wrong[0]]
-    who, found = named(mismatch.wrong), mismatch.deviation
+    who, difference = named(mismatch.wrong), mismatch.deviation
     is_one = len(mismatch.wrong) == 1
-    if found is not None and found.is_skip:
-        skipped = _with_sizes(found.expected)
+    if difference is not None and difference.is_skip:
+        skipped = _with_sizes(difference.expected)
         text = f"{who} skipped {skipped} and called {_with_sizes(wrong)}, where {named(others)} "
         text += f"{'waits' if len(others) == 1 else 'wait'} in {_with_sizes(usual)} ({place})"
     else:
@@ -261,29 +261,31 @@ def _waiting(records: Mapping[int, HangRecord], waits: Mapping[int, Wait], *, is
         verb = "is" if len(ends) == 1 else "are"
         return _with_waits(f"{named(ends)} {verb}{at} and in no collective", tuple(ends), waits)
     deviating = {
-        rank: found
+        rank: difference
         for rank, wait in waits.items()
-        if wait.on and wait.call is not None and (found := deviation(records[rank], wait.call)) is not None
+        if wait.on and wait.call is not None and (difference := deviation(records[rank], wait.call)) is not None
     }
     blocked = [rank for rank, wait in waits.items() if wait.on]
     if deviating and len(deviating) < len(blocked):
         ranks = tuple(sorted(deviating))
-        found = deviating[ranks[0]]
-        verb = "skipped" if found.is_skip else "has not called"
-        text = f"{named(ranks)} {verb} {_with_sizes(found.expected)} and waits in {waits[ranks[0]].text}"
+        difference = deviating[ranks[0]]
+        verb = "skipped" if difference.is_skip else "has not called"
+        text = f"{named(ranks)} {verb} {_with_sizes(difference.expected)} and waits in {waits[ranks[0]].text}"
         at = waits[ranks[0]].at
         return _with_waits(text + (f" at {at}" if at else ""), ranks, waits)
-    each = _listed(waits, with_peers=True)
+    listing = _listed(waits, with_peers=True)
     whole = {rank: wait for rank, wait in waits.items() if rank in awaited and wait.text and not wait.on}
     if whole:
         texts = ", ".join(dict.fromkeys(wait.text for wait in whole.values()))
         text = f"{named(whole)} {'waits' if len(whole) == 1 else 'wait'} in {texts}, which all of its ranks have called"
         return replace(_with_waits(text, tuple(whole), waits), ranks=(), pending=texts)
     if blocked:
-        text = f"ranks wait for each other: {each}; the records do not show which of them is wrong"
+        text = f"ranks wait for each other: {listing}; the records do not show which of them is wrong"
         return Diagnosis(verdict=text, pending=waits[blocked[0]].text or None, waits=waits)
     text = (
-        f"all {len(waits)} ranks wait, and no rank is behind: {each}" if is_whole and waits else f"ranks wait: {each}"
+        f"all {len(waits)} ranks wait, and no rank is behind: {listing}"
+        if is_whole and waits
+        else f"ranks wait: {listing}"
     )
     pending = next((wait.text for wait in waits.values() if wait.text), None)
     return Diagnosis(verdict=f"{text}; the records do not show for whom", pending=pending, waits=waits)

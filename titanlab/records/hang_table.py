@@ -13,7 +13,7 @@ _STACK_LINES = 8
 
 
 def rank_rows(
-    found: Diagnosis, records: Mapping[int, HangRecord], others: Mapping[int, str], *, world: int
+    diagnosis: Diagnosis, records: Mapping[int, HangRecord], others: Mapping[int, str], *, world: int
 ) -> list[dict[str, Any]]:
     """One row for each rank: `rank`, `state`, `phase`, `last`, `is_done`, `sequence`, `waits_for`, `place`, `stack`.
 
@@ -21,17 +21,21 @@ def rank_rows(
         others: what is known of ranks without a record.
         world: number of ranks; 0: unknown.
     """
-    return [_row(found, records, rank, others) for rank in sorted({*range(world), *records, *others, *found.ranks})]
+    return [
+        _row(diagnosis, records, rank, others) for rank in sorted({*range(world), *records, *others, *diagnosis.ranks})
+    ]
 
 
-def _row(found: Diagnosis, records: Mapping[int, HangRecord], rank: int, others: Mapping[int, str]) -> dict[str, Any]:
+def _row(
+    diagnosis: Diagnosis, records: Mapping[int, HangRecord], rank: int, others: Mapping[int, str]
+) -> dict[str, Any]:
     record = records.get(rank)
-    row: dict[str, Any] = {"rank": rank, "is_named": rank in found.ranks}
+    row: dict[str, Any] = {"rank": rank, "is_named": rank in diagnosis.ranks}
     if record is None:
         state = others.get(rank, "no record")
         unknown = dict.fromkeys(("phase", "step", "last", "is_done", "sequence", "place"))
         return {**row, "state": state, **unknown, "waits_for": [], "stack": []}
-    wait = found.waits.get(rank)
+    wait = diagnosis.waits.get(rank)
     last = record.collectives[-1] if record.collectives else None
     text, is_done = (None, None) if last is None else (described(record, last), last.is_done)
     if record.messages is not None and record.messages.waiting is not None and wait is not None:

@@ -84,29 +84,29 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
     Raises:
         ConfigError: no run was measured, or as many runs are on one kind of machine as on another.
     """
-    found: list[_Run] = []
+    runs: list[_Run] = []
     left_out: list[LeftOut] = []
     for row in table:
         if row["run"] is None:
             continue  # a point that was dropped
         try:
-            found.append(_read(sweep.run(row["run"]), row))
+            runs.append(_read(sweep.run(row["run"]), row))
         except _Unusable as reason:
             left_out.append(LeftOut(run=row["run"], reason=str(reason)))
-    if not found:
+    if not runs:
         reasons = Counter(dropped.reason for dropped in left_out)
         why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "it has no runs"
         rule = f"has no run that was measured to its end: {why}"
         raise ConfigError(KEY, sweep.name, rule, f"wait for it (titanlab status {sweep.name}), or submit it again")
-    for name in found[0].common:
-        found, others = _majority(found, name)
+    for name in runs[0].common:
+        runs, others = _majority(runs, name)
         left_out += others
     return MeasuredSweep(
-        rows=_pooled(found),
-        runs=len(found),
+        rows=_pooled(runs),
+        runs=len(runs),
         left_out=sorted(left_out, key=lambda dropped: dropped.run),
-        machine=_machine(found[0]),
-        stale=sum(run.stale for run in found),
+        machine=_machine(runs[0]),
+        stale=sum(run.stale for run in runs),
     )
 
 

@@ -36,8 +36,8 @@ def use_symmetric_memory(units: Sequence[FSDPModule], groups: Sequence[dist.Proc
         raise ConfigError(KEY, True, *reason)
     backends = {str(dist.get_backend(group)) for group in groups}
     if backends != {dist.Backend.NCCL}:
-        found = ", ".join(sorted(backends - {dist.Backend.NCCL}))
-        raise ConfigError(KEY, True, f"is memory of NCCL, and a group of FSDP2 uses {found}", "try false")
+        others = ", ".join(sorted(backends - {dist.Backend.NCCL}))
+        raise ConfigError(KEY, True, f"is memory of NCCL, and a group of FSDP2 uses {others}", "try false")
     assert _set is not None
     for unit in units:
         # Before the other call: NCCL's reduce-scatter in symmetric memory only sums, so FSDP2 divides afterwards.

@@ -36,12 +36,12 @@ class Part:
 
 def rank_logs(run: RunRecords) -> dict[int, Path]:
     """The logs of a run by rank, in the order of ranks."""
-    found = {}
+    logs = {}
     with contextlib.suppress(OSError):
         for path in run.logs.iterdir():
             if match := _NAME.fullmatch(path.name):
-                found[int(match[1])] = path
-    return dict(sorted(found.items()))
+                logs[int(match[1])] = path
+    return dict(sorted(logs.items()))
 
 
 def rank_log(run: RunRecords, rank: int) -> Path:
@@ -66,11 +66,11 @@ def parts(run: RunRecords, rank: int, path: Path) -> list[Part]:
     for attempt, start in known or [(0, 0)]:
         if not starts or starts[-1][1] <= start <= size:
             starts.append((attempt, min(start, size) if starts else 0))
-    found = []
+    log_parts = []
     for place, (attempt, start) in enumerate(starts):
         end = starts[place + 1][1] if place + 1 < len(starts) else size
         begin = _begin(run, attempt)
-        found.append(
+        log_parts.append(
             Part(
                 rank=rank,
                 span=Span(path=path, start=start, end=end),
@@ -78,7 +78,7 @@ def parts(run: RunRecords, rank: int, path: Path) -> list[Part]:
                 end=_written(path) if place + 1 == len(starts) else _begin(run, starts[place + 1][0]),
             )
         )
-    return found
+    return log_parts
 
 
 def part_of(run: RunRecords, rank: int, path: Path, attempt: int) -> Part:

@@ -57,9 +57,9 @@ def complete_end(path: Path, end: int) -> int:
         begin = max(0, end - _BLOCK_BYTES)
         file.seek(begin)
         block = file.read(end - begin)
-    found = block.rfind(b"\n")
-    if found >= 0:
-        return begin + found + 1
+    index = block.rfind(b"\n")
+    if index >= 0:
+        return begin + index + 1
     return 0 if begin == 0 else end
 
 

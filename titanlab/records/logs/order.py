@@ -43,8 +43,8 @@ def moment(text: bytes, near: float) -> float | None:
     if match is None:
         return None
     known = datetime.fromtimestamp(near)
-    found = known.replace(hour=int(match[1]), minute=int(match[2]), second=int(match[3]), microsecond=0)
-    days = {-1: found - timedelta(days=1), 0: found, 1: found + timedelta(days=1)}
+    same_day = known.replace(hour=int(match[1]), minute=int(match[2]), second=int(match[3]), microsecond=0)
+    days = {-1: same_day - timedelta(days=1), 0: same_day, 1: same_day + timedelta(days=1)}
     return min((day.timestamp() for day in days.values()), key=lambda seconds: abs(seconds - near))
 
 

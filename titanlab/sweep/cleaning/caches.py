@@ -28,14 +28,14 @@ def cached() -> Iterator[Item]:
                 is_left = _MAKING in path.name
                 if (is_left and not is_old(path)) or _is_locked(path.with_name(f".{path.name}.lock")):
                     continue
-                found = item("temporary" if is_left else "data-cache", path, root)
-                if found is not None:
-                    yield found
+                entry = item("temporary" if is_left else "data-cache", path, root)
+                if entry is not None:
+                    yield entry
     for parent in (compile_cache.own_folder(), root):
         if _is_own(parent):
-            found = item("compile-cache", parent / "inductor", parent)
-            if found is not None and found.bytes:
-                yield found
+            entry = item("compile-cache", parent / "inductor", parent)
+            if entry is not None and entry.bytes:
+                yield entry
 
 
 def _is_locked(path: Path) -> bool:

@@ -104,28 +104,28 @@ def _inner(path: Path) -> list[Path]:
     return list(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
 
 
-def remove_item(found: Item) -> None:
+def remove_item(entry: Item) -> None:
     """Remove an item. While it gets another name, no process can begin to work on its run.
 
     Raises:
         Refused: it is in use, has become another thing, or cannot be removed.
     """
-    path = found.path
+    path = entry.path
     try:
         if isinstance(path, StorePath):
             with contextlib.ExitStack() as stack:
-                if found.run is not None:
-                    stack.enter_context(found.run.claim())
+                if entry.run is not None:
+                    stack.enter_context(entry.run.claim())
                 failure = remove(path)
             if failure is not None:
                 raise failure
             return
-        if path.is_symlink() or not is_within(path, found.root):
+        if path.is_symlink() or not is_within(path, entry.root):
             raise Refused("it is a link now, or lies elsewhere")
         away = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.removing")
         with contextlib.ExitStack() as stack:
-            if found.run is not None:
-                stack.enter_context(found.run.claim())
+            if entry.run is not None:
+                stack.enter_context(entry.run.claim())
             path.rename(away)
         if away.is_dir() and not away.is_symlink():
             shutil.rmtree(away)

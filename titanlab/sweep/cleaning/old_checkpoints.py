@@ -71,4 +71,4 @@ def _is_named(place: Place, row: ListedCheckpoint, named: Collection[str]) -> bo
     path = place / row.name
     text = str(path) if isinstance(path, StorePath) else str(Path(path).resolve())
     # `load_from` may also name the run, or its folder of checkpoints.
-    return any(text == each or text.startswith(each.rstrip("/") + "/") for each in named)
+    return any(text == name or text.startswith(name.rstrip("/") + "/") for name in named)

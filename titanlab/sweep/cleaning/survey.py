@@ -77,8 +77,8 @@ class Survey:
                 self._add_temporary(sweep.code)
 
     def _add(self, kind: str, path: Path, run: RunFolder | None = None) -> None:
-        if (found := item(kind, path, self.root, run)) is not None:
-            self.items.append(found)
+        if (entry := item(kind, path, self.root, run)) is not None:
+            self.items.append(entry)
 
     def _busy(self, sweep: SweepFolder, report: Callable[[str], None]) -> set[str]:
         """The runs that work, wait, or may do so on another host."""
@@ -108,7 +108,7 @@ class Survey:
         except (ConfigError, StoreFault) as error:
             self.notes.append(f"{name} is left alone: {error}")
             return
-        for folder in (run.path, *(run.path / each for each in _RUN_FOLDERS)):
+        for folder in (run.path, *(run.path / folder_name for folder_name in _RUN_FOLDERS)):
             self._add_temporary(folder, run)
         with contextlib.suppress(OSError):
             for attempt in (run.path / "attempts").iterdir():
@@ -137,7 +137,7 @@ class Survey:
                     continue
                 for name in _BULKY:
                     path = folder / name
-                    is_needed = any(each.startswith(str(path.resolve())) for each in named)
+                    is_needed = any(named_path.startswith(str(path.resolve())) for named_path in named)
                     if not is_needed and path.is_dir() and any(path.iterdir()):
                         self._add("superseded", path, run)
 

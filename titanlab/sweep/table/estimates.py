@@ -31,17 +31,17 @@ def estimate_values(recipe: Recipe) -> dict[str, Any]:
 
     values: dict[str, Any] = {"layout": recipe.layout.label, **dict.fromkeys(FIGURES), "note": None}
     try:
-        found = estimate_or_reason(recipe)
+        answer = estimate_or_reason(recipe)
     except TitanlabError as error:
-        found = str(error)
-    if isinstance(found, str):
-        return {**values, "note": found}
-    seconds = found.hours * 3600 / recipe.training.steps
+        answer = str(error)
+    if isinstance(answer, str):
+        return {**values, "note": answer}
+    seconds = answer.hours * 3600 / recipe.training.steps
     return {
         **values,
         "step_seconds": seconds,
         "tokens_per_second": recipe.tokens_per_step / seconds / recipe.layout.world if seconds > 0 else None,
-        "memory_gib": found.reserved_bytes / 2**30,
+        "memory_gib": answer.reserved_bytes / 2**30,
     }
 
 
