@@ -88,16 +88,16 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
             cure = f"bring that folder back; or remove {run.path}, and train anew from step 1"
             raise ConfigError("run", run.path, rule, cure)
         return
-    found = check_checkpoint(checkpoint, recipe.model.account().parameters, "run")
-    check_whole(checkpoint, found, "run")
+    saved_position = check_checkpoint(checkpoint, recipe.model.account().parameters, "run")
+    check_whole(checkpoint, saved_position, "run")
     identity = run.identity()
-    if identity is not None and found.recipe not in (None, identity.sha256):
-        rule = f"is of another run, whose identity begins with {str(found.recipe)[:8]}"
+    if identity is not None and saved_position.recipe not in (None, identity.sha256):
+        rule = f"is of another run, whose identity begins with {str(saved_position.recipe)[:8]}"
         raise DamagedCheckpoint("run", checkpoint, rule, another(checkpoint))
     # A run that starts from another run's checkpoint counts that run's steps, tokens and samples too.
     starts_from_scratch = recipe.checkpoint.load_from is None
     check_progress(
-        found.position,
+        saved_position.position,
         steps=recipe.training.steps,
         tokens_per_step=recipe.tokens_per_step if starts_from_scratch else 0,
         global_batch=recipe.training.global_batch if starts_from_scratch else 0,

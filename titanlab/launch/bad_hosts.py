@@ -98,7 +98,7 @@ def clear_bad_hosts(runs: Path, host: str | None = None) -> int:
 
 def names(bad: Sequence[BadHost]) -> list[str]:
     """Hosts, each once, in the order of their first failure."""
-    return list(dict.fromkeys(each.host for each in bad))
+    return list(dict.fromkeys(failure.host for failure in bad))
 
 
 def _runs(run: RunFolder) -> Path:

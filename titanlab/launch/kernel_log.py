@@ -62,7 +62,7 @@ class KernelLog:
 
     def since(self, before: KernelLog | None) -> tuple[Killed, ...]:
         """The processes that were ended after an earlier moment; none if that log is not known."""
-        return () if before is None else tuple(each for each in self.killed if each.number > before.last)
+        return () if before is None else tuple(process for process in self.killed if process.number > before.last)
 
 
 def kernel_log(root: Path) -> KernelLog | None:

@@ -46,7 +46,7 @@ class MemoryKills:
         """
         now = memory_kills(root)
         named = () if now.log is None else now.log.since(self.log)
-        own = [each for each in named if each.pid in pids] if has_pids_of_log(root) else []
+        own = [process for process in named if process.pid in pids] if has_pids_of_log(root) else []
         if own:
             words = f"the kernel has killed it for want of memory, says its log: {own[-1].words}"
             return KillEvidence(by_kernel=True, words=words)

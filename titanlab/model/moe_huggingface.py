@@ -119,15 +119,15 @@ def _with_experts(
         module: of a block's experts in transformers.
         matrices: their names of an expert's matrices, by ours.
     """
-    found, count = dict(places), _routed(model).count
+    foreign, count = dict(places), _routed(model).count
     for layer in range(model.layers):
         block = f"model.layers.{layer}.{module}"
-        found[f"layers.{layer}.feed_forward.router.weight"] = Foreign(name=f"{block}.gate.weight")
+        foreign[f"layers.{layer}.feed_forward.router.weight"] = Foreign(name=f"{block}.gate.weight")
         for ours, theirs in matrices.items():
-            each = tuple(f"{block}.experts.{number}.{theirs}.weight" for number in range(count))
+            names = tuple(f"{block}.experts.{number}.{theirs}.weight" for number in range(count))
             name = f"layers.{layer}.{_EXPERTS}{ours}.weight"
-            found[name] = Foreign(name=f"{block}.experts.*.{theirs}.weight", stack=each)
-    return {name: found[name] for name in model.account().parameters}
+            foreign[name] = Foreign(name=f"{block}.experts.*.{theirs}.weight", stack=names)
+    return {name: foreign[name] for name in model.account().parameters}
 
 
 def _routed(model: Llama) -> Any:

@@ -55,8 +55,8 @@ def _described(error: BaseException, sizes: dict[str, int], *, rest: str, when: 
     line = message.splitlines()[0] if message else "out of memory"
     # CUDA's message goes on with a paragraph of advice.
     head = re.split(r"\.? GPU \d|\. Error code", line)[0].rstrip(". ")
-    found = _CUDA_ALLOCATED.search(message)
-    whole = float(found[1]) * _UNITS[found[2]] if found else resident_bytes()
+    match = _CUDA_ALLOCATED.search(message)
+    whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()
     sizes[rest] = max(0, int(whole) - sum(sizes.values()))
     parts = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
     held = ", ".join(f"{name} {_size(size)}" for size, name in parts)

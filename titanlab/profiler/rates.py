@@ -70,19 +70,19 @@ class _Local:
 
     def figures(self) -> dict[str, float]:
         """Rates and times by name."""
-        found = dict(self._products())
-        found[names.ATTENTION] = self._attention()
+        figures = dict(self._products())
+        figures[names.ATTENTION] = self._attention()
         copied = self._random(_COPIED)
         target = torch.empty_like(copied)
         # Each element is read and written.
         moved = 2 * copied.numel() * copied.element_size()
-        found[names.COPY] = moved / self._seconds(lambda: target.copy_(copied))
+        figures[names.COPY] = moved / self._seconds(lambda: target.copy_(copied))
         some, other = self._random(_POINTWISE), self._random(_POINTWISE)
         moved = 3 * some.numel() * some.element_size()
-        found[names.POINTWISE] = moved / self._seconds(lambda: some * other)
+        figures[names.POINTWISE] = moved / self._seconds(lambda: some * other)
         one = self._random(1)
-        found[names.LAUNCH] = self._seconds(lambda: [one + one for _ in range(_LAUNCHES)]) / _LAUNCHES
-        return found
+        figures[names.LAUNCH] = self._seconds(lambda: [one + one for _ in range(_LAUNCHES)]) / _LAUNCHES
+        return figures
 
     def _products(self) -> Iterator[tuple[str, float]]:
         """FLOP/s of products [rows, inner] · [inner, columns]: squares, and those of a linear layer."""
@@ -137,14 +137,14 @@ def _collectives(config: Rates, device: torch.device) -> dict[str, float]:
     if 1 < local < world and world % local == 0:
         groups.append((names.NODE, dist.new_subgroups(group_size=local)[0]))
     groups.append((names.NODE if local in (0, world) else names.WORLD, dist.group.WORLD))
-    found = {}
+    figures = {}
     for name, group in groups:
         size = _SMALLEST_MESSAGE
         while size <= config.megabytes * 2**20:
             for kind, seconds in _of_size(size, group, device):
-                found[f"{names.COLLECTIVE} {name} {dist.get_world_size(group)} {kind} {size}"] = seconds
+                figures[f"{names.COLLECTIVE} {name} {dist.get_world_size(group)} {kind} {size}"] = seconds
             size *= 4
-    return found
+    return figures
 
 
 def _of_size(size: int, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[tuple[str, float]]:

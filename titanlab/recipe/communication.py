@@ -87,18 +87,18 @@ def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
     block = recipe.model.block_operations(batch=recipe.microbatch, seq_len=recipe.training.seq_len)
     attention = {operation.name for operation in block if operation.kind == "attention"}
     gather, total = _collectives(recipe)
-    found: dict[object, Repeats] = {}
+    by_treatment: dict[object, Repeats] = {}
     blocks = {}
     for piece in (piece for piece in model.pieces if piece.startswith("layers.")):
         number = int(piece.rpartition(".")[2])
         treatment = ac.treatment(number)
-        if treatment not in found:
-            found[treatment] = Repeats(
+        if treatment not in by_treatment:
+            by_treatment[treatment] = Repeats(
                 gathers=ac.repeats_collective(gather, number=number),
                 sums=ac.repeats_collective(total, number=number),
                 exchange=layout.expert > 1 and ac.repeats_collective(EXCHANGE, number=number),
                 context=bool(attention.intersection(ac.recomputed(block, number=number))),
             )
-        if found[treatment] != Repeats():
-            blocks[piece] = found[treatment]
+        if by_treatment[treatment] != Repeats():
+            blocks[piece] = by_treatment[treatment]
     return blocks

@@ -60,8 +60,8 @@ def recorded_code(run: RunFolder, attempt: int) -> RecordedCode:
     if env is None or not isinstance(code, dict):
         rule = "has recorded no code: it has no env.json, or a damaged one"
         raise ConfigError("run", run.path, rule, "name a run that has begun")
-    found = code.get("git")
-    git: Mapping[str, Any] = found if isinstance(found, dict) else {}
+    recorded = code.get("git")
+    git: Mapping[str, Any] = recorded if isinstance(recorded, dict) else {}
     sha, fingerprint = git.get("sha"), code.get("fingerprint")
     fingerprint = fingerprint if isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint) else None
     patch, problem = _patch(run, attempt, git)

@@ -64,9 +64,9 @@ def declared(recipe: Recipe, rank: int) -> RankAccount:
     updated = [_stored(recipe, model, name, place, padded=False) for name in names]
     return RankAccount(
         rank=rank,
-        parameters=sum(math.prod(each.shape) for each in stored),
-        parameter_bytes=sum(each.part_bytes for each in stored),
-        optimizer_bytes=sum(recipe.optimizer.state_bytes(each) for each in updated),
+        parameters=sum(math.prod(parameter.shape) for parameter in stored),
+        parameter_bytes=sum(parameter.part_bytes for parameter in stored),
+        optimizer_bytes=sum(recipe.optimizer.state_bytes(parameter) for parameter in updated),
         saved=_saved(recipe, stages),
         traffic=tuple(step_traffic(step_of(recipe), place)),
     )
@@ -97,7 +97,7 @@ def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Coordinate, *
 def _saved(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[int, int]:
     layout, step = recipe.layout, step_of(recipe)
     block = recipe.model.block_operations(batch=recipe.microbatch, seq_len=recipe.training.seq_len)
-    found = {}
+    by_block = {}
     for stage, pieces in stages:
         for place, piece in enumerate(pieces):
             if not piece.startswith("layers."):
@@ -116,5 +116,5 @@ def _saved(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[
             if stage > 0 and place == 0 and saved == share.bytes_of(kept(block)):
                 # A pipeline keeps the input of a stage, also where the block does not.
                 saved = share.bytes_of([*kept(block), block_input(block)])
-            found[number] = saved
-    return found
+            by_block[number] = saved
+    return by_block

@@ -63,8 +63,8 @@ def file_of(kind: str) -> str:
 
 def records_in(folder: Path) -> dict[str, Record]:
     """The records in the folder of an attempt, or of a run, by kind of tracker."""
-    found = (read_record(path) for path in sorted(folder.glob(_FILES)))
-    return {record.kind: record for record in found if record is not None}
+    records = (read_record(path) for path in sorted(folder.glob(_FILES)))
+    return {record.kind: record for record in records if record is not None}
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -88,9 +88,9 @@ def ranks_per_node(place: Place) -> int:
 def _loss(place: Place, lost: Collection[int], gone: Collection[int], seconds: float) -> Loss:
     if not lost:
         return Loss()
-    each = ranks_per_node(place)
+    per_node = ranks_per_node(place)
     counts = {node: sum(node_of(place, rank) == node for rank in lost) for node in place.nodes}
-    nodes = tuple(node for node, count in counts.items() if count == each)
+    nodes = tuple(node for node, count in counts.items() if count == per_node)
     where = [node for node, count in counts.items() if count]
     reason = (
         f"do not answer within {seconds:g} s"
@@ -104,5 +104,5 @@ def _loss(place: Place, lost: Collection[int], gone: Collection[int], seconds: f
 
 
 def _listed(noun: str, what: Sequence[object]) -> str:
-    shown = ", ".join(str(each) for each in what[:8])
+    shown = ", ".join(str(item) for item in what[:8])
     return f"{noun}{'s' if len(what) > 1 else ''} {shown}" + (f" and {len(what) - 8} more" if len(what) > 8 else "")

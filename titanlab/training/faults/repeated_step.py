@@ -81,9 +81,11 @@ class RepeatedStep:
         finding = _Finding(
             bool(_different(loss, sums.loss_sum)), next(iter(different), ""), len(different), sum(different.values())
         )
-        found = {rank: each for rank, each in enumerate(self._world.gather(finding)) if each.loss or each.name}
-        if found:
-            raise SilentCorruption(_sentence(step, found))
+        findings = {
+            rank: of_rank for rank, of_rank in enumerate(self._world.gather(finding)) if of_rank.loss or of_rank.name
+        }
+        if findings:
+            raise SilentCorruption(_sentence(step, findings))
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
         return [
@@ -99,12 +101,12 @@ def _different(first: torch.Tensor, second: torch.Tensor) -> int:
     return int((views[0] != views[1]).sum())
 
 
-def _sentence(step: int, found: dict[int, _Finding]) -> str:
+def _sentence(step: int, findings: dict[int, _Finding]) -> str:
     # A wrong gradient spreads to other ranks when gradients are reduced; the loss is each rank's own.
-    own = [rank for rank, finding in found.items() if finding.loss]
-    ranks = own or list(found)
+    own = [rank for rank, finding in findings.items() if finding.loss]
+    ranks = own or list(findings)
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
-    finding = found[ranks[0]]
+    finding = findings[ranks[0]]
     count = f"{finding.values} byte{'s'[: finding.values > 1]}"
     what = "the loss" if finding.loss else ""
     if finding.name:

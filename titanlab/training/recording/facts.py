@@ -86,8 +86,8 @@ def _techniques(recipe: Recipe) -> list[tuple[str, object]]:
     if compiled:
         rows.append(("compiled", f"{compiled}, by {recipe.compile.backend}"))
     if fuses_in_eager_mode(recipe):
-        found = eager_products(recipe)
-        fused = f"{grouped(len(found.gathering))} with a gather, {grouped(len(found.scattering))} with a scatter"
+        products = eager_products(recipe)
+        fused = f"{grouped(len(products.gathering))} with a gather, {grouped(len(products.scattering))} with a scatter"
         rows.append(("AsyncTP", f"products fused in a forward pass, in eager mode: {fused}; a backward has as many"))
     return rows
 
