@@ -1,7 +1,8 @@
 """Tests of the slower layer that are rows of products: the same proof for another layout, technique or size.
 
 They run with `make test-matrix`, and `.ci/run` runs another eighth of them for each commit. Each file keeps its rows in
-`make test`, and the covering rows of tests/parity run in every `.ci/run`. TESTS are single tests of files without such rows.
+`make test`, and the covering rows of tests/parity run in every `.ci/run`. TESTS are single tests of files without such rows,
+PAGES those of the documentation whose commands take longest: they compile or train most often.
 """
 
 import pytest
@@ -40,11 +41,15 @@ TESTS = (
     "tests/sweep/test_killed.py::test_slurm_has_every_job_once",
     "tests/sweep/test_killed.py::test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is",
 )
+PAGES = ("activation-checkpointing", "compile", "my-laptop", "precision", "profiling")
+_EXECUTED = "tests/docs/test_executed.py::test_commands_of_a_page_train_at_reduced_size"
 
 
 def mark(items: list[pytest.Item]) -> None:
     """Mark the slower rows of these files, and these tests, as rows of the matrix."""
+    pages = {f"{_EXECUTED}[docs/{page}.md]" for page in PAGES}
     for item in items:
-        listed = item.nodeid.partition("::")[0] in FILES or item.nodeid.partition("[")[0] in TESTS
+        test = item.nodeid.partition("[")[0]
+        listed = item.nodeid.partition("::")[0] in FILES or test in TESTS or item.nodeid in pages
         if listed and item.get_closest_marker("full"):
             item.add_marker("matrix")
