@@ -30,7 +30,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[Row]:
             add_replicas(step, traffic)
         else:
             add_sharding(step, rank, number, pieces, traffic)
-        add_tensor(step, rank, pieces, traffic)
+        add_tensor(step, pieces, traffic)
         sum_whole_gradients(step, rank, pieces, traffic)
         add_context(step, rank, pieces, traffic)
         add_exchange(step, pieces, traffic)
@@ -100,7 +100,7 @@ def gathers(step: Step, number: int, *, reshards: bool) -> int:
     return times
 
 
-def add_tensor(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
+def add_tensor(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
     """Sums of activations and their gradients (arXiv 1909.08053, 2205.05198), and the loss.
 
     With sequence parallelism, reading the stream is an all-gather forward and a reduce-scatter backward, and writing

@@ -161,7 +161,7 @@ def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
     mixed = replace(q, name="attention.inner")
     kept: Sequence[Activation]
     if config.attention == "math":
-        kept, operators = _plain_attention(q, k, v, mixed)
+        kept, operators = _plain_attention(q, v, mixed)
     else:
         lse = Activation(name="attention.inner.lse", shape=output[:-1], cut="part", element_bytes=4)
         if config.attention == "efficient" and k.shape != q.shape:
@@ -184,7 +184,7 @@ def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
 
 
 def _plain_attention(
-    q: Activation, k: Activation, v: Activation, mixed: Activation
+    q: Activation, v: Activation, mixed: Activation
 ) -> tuple[Sequence[Activation], tuple[Operator, ...]]:
     """The `math` kernel of torch: it saves scaled q and k, v and the full matrix of weights, all in float32."""
     scaled = [

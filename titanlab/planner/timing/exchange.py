@@ -98,7 +98,7 @@ def exchange_rows(step: Step, piece: str) -> list[Row]:
 def tensor_rows(step: Step, piece: str) -> tuple[list[Row], list[Row]]:
     """Communication of tensor parallelism in one piece: for each microbatch, and for each step."""
     traffic = Traffic()
-    add_tensor(step, _FIRST, (piece,), traffic)
+    add_tensor(step, (piece,), traffic)
     once = Traffic()
     sum_whole_gradients(step, _FIRST, (piece,), once)
     return traffic.rows(), once.rows()
