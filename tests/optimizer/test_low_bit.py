@@ -13,9 +13,9 @@ from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, param
 from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import AdamW
-from titanlab.optimizer.low_bit import quiet
 from titanlab.optimizer.low_bit_schema import AdamW4bit, AdamW8bit, AdamWFp8
 from titanlab.recipe.recipe_rules import check, setting
+from titanlab.system.quiet_import import import_quietly
 from titanlab.training.train import _set_rate
 
 SCHEMAS = (AdamW8bit, AdamW4bit, AdamWFp8)
@@ -27,15 +27,12 @@ BAND = 5e-4
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_the_numbers_are_torchaos(schema):
     """torchao's own optimizer, eager: the same bits, since these rows are whole blocks."""
-    with quiet():
-        import torchao.optim
-
     config = schema()
     theirs_of = {AdamW8bit: "AdamW8bit", AdamW4bit: "AdamW4bit", AdamWFp8: "AdamWFp8"}[schema]
     held = parameters()
     matrices = [p for p in held.values() if p.ndim == 2]
     vectors = [{"params": [p for p in held.values() if p.ndim == 1], "weight_decay": 0.0}]
-    theirs = getattr(torchao.optim, theirs_of)(
+    theirs = getattr(import_quietly("torchao.optim"), theirs_of)(
         [{"params": matrices}, *vectors], lr=config.lr, betas=tuple(config.betas), weight_decay=config.weight_decay
     )
     for step in range(5):

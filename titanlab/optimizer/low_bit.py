@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlab.optimizer.adamw_schema import Rounded
 from titanlab.optimizer.groups import groups_by_decay
 from titanlab.optimizer.low_bit_schema import packs
+from titanlab.system.quiet_import import import_quietly
 
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
@@ -208,21 +207,5 @@ def _without_limit() -> contextlib.AbstractContextManager[None]:
 
 
 def _update_function() -> Callable[..., None]:
-    with quiet():
-        from torchao.optim.adam import single_param_adam
-
-    update: Callable[..., None] = single_param_adam
+    update: Callable[..., None] = import_quietly("torchao.optim.adam").single_param_adam
     return update
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress warnings: torchao warns about parts that it cannot load and about deprecations of torch."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

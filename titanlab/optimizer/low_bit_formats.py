@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from titanlab.optimizer.low_bit import Format, LowBitAdamW, quiet
+from titanlab.optimizer.low_bit import Format, LowBitAdamW
 from titanlab.optimizer.low_bit_schema import LowBit
+from titanlab.system.quiet_import import import_quietly
 
 
 class LowBitFactory:
@@ -25,38 +26,33 @@ class LowBitFactory:
 
 
 def _eight_bits(block_size: int, device: torch.device) -> Format:
-    with quiet():
-        from torchao.optim.subclass_8bit import OptimState8bit
-
+    packed = import_quietly("torchao.optim.subclass_8bit").OptimState8bit
     # The value of every code; signed and unsigned averages have different tables.
-    tables = {signed: OptimState8bit.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
+    tables = {signed: packed.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
 
     def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
-        tensor: Tensor = OptimState8bit(codes, scale, tables[signed], signed)
+        tensor: Tensor = packed(codes, scale, tables[signed], signed)
         return tensor
 
     return Format(dtype=torch.uint8, per_code=1, wrap=wrap)
 
 
 def _four_bits(block_size: int, device: torch.device) -> Format:
-    with quiet():
-        from torchao.optim.subclass_4bit import OptimState4bit
-
-    tables = {signed: OptimState4bit.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
+    packed = import_quietly("torchao.optim.subclass_4bit").OptimState4bit
+    tables = {signed: packed.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
 
     def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
-        tensor: Tensor = OptimState4bit(codes.view(-1), scale, tables[signed], signed, shape)
+        tensor: Tensor = packed(codes.view(-1), scale, tables[signed], signed, shape)
         return tensor
 
     return Format(dtype=torch.uint8, per_code=2, wrap=wrap)
 
 
 def _fp8(block_size: int, device: torch.device) -> Format:
-    with quiet():
-        from torchao.optim.subclass_fp8 import OptimStateFp8
+    packed = import_quietly("torchao.optim.subclass_fp8").OptimStateFp8
 
     def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:
-        tensor: Tensor = OptimStateFp8(codes, scale)
+        tensor: Tensor = packed(codes, scale)
         return tensor
 
     return Format(dtype=torch.float8_e4m3fn, per_code=1, wrap=wrap)
