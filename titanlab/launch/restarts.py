@@ -17,7 +17,7 @@ from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.next_attempt import adapted
-from titanlab.recipe.launch_settings import LaunchSettings
+from titanlab.recipe.launch_contract import LaunchSettings
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check_all_but_data
 from titanlab.records.outcome import Outcome, OutcomeKind

@@ -11,7 +11,7 @@ from titanlab.cluster.schema import Cluster
 from titanlab.costs.layout import Layout
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
-from titanlab.recipe.launch_settings import LaunchSettings
+from titanlab.recipe.launch_contract import LaunchSettings
 
 
 @dataclass(frozen=True, kw_only=True)

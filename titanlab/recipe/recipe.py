@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from titanlab.optimizer.contract import OptimizerConfig
     from titanlab.precision.contract import PrecisionConfig
     from titanlab.profiler.contract import ProfilerConfig
-    from titanlab.recipe.launch_settings import LaunchSettings
+    from titanlab.recipe.launch_contract import LaunchSettings
     from titanlab.schedule.contract import PipelineSchedule
     from titanlab.tracker.contract import TrackerConfig
 else:
