@@ -49,12 +49,15 @@ class OptimizerConfig(Protocol):
     Attributes:
         lr: peak learning rate.
         schedule: of the learning rate, as a share of the peak.
+        tolerances: of `parameter`, `loss` and `grad_norm` after a few steps in proofs in fp32, relative, where the
+            optimizer rounds more than the gradients do.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: str
     lr: float
     schedule: Schedule
+    tolerances: ClassVar[Mapping[str, float]] = {}
 
     def check(self, setting: Setting) -> None:
         """Check that the rest of the recipe fits this optimizer.

@@ -118,7 +118,7 @@ def _facts(logged: Logged) -> dict[str, Any]:
 def _compared(a: Logged, b: Logged, tokens: list[int]) -> Comparison:
     losses = [_relative(a.rows[at][0], b.rows[at][0]) for at in tokens]
     norms = [_relative(a.rows[at][1], b.rows[at][1]) for at in tokens]
-    limits = max((of_runs(logged.recipe.precision.kind) for logged in (a, b)), key=lambda limit: limit.loss)
+    limits = max((of_runs(logged.recipe.precision) for logged in (a, b)), key=lambda limit: limit.loss)
     parts = [f"{logged.run.path.name} ended as nan: {logged.ended_as_nan}" for logged in (a, b) if logged.ended_as_nan]
     bounds = [
         ("the first logged loss", losses[0], limits.first),

@@ -205,7 +205,7 @@ def _judged(recipe: Recipe, one: Trace, exact: Trace, every: Sequence[Trace], na
 
 def limits_of(recipe: Recipe, rounding: Difference) -> dict[str, float]:
     """The tolerances of a run by the name of the number, from the distance of its reference from fp32."""
-    in_fp32 = tolerances.in_fp32(recipe.optimizer.kind)
+    in_fp32 = tolerances.in_fp32(recipe.optimizer)
     if recipe.precision == Fp32():
         return in_fp32
     fewer = tolerances.in_fewer_bits(

@@ -20,6 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from titanlab.optimizer.contract import OptimizerConfig
+from titanlab.precision.contract import PrecisionConfig
+
 # Relative, for losses, gradient norms, and ‖Δ‖/‖reference‖ of a tensor, in fp32.
 FP32 = 1e-5
 # Times the distance of the one-process run from fp32, in fewer bits.
@@ -30,21 +33,12 @@ LEAST_SCALAR = 0.25
 LEAST_EPS = 1e-6
 
 
-# Of parameters, losses and norms of later steps with optimizers that round more than the gradients do. Muon makes
-# matrices orthogonal in bf16: 3.6e-4 of a parameter is measured after three steps. In averages of few bits a sum that
-# is rounded otherwise may get the neighbouring code: 6e-6 is measured, and one code is 5 % of one element's update.
-OPTIMIZERS: Mapping[str, Mapping[str, float]] = {
-    "muon": {"parameter": 3e-3, "loss": 1e-4, "grad_norm": 1e-3},
-    "adamw_8bit": {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4},
-    "adamw_4bit": {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4},
-    "adamw_fp8": {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4},
-}
 NUMBERS = ("loss", "grad_norm", "gradient", "parameter")
 
 
-def in_fp32(optimizer: str) -> dict[str, float]:
+def in_fp32(optimizer: OptimizerConfig) -> dict[str, float]:
     """The tolerances in fp32, by the name of the number."""
-    return {name: OPTIMIZERS.get(optimizer, {}).get(name, FP32) for name in NUMBERS}
+    return {name: optimizer.tolerances.get(name, FP32) for name in NUMBERS}
 
 
 def in_fewer_bits(*, loss: float, grad_norm: float, gradient: float, parameter: float) -> dict[str, float]:
@@ -84,8 +78,7 @@ RUNS: Mapping[str, RunTolerance] = {
 }
 
 
-def of_runs(precision: str) -> RunTolerance:
-    """The tolerance for logged numbers of runs in a precision, by its name."""
-    if precision in ("fp32", "fp64"):
-        return RUNS["fp32"]
-    return RUNS["float8"] if "fp8" in precision or "float8" in precision else RUNS["16 bits"]
+def of_runs(precision: PrecisionConfig) -> RunTolerance:
+    """The tolerance for logged numbers of runs in a precision."""
+    bits = precision.product_bits()
+    return RUNS["fp32" if bits > 16 else "16 bits" if bits > 8 else "float8"]

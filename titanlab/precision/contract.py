@@ -48,6 +48,10 @@ class PrecisionConfig(Protocol):
         """Path of each linear layer that does not multiply in the compute precision → how it multiplies."""
         return {}
 
+    def product_bits(self) -> int:
+        """Bits of the narrowest numbers that layers multiply; by default those of parameters that compute."""
+        return 8 * self.formats().compute_bytes
+
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
         """The text for the table at the start."""
         return self.kind

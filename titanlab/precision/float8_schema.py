@@ -142,6 +142,10 @@ class Float8(Bf16):
         """The converted layers."""
         return dict.fromkeys(self.conversion(model).converted, self.product())
 
+    def product_bits(self) -> int:
+        """Those of float8."""
+        return 8
+
     def product(self) -> Product:
         """How a converted layer multiplies; by default all three products in float8."""
         dtype = "float8_e4m3fn"
