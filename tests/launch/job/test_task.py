@@ -2,7 +2,7 @@
 
 import json
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ from tests import tiny
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
 from titanlab.distributed.ranks import ALONE
-from titanlab.launch.contract import Place
+from titanlab.launch.contract import LaunchConfig, Launcher, Place
 from titanlab.launch.job import rendezvous, task
 from titanlab.launch.job.job import Job
+from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind
 
@@ -230,3 +231,33 @@ def test_the_others_are_told_that_a_run_is_done(jobs):
     job = Job(run=run, place=place, token="aa", index=0)
     assert task._lead(job) == 0
     assert rendezvous.find(run, job.start).reason == "is done"
+
+
+@dataclass(kw_only=True)
+class Elsewhere(LaunchConfig):
+    """The config of another package's launcher, whose jobs get nodes."""
+
+    kind: str = "elsewhere"
+
+    def implementation(self):
+        return Launcher()
+
+
+@dataclass(kw_only=True)
+class Here(Elsewhere):
+    """The config of another package's launcher, whose jobs run on this host."""
+
+    @property
+    def runs_here(self):
+        return True
+
+
+@pytest.mark.parametrize(("config", "hosts"), [(Elsewhere(), ["n1"]), (Here(), []), (Local(), [])])
+def test_a_host_is_remembered_unless_all_jobs_run_on_it(tmp_path, monkeypatch, config, hosts):
+    remembered = []
+    monkeypatch.setattr(task, "default_config", {config.kind: config}.__getitem__)
+    monkeypatch.setattr(task, "note_bad_host", lambda run, outcome, host: remembered.append(host))
+    place = Place(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
+    job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, token="t", index=0)
+    task._remember_host(job, Outcome(kind=OutcomeKind.HANG))
+    assert remembered == hosts

@@ -21,6 +21,7 @@ from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.columns import NAMES, POINT, as_text
 from titanlab.sweep.table.estimates import LateEstimates, estimate_columns
 from titanlab.sweep.table.run_columns import figure_columns, machine_columns, provenance_columns, recipe_columns
+from titanlab.tracker.jsonl_schema import Jsonl
 from titanlab.training.recording.tracker_gaps import tracker_gap
 
 # Points that were dropped on purpose: no rule was broken.
@@ -154,7 +155,7 @@ class Table:
             facts["stale"] = None if None in (facts["code"], self.code) else facts["code"] != self.code
         if end is None:
             return {**facts, "seconds_left": status.seconds_left}
-        facts["tracker_gap"] = tracker_gap(run) if began.config["tracker"]["kind"] != "jsonl" else None
+        facts["tracker_gap"] = tracker_gap(run) if began.config["tracker"]["kind"] != Jsonl.kind else None
         word = (end.scheduler or {}).get("state") or facts["scheduler_state"]
         facts |= {"outcome": end.kind.value, "cause": end.cause, "rank": end.rank, "ended": end.ended}
         return {**facts, "exit_code": end.exit_code, "scheduler_state": word}
