@@ -20,7 +20,7 @@ PACKAGE = Path(titanlab.__file__).parent
 # group: its members may.
 LAYERS: list[list[str | tuple[str, ...]]] = [
     ["terminal", "errors"],
-    ["costs", ("options", "ranges"), "system"],
+    ["costs", ("options", "ranges"), "system", "dtensor"],
     ["model", "precision", "ac", "compile", "schedule", "optimizer", "tracker", "profiler", "cluster", "records"],
     ["parallelism", "distributed"],
     ["data", "checkpoint"],

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titanlab.checkpoint.blocks import BlockWriter
@@ -28,6 +27,7 @@ from titanlab.checkpoint.remote import objects
 from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.savers.host_buffer import HostBuffer
 from titanlab.checkpoint.shards import Chunk, Shard, bytes_of, dtype_named, shard_of
+from titanlab.dtensor import local_part
 from titanlab.system.atomic_file import write_bytes
 from titanlab.system.disk import StoreFault
 
@@ -249,10 +249,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _resolved(planner: SavePlanner, item: WriteItem, chunk: Chunk) -> Tensor:
-    tensor = planner.resolve_data(item)
+    tensor = local_part(planner.resolve_data(item))
     assert isinstance(tensor, Tensor)
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
     if tuple(tensor.shape) != chunk.sizes:
         raise ValueError(f"{chunk.name} has the shape {list(tensor.shape)}, and the plan says {list(chunk.sizes)}")
     return tensor.detach()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titanlab.dtensor import local_part
 from titanlab.optimizer.adamw_schema import Rounded
 from titanlab.optimizer.groups import groups_by_decay
 from titanlab.optimizer.low_bit_schema import packs
@@ -93,7 +94,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         if not state:
             state.update(self._begin(parameter))
         state["step"] += 1
-        local, gradient = _local(parameter), _local(parameter.grad)
+        local, gradient = local_part(parameter), local_part(parameter.grad)
         if not local.numel():
             return
         stochastic = self._stochastic and parameter.dtype == torch.bfloat16
@@ -133,9 +134,10 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     def _view(self, state: dict[str, Tensor], name: str, local: Tensor) -> Tensor:
         if name in state:
-            return _local(state[name])
+            view: Tensor = local_part(state[name])
+            return view
         assert self._format is not None
-        codes, scale = _local(state[f"{name}_codes"]), _local(state[f"{name}_scale"])
+        codes, scale = local_part(state[f"{name}_codes"]), local_part(state[f"{name}_scale"])
         return self._format.wrap(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
 
     def _seed(self, parameter: nn.Parameter, step: int) -> int:
@@ -162,11 +164,6 @@ class LowBitAdamW(torch.optim.Optimizer):
             yield
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _cuts_of_rows(parameter: Tensor) -> int:
     """Number of ranks over which each row is sharded."""
     cuts = 1
@@ -179,7 +176,7 @@ def _cuts_of_rows(parameter: Tensor) -> int:
 
 def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Zeros with another number of columns than the parameter, sharded like the parameter."""
-    local = _local(parameter)
+    local = local_part(parameter)
     part = columns // _cuts_of_rows(parameter)
     zeros = torch.zeros((*local.shape[:-1], part), dtype=dtype, device=local.device)
     if not isinstance(parameter, DTensor):

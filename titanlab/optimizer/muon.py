@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon as torch_muon
 
+from titanlab.dtensor import local_part
 from titanlab.optimizer.groups import groups_by_decay
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.optimizer.whole import map_whole, sharing_ranks
@@ -80,8 +81,7 @@ class WholeMuon(torch.optim.Muon):
         updates = map_whole([self._update(parameter, group) for parameter in parameters], orthogonalise)
         rate = torch_muon._adjust_lr(group["lr"], group["adjust_lr_fn"], parameters[0].shape)
         for parameter, update in zip(parameters, updates, strict=True):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
+            local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-rate)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """The average of a parameter's gradients: bfloat16, sharded like the parameter."""

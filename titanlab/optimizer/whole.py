@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from titanlab.dtensor import local_part
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharding:
@@ -45,7 +47,7 @@ def map_whole(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) 
         function: from a plain matrix to another of the same shape and dtype.
     """
     first, shardings = matrices[0], _shardings(matrices[0])
-    locals_ = [matrix.to_local() if isinstance(matrix, DTensor) else matrix for matrix in matrices]
+    locals_ = [local_part(matrix) for matrix in matrices]
     if not shardings:
         return [function(local) for local in locals_]
     assert isinstance(first, DTensor)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlab.costs.loss_chunk import part_rows
+from titanlab.dtensor import local_part
 from titanlab.parallelism.collectives import all_gather_single
-from titanlab.parallelism.local import local_part
 from titanlab.parallelism.loss import IGNORE
 from titanlab.precision.product import PLAIN, Product, product_of
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 # Private, the same in torch 2.11 to 2.13.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titanlab.parallelism.local import local_part
+from titanlab.dtensor import local_part
 from titanlab.precision.product import Product, product_of, rows
 
 _TAPS = "weight_taps"

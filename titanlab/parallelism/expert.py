@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titanlab.dtensor import local_part
 from titanlab.model.grouped_product import grouped_product
 from titanlab.model.mixture_of_experts import ExpertLinear, MixtureOfExperts
-from titanlab.parallelism.local import local_part
 from titanlab.parallelism.row_exchange import exchange
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlab.parallelism.local import local_part
+from titanlab.dtensor import local_part
 
 _ADDED_AT_ONCE = 1 << 14
 

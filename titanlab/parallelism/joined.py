@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from titanlab.costs.account import Joined
+from titanlab.dtensor import local_part
 from titanlab.model.projections import Projections
 from titanlab.parallelism.deferred_taps import tap, taps_of
-from titanlab.parallelism.local import local_part
 from titanlab.parallelism.pipeline_weights import DeferredWeights, deferred_of
 from titanlab.parallelism.tensor import TensorParallel
 from titanlab.precision.product import JOINED, PLAIN, Product, product_of, rows

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlab.dtensor import local_part
 from titanlab.parallelism.deferred_taps import Probe, TappedForward, tapped
-from titanlab.parallelism.local import local_part
 from titanlab.precision.product import ATTRIBUTE, PLAIN, Product, product_of, rows
 
 _ATTRIBUTE = "deferred_weights"

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titanlab.costs.account import style_of
 from titanlab.costs.tensor_styles import cut_dim, has_partial_gradient
+from titanlab.dtensor import local_part
 from titanlab.model.mixture_of_experts import Router
 from titanlab.parallelism.collectives import gather_first, sum_all, sum_and_scatter_first
-from titanlab.parallelism.local import local_part
 from titanlab.parallelism.pipeline_weights import linear as linear_product
 from titanlab.precision.product import ATTRIBUTE
 

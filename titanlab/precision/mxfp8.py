@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from titanlab.dtensor import local_part
 from titanlab.errors import ConfigError
 from titanlab.precision.cast import Cast
 from titanlab.precision.float8 import emulates, layer_filter
@@ -71,9 +71,7 @@ def _mxfp8_layer(layer: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor])
 
 
 def _product(layer: Any, inputs: Tensor, bias: Tensor | None) -> Tensor:
-    weight: Any = layer.weight
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    output: Tensor = layer.multiply(inputs, local)
+    output: Tensor = layer.multiply(inputs, local_part(layer.weight))
     return output if bias is None else output + bias.to(output.dtype)
 
 

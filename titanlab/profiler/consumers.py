@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from titanlab.dtensor import local_part
 from titanlab.profiler.memory import resident_bytes
 
 _CUDA_ALLOCATED = re.compile(r"([\d.]+) ([KMG])iB is allocated by PyTorch")
@@ -98,7 +98,7 @@ def _bytes_of_new(values: Iterable[object], seen: set[int]) -> int:
     for value in values:
         # Some kinds of tensors have no storage.
         with contextlib.suppress(RuntimeError, NotImplementedError):
-            local = value.to_local() if isinstance(value, DTensor) else value
+            local = local_part(value)
             if not isinstance(local, torch.Tensor) or local.device.type == "meta":
                 continue
             storage = local.untyped_storage()
@@ -123,7 +123,7 @@ def _size(count: int) -> str:
 
 
 def _bytes(values: Iterable[object]) -> int:
-    tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    tensors = map(local_part, values)
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 

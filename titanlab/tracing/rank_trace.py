@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.traffic import axis_groups, traced
+from titanlab.dtensor import local_part
 from titanlab.parallelism.gradients import Gradients
 from titanlab.recipe.recipe import Recipe
 from titanlab.tracing.declared import RankAccount
@@ -75,8 +75,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of this rank's parts: with FSDP2's padding."""
     storages = {}
     for tensor in tensors:
-        local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for part in _plain(local):
+        for part in _plain(local_part(tensor)):
             storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
     return sum(storages.values())
 

@@ -8,9 +8,9 @@ import torch
 
 from tests import tiny
 from tests.precision.test_fp16 import full
+from titanlab.dtensor import local_part
 from titanlab.errors import ConfigError
 from titanlab.model import llama
-from titanlab.parallelism.local import local_part
 from titanlab.parity import parity
 from titanlab.recipe import recipe_rules
 from titanlab.records.outcome import OutcomeKind, classify

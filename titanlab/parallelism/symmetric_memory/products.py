@@ -18,9 +18,9 @@ import torch.distributed._symmetric_memory
 from torch import Tensor, nn
 
 from titanlab.costs.fused_layers import FusedLayers
+from titanlab.dtensor import local_part
 from titanlab.model.projections import Projections
 from titanlab.parallelism.joined import JoinedProjections
-from titanlab.parallelism.local import local_part
 from titanlab.parallelism.pipeline_weights import DeferredWeights, deferred_of
 from titanlab.parallelism.tensor import GATHERED_INSIDE, TensorParallel
 from titanlab.precision.product import PLAIN, product_of, rows

@@ -8,8 +8,8 @@ import torch
 
 from titanlab.checkpoint.generators import generator_states, set_generators
 from titanlab.distributed.world import World
+from titanlab.dtensor import local_part
 from titanlab.errors import TitanlabError
-from titanlab.parallelism.local import local_part
 from titanlab.training.assemble import Assembled, Sums
 from titanlab.training.batch import StepBatch
 
