@@ -22,9 +22,13 @@ from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import check_own_checkpoint
 from titanlab.parity.parity import trace
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records.failure_signs import kind_name
+from titanlab.records.outcome import OutcomeKind, from_exit
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.disk import FolderGone, disk_fault
 from titanlab.training import saves as module
 from titanlab.training.generate import _load
+from titanlab.training.train import Observer
 from titanlab.weights.checkpoint_source import run_source
 from titanlab.weights.starting_weights import check_beginning
 
@@ -67,6 +71,38 @@ def test_nothing_is_saved_where_saves_are_off(tmp_path):
     tiny.as_rank(made, run)
     assert run.result().kind is OutcomeKind.DONE
     assert steps(run) == []
+
+
+class Mover(Observer):
+    """Renames the run's folder after a step."""
+
+    def __init__(self, run, to):
+        self.run, self.to = run, to
+
+    def after_step(self, step, totals):
+        if step == 3:
+            self.run.path.rename(self.to)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_folder_that_is_moved_while_the_run_goes_on_does_not_come_back_in_its_old_place(tmp_path, mode):
+    made = tiny.recipe(tmp_path / "runs", steps=STEPS, saves=mode, every=2)
+    run = tiny.begin(made)
+    moved = run.path.with_name(f"moved-{run.hash8}")
+    with pytest.raises(FolderGone) as failure:
+        tiny.as_rank(made, run, Mover(run, moved))
+    assert kind_name(failure.value) == "crash"
+    assert "was moved or removed while the run went on" in disk_fault(failure.value)
+    for write in (
+        lambda: run.write_failure(from_exit(1, rank=0, attempt=1)),
+        lambda: run.write_result(from_exit(1, attempt=1)),
+        lambda: run.note_saved(1, 4),
+    ):
+        with pytest.raises(FolderGone):
+            write()
+    assert [path.name for path in moved.parent.iterdir()] == [moved.name]
+    # The thread of an asynchronous save may still be writing when the folder moves.
+    assert steps(RunFolder(moved)) == [2] or mode == "async"
 
 
 def full_disk(made, run, failing_steps):

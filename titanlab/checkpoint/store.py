@@ -318,7 +318,9 @@ def _make(folder: Place, final: Place) -> Place:
     remove_unfinished(folder)
     part = final.with_name(final.name + PART)
     if isinstance(part, Path):
-        part.mkdir(parents=True)
+        # Without the folder of the run: if that was moved or removed, one made anew would have no records.
+        folder.mkdir(exist_ok=True)
+        part.mkdir()
         return part
     # In a store a rename copies all bytes. The folder counts as a checkpoint only when it has its index.
     return part if is_checkpoint(final) else final

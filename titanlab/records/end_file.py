@@ -12,7 +12,7 @@ from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records.json_file import RESTORE, check_object, read_object
 from titanlab.records.outcome import KINDS, SCHEMA, Outcome, from_mapping
 from titanlab.system.atomic_file import write_bytes, write_json
-from titanlab.system.disk import disk_fault
+from titanlab.system.disk import FolderGone, disk_fault
 
 # A file that is deleted to free space on a full disk: enough for two results with a traceback and some ranks' notes.
 _RESERVE = ".reserve"
@@ -40,7 +40,12 @@ def write_end(run: Path, path: Path, outcome: Outcome) -> None:
 
     Args:
         run: folder of the run, which has the reserved space.
+
+    Raises:
+        FolderGone: the run's folder was moved or removed. One made anew would have the end, and not the run.
     """
+    if not run.is_dir():
+        raise FolderGone(str(run))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, outcome.to_mapping(), durable=True)

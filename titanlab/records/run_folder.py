@@ -31,6 +31,7 @@ from titanlab.records.run_name import check_name
 from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, RunRecords
 from titanlab.records.run_status import Status, write_status
 from titanlab.system.atomic_file import write_json, write_text
+from titanlab.system.disk import FolderGone
 
 _GIVE_WRITABLE = "give a folder of yours: try runs=~/runs"
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
@@ -83,8 +84,17 @@ class RunFolder(RunRecords):
         return MetricsWriter(self.path / "metrics.jsonl", attempt=attempt, resumed_step=resumed_step)
 
     def write_status(self, status: Status) -> None:
-        """Replace status.json."""
-        write_status(self.path / "status.json", status)
+        """Replace status.json.
+
+        Raises:
+            FolderGone: the run's folder was moved or removed.
+        """
+        try:
+            write_status(self.path / "status.json", status)
+        except FileNotFoundError as error:
+            if self.path.is_dir():
+                raise
+            raise FolderGone(str(self.path)) from error
 
     def write_result(self, outcome: Outcome) -> None:
         """Write the end of an attempt into the attempt's result, the run's result, and the status.
@@ -111,7 +121,13 @@ class RunFolder(RunRecords):
         make_room(self.path)
 
     def note_saved(self, attempt: int, step: int) -> None:
-        """Note which step an attempt saved last, so that a later attempt notices if that checkpoint was removed."""
+        """Note which step an attempt saved last, so that a later attempt notices if that checkpoint was removed.
+
+        Raises:
+            FolderGone: the run's folder was moved or removed.
+        """
+        if not self.path.is_dir():
+            raise FolderGone(str(self.path))
         folder = self.attempt_folder(attempt)
         # The folder is missing if a program calls `train` without `begin_attempt`.
         folder.mkdir(parents=True, exist_ok=True)

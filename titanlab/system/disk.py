@@ -1,4 +1,4 @@
-"""Recognises errors of a full or read-only disk, a used-up quota or a remote store, and describes them in one line."""
+"""Recognises errors of a disk, a quota, a remote store or a run's folder that is gone; describes them in one line."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _CURES = {
     errno.EFBIG: "raise the limit (ulimit -f)",
 }
 _STORE = "the store cannot be used"
+_GONE = "the folder of the run is gone"
 _PROBE_BYTES = 1 << 16
 # A library may keep only the text of an error, without its number.
 _MESSAGES = (
@@ -47,8 +48,23 @@ class StoreFault(OSError):
         return (type(self), (self.address, self.reason))
 
 
+class FolderGone(OSError):
+    """A run's folder was moved or removed while the run went on.
+
+    Args:
+        folder: where it was.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(f"{_GONE} ({folder})")
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[type[FolderGone], tuple[str]]:
+        return (type(self), (self.folder,))
+
+
 def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
-    """The fault of the disk or the store, and its cure, in one line; None if the error has another cause.
+    """The fault of the disk, the store or the run's folder, and its cure, in one line; None if there is none.
 
     It also looks at the causes of the error, and at the other ranks' errors in torch's CheckpointException.
 
@@ -59,6 +75,8 @@ def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
     for cause in _causes(error):
         if isinstance(cause, StoreFault):
             return f"{_STORE} ({cause.address}: {cause.reason}): check its address, your access and the network{then}"
+        if isinstance(cause, FolderGone):
+            return f"{_GONE} ({cause.folder}): it was moved or removed while the run went on; resume it where it is now"
         number = cause.errno if isinstance(cause, OSError) else None
         if number not in _WORDS:
             number = next((number for text, number in _MESSAGES if text.search(str(cause))), None)
@@ -71,7 +89,7 @@ def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
 
 def tells_of_disk(cause: str | None) -> bool:
     """Whether the cause of an outcome is a text that `disk_fault` has returned."""
-    return cause is not None and cause.startswith((_STORE, *_WORDS.values()))
+    return cause is not None and cause.startswith((_STORE, _GONE, *_WORDS.values()))
 
 
 def refusal(folder: Path) -> OSError | None:

@@ -30,7 +30,7 @@ from titanlab.recipe.recipe import Recipe, from_mapping
 from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
-from titanlab.system.disk import disk_fault
+from titanlab.system.disk import FolderGone, disk_fault
 from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import Console
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
@@ -190,7 +190,8 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
             run.write_failure(note)
         except OSError:
             # The disk takes no record: only the log and the exit code can report the failure.
-            is_reported = False
+            # A launcher sees for itself that the run's folder is gone.
+            is_reported = isinstance(error, FolderGone)
     # The launcher prints an error of the user, a secondary failure or a full disk in one line.
     if note.traceback and not is_reported:
         with contextlib.suppress(OSError):
