@@ -75,10 +75,10 @@ def separators(config: DataConfig) -> Separators:
     Raises:
         ConfigError: the kind of data has no documents, or the data has not been prepared.
     """
-    found = config.implementation().separators()
-    if found is None:
+    tokens = config.implementation().separators()
+    if tokens is None:
         raise _without_documents(config)
-    return found
+    return tokens
 
 
 def _without_documents(config: DataConfig) -> ConfigError:

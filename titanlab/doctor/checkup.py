@@ -60,12 +60,12 @@ def _check(
 
 
 def _check_torch() -> Iterator[Finding]:
-    found, problem = torch_checks.torch_facts()
-    yield from torch_checks.check_torch(found, problem)
-    if found.get("gloo"):
+    facts, problem = torch_checks.torch_facts()
+    yield from torch_checks.check_torch(facts, problem)
+    if facts.get("gloo"):
         yield torch_checks.check_all_reduce("gloo", 2)
-    if found.get("nccl") and found.get("devices"):
-        yield torch_checks.check_all_reduce("nccl", len(found["devices"]))
+    if facts.get("nccl") and facts.get("devices"):
+        yield torch_checks.check_all_reduce("nccl", len(facts["devices"]))
 
 
 def _check_compile_cache() -> Iterator[Finding]:

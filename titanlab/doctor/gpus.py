@@ -75,11 +75,11 @@ def links_of(text: str) -> list[str]:
         for line in lines
         if len(line) > 1 and re.fullmatch(r"GPU\d+", line[0]) and "X" in line
     }
-    found = []
+    links = []
     for number, cells in rows.items():
         later = cells[number + 1 : len(rows)]
-        found += [cell for cell in later if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell)]
-    return found
+        links += [cell for cell in later if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell)]
+    return links
 
 
 def _word(link: str) -> str:

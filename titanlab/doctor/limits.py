@@ -54,7 +54,7 @@ def cpu_share(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> f
             number, _, path = line.split(":", 2)
             if number == "0":
                 folder = root / path.lstrip("/")
-                folders += [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
+                folders += [ancestor for ancestor in (folder, *folder.parents) if ancestor.is_relative_to(root)]
     except (OSError, ValueError):
         pass
     shares = [share for folder in folders for share in _shares(folder)]
@@ -135,13 +135,13 @@ def check_network() -> Iterator[Finding]:
     interfaces = {interface for _, interface in socket.if_nameindex()}
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
-        wanted = [each for each in value.lstrip("^=").split(",") if each]
+        wanted = [interface for interface in value.lstrip("^=").split(",") if interface]
         exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
         missing = [
-            each
-            for each in wanted
+            interface
+            for interface in wanted
             if not value.startswith("^")
-            and not (each in interfaces if exact else any(known.startswith(each) for known in interfaces))
+            and not (interface in interfaces if exact else any(known.startswith(interface) for known in interfaces))
         ]
         if missing:
             hint = f"ranks cannot meet; the host has {', '.join(sorted(interfaces))}"
@@ -157,13 +157,13 @@ def check_network() -> Iterator[Finding]:
 
 def _infiniband_ports() -> dict[str, str]:
     """The state of each port."""
-    found = {}
+    states = {}
     for path in sorted(_INFINIBAND.glob("*/ports/*/state")):
         try:
-            found[f"{path.parts[-4]}:{path.parts[-2]}"] = path.read_text(errors="replace").strip()
+            states[f"{path.parts[-4]}:{path.parts[-2]}"] = path.read_text(errors="replace").strip()
         except OSError:
             continue
-    return found
+    return states
 
 
 def check_clock() -> Iterator[Finding]:

@@ -31,50 +31,50 @@ def torch_facts(*, python: str = sys.executable, seconds: float = FACTS_SECONDS)
     if answer is None:
         return {}, f"gave no answer within {seconds:g} s"
     with contextlib.suppress(ValueError, IndexError):
-        found = json.loads(answer.output.splitlines()[-1])
-        if isinstance(found, dict):
-            return found, ""
+        facts = json.loads(answer.output.splitlines()[-1])
+        if isinstance(facts, dict):
+            return facts, ""
     lines = answer.errors.strip().splitlines() or [f"exit code {answer.code}"]
     return {}, " ".join(lines[-1].split())[:300]
 
 
-def check_torch(found: Mapping[str, Any], problem: str) -> Iterator[Finding]:
+def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
     """The lines about torch, from what `torch_facts` has returned."""
-    if not found:
+    if not facts:
         yield fail("torch", f"cannot be used: {problem}", "install it again: see docs/torch.md for builds that fit")
         return
-    build = f"CUDA {found['cuda']}" if found.get("cuda") else "ROCm" if found.get("hip") else "CPU only"
-    yield ok("torch", f"{found['version']} ({build}), {found['threads']} threads")
-    if not found.get("distributed") or not found.get("gloo"):
+    build = f"CUDA {facts['cuda']}" if facts.get("cuda") else "ROCm" if facts.get("hip") else "CPU only"
+    yield ok("torch", f"{facts['version']} ({build}), {facts['threads']} threads")
+    if not facts.get("distributed") or not facts.get("gloo"):
         yield fail("gloo", "this build of torch has no gloo", "install a build with torch.distributed")
-    if not found.get("cuda_available"):
+    if not facts.get("cuda_available"):
         return
-    yield from _check_devices(found)
+    yield from _check_devices(facts)
 
 
-def _check_devices(found: Mapping[str, Any]) -> Iterator[Finding]:
-    devices: Sequence[Mapping[str, Any]] = found["devices"]
+def _check_devices(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    devices: Sequence[Mapping[str, Any]] = facts["devices"]
     names = sorted({device["name"] for device in devices})
     memory = sorted({device["memory_gib"] for device in devices})
     text = f"{len(devices)} × {' / '.join(names)}, {' / '.join(f'{size:g}' for size in memory)} GiB"
     if len(names) > 1:
         yield warn("CUDA", text, "the devices differ: the slowest sets the pace; choose with CUDA_VISIBLE_DEVICES")
-    elif found.get("product") != 64.0**3:
+    elif facts.get("product") != 64.0**3:
         yield fail("CUDA", f"{text}; a matrix product is wrong", "a device or its driver is broken: leave it out")
     else:
         yield ok("CUDA", text)
-    built: Sequence[str] = found.get("architectures", [])
+    built: Sequence[str] = facts.get("architectures", [])
     for major, minor in sorted({tuple(device["capability"]) for device in devices}):
         if built and not any(_runs_on(architecture, major, minor) for architecture in built):
             text = f"torch was built for {', '.join(built)}, and a device has {major}.{minor}"
             yield fail("CUDA build", text, "install a build of torch for this device")
-    if not found.get("nccl"):
+    if not facts.get("nccl"):
         yield fail("NCCL", "this build of torch has none", "install a build with NCCL")
     elif len(devices) > 1 and any(len(device["peers"]) < len(devices) - 1 for device in devices):
-        text = f"{found.get('nccl_version')}; some GPUs cannot read each other's memory"
+        text = f"{facts.get('nccl_version')}; some GPUs cannot read each other's memory"
         yield warn("NCCL", text, "exchange goes through the host: see `nvidia-smi topo -m`, and IOMMU and ACS settings")
     else:
-        yield ok("NCCL", str(found.get("nccl_version")))
+        yield ok("NCCL", str(facts.get("nccl_version")))
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
@@ -111,8 +111,8 @@ def check_all_reduce(
                 outputs.append(process.communicate(timeout=max(0.1, end - time.monotonic())))
             except subprocess.TimeoutExpired:
                 hung = True
-                for each in ranks:
-                    each.kill()
+                for rank_process in ranks:
+                    rank_process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=_KILL_SECONDS)
     if hung:

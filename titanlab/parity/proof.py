@@ -165,10 +165,10 @@ class Prover:
                 self._traces[key] = self._train(recipe)
             except TitanlabError as error:
                 self._traces[key] = error
-        found = self._traces[key]
-        if isinstance(found, TitanlabError):
-            raise found
-        return found
+        outcome = self._traces[key]
+        if isinstance(outcome, TitanlabError):
+            raise outcome
+        return outcome
 
     def _row(self, proof: Proof, recipe: Recipe) -> Row:
         named = Row(run=proof.run, layout=proof.layout, precision=recipe.precision.kind, passed=False)
@@ -246,16 +246,16 @@ def wrong_layers(recipe: Recipe, every: Sequence[Trace]) -> str:
     wrong = {}
     for name, classes in layers.items():
         # FSDP2 puts a class of its own, of the same name with a prefix, before that of a layer.
-        own = [each for each in classes if not each.rpartition(".")[2].startswith("FSDP")]
+        own = [class_name for class_name in classes if not class_name.rpartition(".")[2].startswith("FSDP")]
         wanted = expected if name in products else _LINEAR
         if own[0] != wanted:
             wrong[name] = own[0].rpartition(".")[2]
     if not wrong:
         return ""
-    name, found = next(iter(wrong.items()))
+    name, own_class = next(iter(wrong.items()))
     wanted = (expected if name in products else _LINEAR).rpartition(".")[2]
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{name} is {found}, and precision={recipe.precision.kind} makes it {wanted}{more}"
+    return f"{name} is {own_class}, and precision={recipe.precision.kind} makes it {wanted}{more}"
 
 
 def too_exact(recipe: Recipe, from_fp32: Difference, rounding: Difference) -> str:

@@ -124,12 +124,12 @@ def _data(recipe: Recipe, vocab_size: int, sizes: Sizes) -> Synthetic:
     return Synthetic(vocab_size=vocab_size, gaps=True, document_mask=True, document_tokens=sizes.seq_len // 4)
 
 
-def _chunk(recipe: Recipe, each: Folded, sizes: Sizes) -> int:
+def _chunk(recipe: Recipe, case: Folded, sizes: Sizes) -> int:
     """Tokens of a chunk of the loss: if the original has chunks, about three in a microbatch."""
     if not recipe.loss_chunk:
         return 0
-    layout = each.layout
-    microbatch = sizes.global_batch // layout.data // each.microbatches
+    layout = case.layout
+    microbatch = sizes.global_batch // layout.data // case.microbatches
     return -(-microbatch * sizes.seq_len // layout.context // 3)
 
 
@@ -194,8 +194,8 @@ def _model(recipe: Recipe, sizes: Sizes, notes: _Notes) -> ModelConfig:
     return reduced
 
 
-def _parallelism(each: Folded, notes: _Notes) -> Parallelism:
-    config = each.recipe.parallelism
+def _parallelism(case: Folded, notes: _Notes) -> Parallelism:
+    config = case.recipe.parallelism
     if config.async_tensor:
         notes.add("parallelism.async_tensor needs GPUs: the same collectives, not interleaved with products")
     if config.symmetric_memory:
@@ -203,7 +203,7 @@ def _parallelism(each: Folded, notes: _Notes) -> Parallelism:
     if config.split is not None:
         notes.add("parallelism.split is for the real number of layers: stages are balanced")
     plain = replace(config, async_tensor=False, symmetric_memory=False, split=None)
-    return plain.with_degrees(each.layout.degrees())
+    return plain.with_degrees(case.layout.degrees())
 
 
 def _compiled(each: Folded, notes: _Notes) -> Compile:
@@ -235,6 +235,6 @@ def _checkpoint(recipe: Recipe, notes: _Notes) -> CheckpointConfig:
     return replace(config, every=2, minutes=0.0, keep=1, keep_every=0, load_from=None, folder=None)
 
 
-def _name(each: Folded) -> str:
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", each.run).strip("-._")[:60] or "run"
-    return f"{safe}-{each.layout.label.replace('·', '-')}"
+def _name(case: Folded) -> str:
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", case.run).strip("-._")[:60] or "run"
+    return f"{safe}-{case.layout.label.replace('·', '-')}"

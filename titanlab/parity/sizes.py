@@ -82,12 +82,12 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
     """
     model = group[0].recipe.model
     account = model.account()
-    tensor = math.lcm(*(each.layout.tensor for each in group))
-    kv_heads = tensor * (2 if any(_kv_heads(each) >= 2 for each in group) else 1)
+    tensor = math.lcm(*(case.layout.tensor for case in group))
+    kv_heads = tensor * (2 if any(_kv_heads(case) >= 2 for case in group) else 1)
     shared = account.heads // account.kv_heads
     heads = kv_heads * (shared if shared <= 2 else 4 if kv_heads <= 2 else 2)
-    units = [_unit(each) for each in group]
-    parts = [kv_heads // each.layout.tensor for each in group]
+    units = [_unit(case) for case in group]
+    parts = [kv_heads // case.layout.tensor for case in group]
 
     def fits(head_dim: int) -> bool:
         width = heads * head_dim
@@ -96,25 +96,25 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
             rows
             and width >= _LEAST_WIDTH
             and all(
-                width % (each.layout.fsdp * unit) == 0
-                for each, unit in zip(group, units, strict=True)
-                if each.layout.tensor > 1
+                width % (case.layout.fsdp * unit) == 0
+                for case, unit in zip(group, units, strict=True)
+                if case.layout.tensor > 1
             )
         )
 
     head_dim = next((dim for dim in range(_LEAST_HEAD, _MOST_HEAD + 1, 2) if fits(dim)), None)
-    unit = math.lcm(*(unit * each.layout.tensor * each.layout.fsdp for each, unit in zip(group, units, strict=True)))
+    unit = math.lcm(*(unit * case.layout.tensor * case.layout.fsdp for case, unit in zip(group, units, strict=True)))
     if head_dim is None:
         rule = "has no small head that all these layouts can cut"
         raise ConfigError("model", model.kind, rule, "prove fewer of them at once")
     sizes = ReducedSizes(
-        layers=max(_layers(each) for each in group),
+        layers=max(_layers(case) for case in group),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         ffn_dim=-(-2 * heads * head_dim // unit) * unit,
         vocab_size=_vocabulary(group, unit),
-        unit=math.lcm(*units, *(each.layout.fsdp for each in group)),
+        unit=math.lcm(*units, *(case.layout.fsdp for case in group)),
     )
     return Sizes(model=sizes, seq_len=_sequence(group), global_batch=_batch(group))
 
@@ -128,9 +128,9 @@ def _runs(schedule: PipelineSchedule, ranks: int, microbatches: int) -> bool:
     return True
 
 
-def _kv_heads(each: Folded) -> int:
+def _kv_heads(case: Folded) -> int:
     """Key/value heads of a process in the real size."""
-    return each.recipe.model.account().kv_heads // each.recipe.layout.tensor
+    return case.recipe.model.account().kv_heads // case.recipe.layout.tensor
 
 
 def _unit(each: Folded) -> int:
@@ -142,22 +142,22 @@ def _unit(each: Folded) -> int:
     return multiple
 
 
-def _layers(each: Folded) -> int:
+def _layers(case: Folded) -> int:
     """A block for each stage; two where stages are few, so that blocks of one stage follow each other."""
-    if each.layout.pipeline == 1:
+    if case.layout.pipeline == 1:
         return 2
-    stages = len(each.recipe.schedule.placement(ranks=each.layout.pipeline))
+    stages = len(case.recipe.schedule.placement(ranks=case.layout.pipeline))
     if stages > _MOST_LAYERS:
-        rule = f"makes {stages} stages of {each.layout.pipeline} ranks, each of which needs a block"
-        raise ConfigError("schedule", each.recipe.schedule.kind, rule, "prove it with fewer stages a rank")
+        rule = f"makes {stages} stages of {case.layout.pipeline} ranks, each of which needs a block"
+        raise ConfigError("schedule", case.recipe.schedule.kind, rule, "prove it with fewer stages a rank")
     return 2 * stages if stages <= 2 else stages
 
 
 def _vocabulary(group: Sequence[Folded], unit: int) -> int:
     """Rows of the embedding; not divisible by the degree of tensor parallelism where the original's are not."""
     rows = -(-_VOCABULARY // unit) * unit
-    uneven = any(each.recipe.model.vocab_size % each.recipe.layout.tensor for each in group)
-    return rows + 1 if uneven and not any(_converts_head(each.recipe) for each in group) else rows
+    uneven = any(case.recipe.model.vocab_size % case.recipe.layout.tensor for case in group)
+    return rows + 1 if uneven and not any(_converts_head(case.recipe) for case in group) else rows
 
 
 def _converts_head(recipe: Recipe) -> bool:
@@ -176,6 +176,6 @@ def _sequence(group: Sequence[Folded]) -> int:
 
 
 def _batch(group: Sequence[Folded]) -> int:
-    batch = math.lcm(*(each.layout.data * each.microbatches for each in group))
+    batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
     # Of four sequences in a row, each has another number of labels that count.
     return batch * max(1, 4 // batch)

@@ -90,10 +90,10 @@ def calibrate(runs: Sequence[Measured]) -> Calibration:
         ConfigError: there are too few runs, a measured time is no positive number, or the runs have several clusters.
     """
     _check(runs)
-    given = runs[0].recipe.cluster
-    found = _with_times(runs, _widened(runs, given) if given.accelerator == "cpu" else given)
-    found = _with_memory(runs, found)
-    return Calibration(cluster=found, before=by_family(runs, given), after=by_family(runs, found))
+    original = runs[0].recipe.cluster
+    calibrated = _with_times(runs, _widened(runs, original) if original.accelerator == "cpu" else original)
+    calibrated = _with_memory(runs, calibrated)
+    return Calibration(cluster=calibrated, before=by_family(runs, original), after=by_family(runs, calibrated))
 
 
 def time_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
@@ -118,16 +118,16 @@ def by_family(runs: Sequence[Measured], cluster: Cluster) -> dict[str, Errors]:
     """Errors of estimates on a cluster, by family."""
     times = [abs(math.expm1(error)) for error in time_errors(runs, cluster)]
     memories = [abs(error) for error in memory_errors(runs, cluster)]
-    found = {}
+    errors = {}
     for family in ("all", *sorted({run.family for run in runs})):
         own = [place for place, run in enumerate(runs) if family in ("all", run.family)]
         known = [memories[place] for place in own if not math.isnan(memories[place])]
-        found[family] = Errors(
+        errors[family] = Errors(
             runs=len(own),
             time=statistics.median(times[place] for place in own),
             memory=statistics.median(known) if known else math.nan,
         )
-    return found
+    return errors
 
 
 def _machine(runs: Sequence[Measured], cluster: Cluster) -> Machine:
@@ -148,8 +148,8 @@ def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
         return _errors(runs, dataclasses.replace(machine, efficiencies=values))
 
     values = dataclasses.asdict(fit(errors, machine.efficiencies, list(LIMITS)))
-    found = dataclasses.replace(cluster, efficiencies=values)
-    return _narrowed(found) if cluster.accelerator == "cpu" else found
+    fitted = dataclasses.replace(cluster, efficiencies=values)
+    return _narrowed(fitted) if cluster.accelerator == "cpu" else fitted
 
 
 def _widened(runs: Sequence[Measured], cluster: Cluster) -> Cluster:

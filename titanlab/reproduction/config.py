@@ -50,13 +50,13 @@ def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any]
         if isinstance(overrides, list) and isinstance(point, dict):
             recipe = _of_point([text for text in overrides if isinstance(text, str) and "=" in text], point)
         else:
-            given, problem = _overrides(env)
+            arguments, problem = _overrides(env)
             if problem:
                 return None, problem
-            found = Loader(read_flags(given), given).recipe()
-            if found is None:
+            composed = Loader(read_flags(arguments), arguments).recipe()
+            if composed is None:
                 return None, "its command describes several runs"
-            recipe = found
+            recipe = composed
         cluster = run.config().get("cluster") or {}
         accelerator, device = str(cluster.get("accelerator") or "cpu"), str(cluster.get("device") or "cpu")
         return to_mapping(resolve(recipe, world=None, accelerator=accelerator, device=device)), ""

@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         survey.look(sweeps, only, console.warn)
         if given.name is None:
             # A run at work may be reading prepared tokens, or compiling.
-            survey.items += [each for each in cached() if not survey.busy or each.kind not in CACHES]
-        items = [each for each in survey.items if each.kind in kinds]
+            survey.items += [item for item in cached() if not survey.busy or item.kind not in CACHES]
+        items = [item for item in survey.items if item.kind in kinds]
         _show(console, survey, items, kinds, lists_all=given.dry_run)
         if not items or given.dry_run:
             return 0
@@ -82,19 +82,19 @@ def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder 
 
 
 def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequence[str], *, lists_all: bool) -> None:
-    counts, sizes = Counter(each.kind for each in survey.items), Counter[str]()
-    for each in survey.items:
-        sizes[each.kind] += each.bytes
+    counts, sizes = Counter(item.kind for item in survey.items), Counter[str]()
+    for item in survey.items:
+        sizes[item.kind] += item.bytes
     rows = [[kind, str(counts[kind]), data_size(sizes[kind]), KINDS[kind]] for kind in kinds if counts[kind]]
     if rows:
-        total = data_size(sum(each.bytes for each in items))
+        total = data_size(sum(item.bytes for item in items))
         console.note("\n".join(aligned(_HEADINGS, [*rows, ["", str(len(items)), total, ""]], right=_HEADINGS[1:3])))
     else:
         console.note("nothing is to be removed")
-    largest = sorted(items, key=lambda each: -each.bytes)
-    for each in largest if lists_all else largest[:_LARGEST]:
-        shown = shown_path(each.path) if isinstance(each.path, Path) else str(each.path)
-        console.note(f"  {data_size(each.bytes):>9}  {shown}")
+    largest = sorted(items, key=lambda item: -item.bytes)
+    for item in largest if lists_all else largest[:_LARGEST]:
+        shown = shown_path(item.path) if isinstance(item.path, Path) else str(item.path)
+        console.note(f"  {data_size(item.bytes):>9}  {shown}")
     if not lists_all and len(items) > _LARGEST:
         console.note(f"  … and {len(items) - _LARGEST} more, which --dry-run lists")
     others = [kind for kind in KINDS if kind not in kinds and counts[kind]]
@@ -117,7 +117,7 @@ def _agrees(items: Sequence[Item]) -> bool:
     if not sys.stdin.isatty():
         rule = "nobody can be asked, for standard input is no terminal; nothing was removed"
         raise ConfigError("--yes", False, rule, "give --yes, or --dry-run to look only")
-    size = data_size(sum(each.bytes for each in items))
+    size = data_size(sum(item.bytes for item in items))
     sys.stdout.write(f"remove {counted(len(items), 'item')}, {size}? [y/N] ")
     sys.stdout.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
@@ -125,13 +125,13 @@ def _agrees(items: Sequence[Item]) -> bool:
 
 def _remove(console: Console, items: Sequence[Item]) -> int:
     freed, removed, code = 0, 0, 0
-    for each in items:
+    for item in items:
         try:
-            remove_item(each)
+            remove_item(item)
         except Refused as refused:
-            console.warn(f"{each.path} is left alone: {refused}")
+            console.warn(f"{item.path} is left alone: {refused}")
             code = 1
         else:
-            freed, removed = freed + each.bytes, removed + 1
+            freed, removed = freed + item.bytes, removed + 1
     console.note(f"removed {counted(removed, 'item')}, {data_size(freed)}")
     return code

@@ -98,7 +98,7 @@ def _pair(arguments: Sequence[str]) -> tuple[str, str] | None:
     """Two runs or two recipes; None if the arguments are one command line."""
     if len(arguments) != 2:
         return None
-    whole = [is_name(each) or each.lstrip().startswith("+recipe=") for each in arguments]
+    whole = [is_name(argument) or argument.lstrip().startswith("+recipe=") for argument in arguments]
     return (arguments[0], arguments[1]) if all(whole) else None
 
 

@@ -252,7 +252,9 @@ def _in_order(submitted: Sequence[Submission]) -> list[_Job]:
         batch = batches.setdefault(submission.batch or submission.token, len(batches))
         places = submission.places or range(len(submission.runs))
         keys.update({(submission.token, index): (batch, place) for index, place in enumerate(places)})
-    jobs = [_Job(submission=each, index=index) for each in submitted for index in range(len(each.runs))]
+    jobs = [
+        _Job(submission=submission, index=index) for submission in submitted for index in range(len(submission.runs))
+    ]
     return sorted(jobs, key=lambda job: keys[job.key])
 
 
