@@ -38,12 +38,12 @@ def ranged(prefix: str) -> Callable[[T], T]:
         fields = {field.name: field for field in dataclasses.fields(schema)}
 
         @functools.wraps(construct)
-        def checked(self: Any, *positional: Any, **given: Any) -> None:
+        def checked(self: Any, *positional: Any, **keywords: Any) -> None:
             # Sizes are checked before the schema's own rules, which compute with them.
-            for name, value in given.items():
+            for name, value in keywords.items():
                 if name in fields:
                     _check_size(fields[name], prefix, value)
-            construct(self, *positional, **given)
+            construct(self, *positional, **keywords)
             # Finiteness is checked after the schema's own rules, which give better advice.
             for field in fields.values():
                 _check_finite(field, prefix, getattr(self, field.name, None))

@@ -23,9 +23,9 @@ def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tup
     Raises:
         ConfigError: no run matches, several match, or the run has no such checkpoint.
     """
-    for given in (Path(text).expanduser(), Path(runs).expanduser() / text):
+    for candidate in (Path(text).expanduser(), Path(runs).expanduser() / text):
         # The unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.
-        for path in (Path(os.path.abspath(given)), given.resolve()):
+        for path in (Path(os.path.abspath(candidate)), candidate.resolve()):
             step = _STEP.fullmatch(path.name)
             folder = path.parent if step else path
             if folder.name != "checkpoints" or not (folder.parent / "config.yaml").is_file():

@@ -67,8 +67,8 @@ def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as
             console.start(run.path.name, details(row))
             words = failure_text(run, row)
             if words is not None:
-                source, said = words
-                console.note(f"{source}:\n{said}")
+                source, text = words
+                console.note(f"{source}:\n{text}")
     return 0
 
 

@@ -19,8 +19,8 @@ VARIABLE = "TITANLAB_CACHE"
 
 def location() -> Path:
     """The cache folder, which need not exist: `$TITANLAB_CACHE`, `$XDG_CACHE_HOME/titanlab`, or `~/.cache/titanlab`."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given).expanduser()
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlab"
 
 

@@ -73,7 +73,7 @@ def _write(
         validation_fraction=validation_fraction,
     )
     corpus = Corpus(files=matching(config.files), text_field=text_field)
-    given = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
+    tokenizer_fingerprint = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
     content = fingerprint.of_files(corpus.files)
     folder = folder.absolute()
     temporary = _beside(folder)
@@ -84,7 +84,9 @@ def _write(
             tokenizer=config.tokenizer,
             vocab_size=vocab_size,
             validation_fraction=validation_fraction,
-            fingerprint=fingerprint.of_values(ORDER, content, text_field, given, vocab_size, validation_fraction),
+            fingerprint=fingerprint.of_values(
+                ORDER, content, text_field, tokenizer_fingerprint, vocab_size, validation_fraction
+            ),
             report=report,
         )
         temporary.rename(folder)

@@ -172,8 +172,8 @@ def check_clock() -> Iterator[Finding]:
         text = time.strftime("%Y-%m-%d", time.localtime())
         yield fail("clock", f"says {text}", "set it: certificates, tokens and the order of files depend on it")
         return
-    said = output_of("timedatectl", "show", "--property=NTPSynchronized", seconds=_SECONDS)
-    if said is not None and re.search(r"=no\b", said):
+    output = output_of("timedatectl", "show", "--property=NTPSynchronized", seconds=_SECONDS)
+    if output is not None and re.search(r"=no\b", output):
         yield warn("clock", "is not synchronised (timedatectl)", "run an NTP service: hosts' logs are compared by time")
     else:
         yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime()))

@@ -157,31 +157,31 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise _wrong(name, value, "must be an object", "restore the file")
     _check_one_rope(config, parameters, scaling)
-    given = parameters or scaling
-    kind = _rope_type(given)
+    rope = parameters or scaling
+    kind = _rope_type(rope)
     if kind not in ("default", "llama3"):
         raise _wrong("rope_type", kind, "is a scaling that is not computed here", "known: default, llama3")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
         rule = "turns only part of a head, which is not computed here"
-        raise _wrong("partial_rotary_factor", given["partial_rotary_factor"], rule, "import a Llama without it")
-    theta = _number(given if "rope_theta" in given else config, "rope_theta", 10000.0)
+        raise _wrong("partial_rotary_factor", rope["partial_rotary_factor"], rule, "import a Llama without it")
+    theta = _number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
     if kind == "default":
         return {"rope_theta": theta}
     fields: dict[str, Any] = {"rope_theta": theta}
     for ours, theirs in _SCALING.items():
-        fields[ours] = (whole_number if ours == "rope_original_context" else _number)(given, theirs)
+        fields[ours] = (whole_number if ours == "rope_original_context" else _number)(rope, theirs)
     return fields
 
 
-def _rope_type(given: Mapping[str, Any]) -> Any:
-    return given.get("rope_type", given.get("type", "default"))
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
     """Check that the file describes one RoPE: if it describes two, libraries choose differently."""
     cure = "leave out the one that the model was not trained with"
     if parameters and scaling:
-        ropes = [{**given, "rope_type": _rope_type(given)} for given in (parameters, scaling)]
+        ropes = [{**mapping, "rope_type": _rope_type(mapping)} for mapping in (parameters, scaling)]
         for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
             values = [rope.get(name) for rope in ropes]
             # If only one of them has the key, the other takes the value from the rest of the file.
@@ -189,9 +189,9 @@ def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], sc
             if differs:
                 rule = f"disagrees with rope_scaling, which has {name}={_json(values[1])}"
                 raise _wrong(f"rope_parameters.{name}", _json(values[0]), rule, cure)
-    for place, given in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+    for place, mapping in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-            inner, outer = given.get(name), config.get(name)
+            inner, outer = mapping.get(name), config.get(name)
             if inner is not None and outer is not None and inner != outer:
                 rule = f"disagrees with {name}={_json(outer)} beside it"
                 raise _wrong(f"{place}.{name}", _json(inner), rule, cure)

@@ -185,8 +185,8 @@ def _usual_ffn_dim(dim: int) -> int:
     return max(math.ceil(8 * dim / 3 / 256), 1) * 256
 
 
-def nearest(usable: list[int], given: int) -> str:
+def nearest(usable: list[int], value: int) -> str:
     """The nearest usable values below and above the given one."""
-    below = [n for n in usable if n < given][-1:]
-    above = [n for n in usable if n > given][:1]
+    below = [n for n in usable if n < value][-1:]
+    above = [n for n in usable if n > value][:1]
     return " or ".join(str(n) for n in (*below, *above))

@@ -32,8 +32,8 @@ class _NoInitialValues(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        tensor = given.get("tensor", args[0] if args else None)
+        keywords = dict(kwargs or {})
+        tensor = keywords.get("tensor", args[0] if args else None)
         if func in (nn.init.normal_, Tensor.normal_) and isinstance(tensor, Tensor) and tensor.is_meta:
             return tensor
-        return func(*args, **given)
+        return func(*args, **keywords)

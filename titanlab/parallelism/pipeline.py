@@ -188,11 +188,11 @@ class Pipeline:
         total = torch.zeros((), device=self._device)
         self._runs = True
         try:
-            given = [
+            microbatches = [
                 (tokens[row], labels[row], *((positions,) if documents is None else documents.arguments(row)))
                 for row in rows
             ]
-            runtime._step_microbatches(given, return_outputs=False)
+            runtime._step_microbatches(microbatches, return_outputs=False)
             for stage in self._stages:
                 if stage.loss_sum is not None:
                     total = stage.loss_sum

@@ -142,9 +142,9 @@ class ScheduledStage(PipelineStage):
             hidden.requires_grad_(torch.is_grad_enabled())
         output: Tensor
         if self.is_last:
-            given = tokens if hidden is None else hidden
+            stage_input = tokens if hidden is None else hidden
             with self._phase("forward"):
-                output = self._loss(lambda: self.submod(given, *places), labels)
+                output = self._loss(lambda: self.submod(stage_input, *places), labels)
             # A chunked loss has written the gradient of the head's weight.
             if torch.is_grad_enabled():
                 _sum_in_reduce_dtype(self.submod)

@@ -256,7 +256,7 @@ def check_symmetric_memory(layout: Layout, config: Parallelism, *, accelerator: 
         raise ConfigError(key, True, rule, "try false, or parallelism.async_tensor=false")
 
 
-def _try(key: str, usable: list[int], given: int) -> str:
+def _try(key: str, usable: list[int], degree: int) -> str:
     """The advice to try the two usable degrees that are nearest to the given degree."""
-    nearest = sorted(sorted(usable, key=lambda n: (abs(n - given), n))[:2])
+    nearest = sorted(sorted(usable, key=lambda n: (abs(n - degree), n))[:2])
     return f"try {key}=" + " or ".join(str(n) for n in nearest)

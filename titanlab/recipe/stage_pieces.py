@@ -88,13 +88,13 @@ def _by_names(account: ModelAccount, names: list[str], stages: int) -> list[int]
     return _increasing(account, names, [0, *(account.pieces.index(name) for name in names)])
 
 
-def _increasing(account: ModelAccount, given: Sequence[object], first: list[int]) -> list[int]:
+def _increasing(account: ModelAccount, split: Sequence[object], first: list[int]) -> list[int]:
     ends = [*first[1:], len(account.pieces)]
     for stage, (begin, end) in enumerate(zip(first, ends, strict=True)):
         if begin >= end:
             rule = f"stage {stage} would begin with {account.pieces[begin]} and end before {account.pieces[end]}"
             cure = "name pieces in the order of the forward pass, each once, or null for a balanced split"
-            raise ConfigError(KEY, as_typed(given), rule, cure)
+            raise ConfigError(KEY, as_typed(split), rule, cure)
     return first
 
 

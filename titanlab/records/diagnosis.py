@@ -106,11 +106,11 @@ def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
 
 def named(ranks: Iterable[int]) -> str:
     """`rank 1`, `ranks 0, 2`, `ranks 0, 1, … and 55 more`."""
-    given = sorted(ranks)
-    if len(given) == 1:
-        return f"rank {given[0]}"
-    shown = ", ".join(map(str, given[:_MOST_NAMED]))
-    return f"ranks {shown}" + (f" and {len(given) - _MOST_NAMED} more" if len(given) > _MOST_NAMED else "")
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:_MOST_NAMED]))
+    return f"ranks {shown}" + (f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else "")
 
 
 class _Late:

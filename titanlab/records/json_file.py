@@ -54,13 +54,13 @@ def check_object(
         rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
         raise ConfigError("schema", value["schema"], rule, "use the version that made it")
     for key, kind in kinds.items():
-        given = value.get(key)
+        entry = value.get(key)
         allowed, may_be_null = (kind[0], True) if isinstance(kind, tuple) else (kind, False)
-        if key not in value or (given is None and may_be_null):
+        if key not in value or (entry is None and may_be_null):
             continue
-        fits = isinstance(given, (int, float) if allowed is float else allowed) and not isinstance(given, bool)
+        fits = isinstance(entry, (int, float) if allowed is float else allowed) and not isinstance(entry, bool)
         if not fits:
-            raise ConfigError(key, given, f"must be {_KINDS[allowed]} in {path}", cure)
+            raise ConfigError(key, entry, f"must be {_KINDS[allowed]} in {path}", cure)
 
 
 def read_optional(path: Path) -> dict[str, Any] | None:

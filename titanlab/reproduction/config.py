@@ -77,10 +77,10 @@ def _overrides(env: Mapping[str, Any]) -> tuple[list[str], str]:
     words = [str(word) for word in command] if isinstance(command, list) else []
     if "train" not in words or "--from" in words:
         return [], "its command line is not recorded in a form that can be composed again"
-    given = words[words.index("train") + 1 :]
-    overrides = [word for word in given if "=" in word and not word.startswith("-")]
-    if len(overrides) < len(given):
-        return [], f"its command line has flags: {' '.join(word for word in given if word not in overrides)}"
+    arguments = words[words.index("train") + 1 :]
+    overrides = [word for word in arguments if "=" in word and not word.startswith("-")]
+    if len(overrides) < len(arguments):
+        return [], f"its command line has flags: {' '.join(word for word in arguments if word not in overrides)}"
     if any("[hidden]" in word for word in overrides):
         return [], "its command line had a secret, which was not recorded"
     return overrides, ""

@@ -91,5 +91,5 @@ def peak_in_flight(order: Sequence[Action]) -> float:
 
 
 def _time(durations: Durations, action: Action) -> float:
-    given = durations[action.kind]
-    return given[action.stage] if isinstance(given, Sequence) else given
+    duration = durations[action.kind]
+    return duration[action.stage] if isinstance(duration, Sequence) else duration

@@ -46,15 +46,15 @@ class SavedBytes:
         self._made.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, number: int, output: Tensor) -> None:
-        made, given = self._made, self._input
+        made, input_storage = self._made, self._input
         assert made is not None
-        assert given is not None
+        assert input_storage is not None
         made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._made = self._input = None
         for handle in self._handles.pop(number):
             handle.remove()
         made.storages.pop(output.untyped_storage()._cdata, None)
-        storages = [*made.storages.values(), given]
+        storages = [*made.storages.values(), input_storage]
 
         def count(_: Tensor) -> None:
             self.by_block[number] = sum(storage.nbytes() for ref in storages if (storage := ref()) is not None)
@@ -76,12 +76,12 @@ class _Made(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(is_traceable_wrapper_subclass(tensor) for tensor in inputs):
             # The subclass runs its own code first; that code's operators on plain tensors are dispatched here later.
             return NotImplemented
         results = func(*args, **kwargs)
-        old = {tensor.untyped_storage()._cdata for tensor in given}
+        old = {tensor.untyped_storage()._cdata for tensor in inputs}
         for leaf in tree_leaves(results):
             if not isinstance(leaf, Tensor):
                 continue

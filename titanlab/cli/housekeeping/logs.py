@@ -158,7 +158,7 @@ def _follow(
 ) -> None:
     """Print what is added, until the run ends."""
     growing = {number: Growing(rank_log(run, number), position) for number, position in ends.items()}
-    watch, attempt, said = RunWatch(run), max(run.attempts(), default=0), ""
+    watch, attempt, last_reason = RunWatch(run), max(run.attempts(), default=0), ""
     while True:
         # Asked first: what the run prints until its end is read after it.
         goes_on, why = watch.goes_on()
@@ -176,9 +176,9 @@ def _follow(
         if not goes_on:
             output.note(f"{run.path.name} {why}")
             return
-        if why and why != said:
+        if why and why != last_reason:
             output.note(f"{run.path.name} {why}")
-        said = why
+        last_reason = why
         time.sleep(_POLL_SECONDS)
 
 

@@ -104,9 +104,9 @@ def _show_environment(console: Console, code: RecordedCode) -> None:
 
 
 def _show_config(console: Console, run: RunFolder, code: RecordedCode) -> None:
-    composed, said = composed_now(run, code.env)
+    composed, problem = composed_now(run, code.env)
     if composed is None:
-        console.note(f"config: cannot be compared with its recipe of now: {harmless(said)}")
+        console.note(f"config: cannot be compared with its recipe of now: {harmless(problem)}")
         return
     rows = [[harmless(cell) for cell in row] for row in config_differences(run.config(), composed)]
     if not rows:

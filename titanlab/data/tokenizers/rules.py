@@ -41,9 +41,9 @@ def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path
     check_size(len(vocabulary), path, key)
     # The library gives added tokens new ids if their ids do not follow those of the other tokens.
     for token in (description or {}).get("added_tokens", []):
-        name, given, actual = token["content"], token["id"], vocabulary.get(token["content"])
-        if actual != given:
-            rule = f"gives its added token {name!r} the id {given}, and the tokenizers library gives it {actual}"
+        name, declared, actual = token["content"], token["id"], vocabulary.get(token["content"])
+        if actual != declared:
+            rule = f"gives its added token {name!r} the id {declared}, and the tokenizers library gives it {actual}"
             raise ConfigError(key, path, rule, "fetch the file again")
     names: dict[int, str] = {}
     for name, number in vocabulary.items():

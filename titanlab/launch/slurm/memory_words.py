@@ -42,8 +42,8 @@ def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
         return None
     # "Killed" also names tasks that were ended because another task had exceeded its memory.
     named = ranks["Out Of Memory"] or (ranks["Killed"] if not several else set())
-    said = next((sentence for sentence in sentences if "StepId=" in sentence), sentences[0])
-    return MemoryWord(said[:300], named.pop() if len(named) == 1 else None)
+    message = next((sentence for sentence in sentences if "StepId=" in sentence), sentences[0])
+    return MemoryWord(message[:300], named.pop() if len(named) == 1 else None)
 
 
 def _end_of(path: Path) -> str:

@@ -101,8 +101,8 @@ def forward(
     out = out.to(accumulator(q.dtype))
     for block in _blocks(exchange, k, v, chunks):
         for rectangle in chunks.rectangles(block):
-            given = (rectangle.own(q), rectangle.of_block(block.k), rectangle.of_block(block.v))
-            part, part_lse = kernel.forward(*map(_heads_first, given), causal=False)
+            inputs = (rectangle.own(q), rectangle.of_block(block.k), rectangle.of_block(block.v))
+            part, part_lse = kernel.forward(*map(_heads_first, inputs), causal=False)
             merge(rectangle.own(out), rectangle.own(lse), _sequence_first(part), _sequence_first(part_lse))
         del block  # before memory for the next is allocated
     return out.to(q.dtype), lse

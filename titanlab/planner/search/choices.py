@@ -79,10 +79,10 @@ def _name(value: Any) -> str:
     """The kind, with the fields that differ from their defaults."""
     changed = []
     for field in dataclasses.fields(value):
-        given = getattr(value, field.name)
+        field_value = getattr(value, field.name)
         default = field.default_factory() if callable(field.default_factory) else field.default
-        if field.name != "kind" and given != default and isinstance(given, int | float | bool):
-            changed.append(f"{field.name}={str(given).lower() if isinstance(given, bool) else given}")
+        if field.name != "kind" and field_value != default and isinstance(field_value, int | float | bool):
+            changed.append(f"{field.name}={str(field_value).lower() if isinstance(field_value, bool) else field_value}")
     return " ".join([value.kind, *changed])
 
 

@@ -114,15 +114,15 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
 
 def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
     """The error for a wrong value or key; it shows the value as the user typed it."""
-    given = _values(overrides)
-    key = _full_key(cause, given)
-    value = given.get(key, cause.value)
+    values = _values(overrides)
+    key = _full_key(cause, values)
+    value = values.get(key, cause.value)
     if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType):
         refusal = _refusal(cause)
         if refusal is not None:
             return ConfigError(key, f"${{{refusal.key}:{refusal.value}}}", refusal.rule, refusal.cure)
         return ConfigError(
-            key, given.get(key, "${…}"), first_line(cause), "name a key as in ${model.dim}, or a resolver"
+            key, values.get(key, "${…}"), first_line(cause), "name a key as in ${model.dim}, or a resolver"
         )
     if isinstance(cause, ValidationError):
         # A sweep's override has several values; show only the wrong one.
@@ -132,16 +132,16 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     if isinstance(cause, ConfigTypeError) and "deletion" in str(cause.msg):
         return ConfigError(key, "", "cannot be taken out", f"give it a value: {key}=…")
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _unknown_of_several(key, value, given) or unknown_key(key, value)
+        return _unknown_of_several(key, value, values) or unknown_key(key, value)
     return ConfigError(key, value, first_line(cause), COMPARE)
 
 
-def _unknown_of_several(key: str, value: object, given: Mapping[str, str]) -> ConfigError | None:
+def _unknown_of_several(key: str, value: object, values: Mapping[str, str]) -> ConfigError | None:
     """The error for a key that lacks the option's name, where a list of options is chosen."""
     group, _, rest = key.partition(".")
-    if group not in combining_groups() or not given.get(group, "").startswith("["):
+    if group not in combining_groups() or not values.get(group, "").startswith("["):
         return None
-    for name in re.findall(r"\w+", given[group]):
+    for name in re.findall(r"\w+", values[group]):
         if find_key(f"{group}.{rest}", None, kind=name) is not None:
             rule = f"is a key of one of the chosen options, {name}"
             return ConfigError(key, value, rule, f"try {group}.{name}.{rest}={value}")
@@ -174,10 +174,10 @@ def _values(overrides: Sequence[str]) -> dict[str, str]:
     return {key.lstrip("+~").split("@")[0]: value for key, _, value in pairs}
 
 
-def _full_key(cause: OmegaConfBaseException, given: Mapping[str, str]) -> str:
+def _full_key(cause: OmegaConfBaseException, values: Mapping[str, str]) -> str:
     """The key as the user gave it: OmegaConf may name a part, `trainig` or `steps` for `trainig.steps=3`."""
     # Without the index of an item in a list, as in optimizer.betas[0].
     key = (cause.full_key or str(cause.key or "config")).partition("[")[0]
-    if key in given:
+    if key in values:
         return key
-    return next((name for name in given if name.endswith("." + key) or name.startswith(key + ".")), key)
+    return next((name for name in values if name.endswith("." + key) or name.startswith(key + ".")), key)

@@ -46,41 +46,41 @@ def read_flags(arguments: Sequence[str]) -> Flags:
             something that titanlab does not read.
     """
     try:
-        given, unknown = flag_parser().parse_known_intermixed_args(list(arguments))
+        options, unknown = flag_parser().parse_known_intermixed_args(list(arguments))
     except argparse.ArgumentError as error:
         raise _bad_flag(error, arguments) from error
     # argparse puts unknown arguments that begin with a dash here; overrides never begin with one.
     if unknown:
         raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", HELP)
-    _check_together(given, arguments)
-    strangers.check_overrides(given.overrides)
-    hydra_settings.check_overrides(given.overrides)
-    left = list(given.overrides)
+    _check_together(options, arguments)
+    strangers.check_overrides(options.overrides)
+    hydra_settings.check_overrides(options.overrides)
+    left = list(options.overrides)
     flags = [argument for argument in arguments if not _remove_first(argument, left)]
     return Flags(
-        overrides=[_with_home(override) for override in given.overrides],
+        overrides=[_with_home(override) for override in options.overrides],
         flags=flags,
         values={
-            "--config-dir": given.config_dir,
-            "--config-name": given.config_name,
-            "--config-path": given.config_path,
+            "--config-dir": options.config_dir,
+            "--config-name": options.config_name,
+            "--config-path": options.config_path,
         },
-        starts=not any(getattr(given, name) for name in _ANSWERS),
-        helps=given.help,
-        multirun=given.multirun,
+        starts=not any(getattr(options, name) for name in _ANSWERS),
+        helps=options.help,
+        multirun=options.multirun,
     )
 
 
-def _check_together(given: argparse.Namespace, arguments: Sequence[str]) -> None:
-    if given.resolve and not (given.cfg or given.help):
+def _check_together(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    if options.resolve and not (options.cfg or options.help):
         raise ConfigError(ARGUMENTS, "--resolve", "goes with --cfg", "try --cfg job --resolve")
-    if given.package is not None and not given.cfg:
-        raise ConfigError("--package", given.package, "goes with --cfg", f"try --cfg job --package {given.package}")
-    if given.experimental_rerun is not None:
+    if options.package is not None and not options.cfg:
+        raise ConfigError("--package", options.package, "goes with --cfg", f"try --cfg job --package {options.package}")
+    if options.experimental_rerun is not None:
         # Hydra would unpickle a file, which can run any code.
         rule = "a run is not repeated from a pickle"
-        raise ConfigError("--experimental-rerun", given.experimental_rerun, rule, "try titanlab resume RUN")
-    modes = [name for name in ("run", "multirun", *_ANSWERS[2:]) if getattr(given, name) not in (None, False)]
+        raise ConfigError("--experimental-rerun", options.experimental_rerun, rule, "try titanlab resume RUN")
+    modes = [name for name in ("run", "multirun", *_ANSWERS[2:]) if getattr(options, name) not in (None, False)]
     if len(modes) > 1:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
         raise ConfigError(ARGUMENTS, " ".join(arguments), f"{named} do not go together", "choose one of them")

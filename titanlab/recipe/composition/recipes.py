@@ -145,10 +145,10 @@ def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> 
             part = getattr(config, field.name)
             _check_schema(type(part), group, kinds, field.name)
             _check_kind(part, group, kinds)
-    given = getattr(config, "kind", expected)
-    if given != expected:
+    kind = getattr(config, "kind", expected)
+    if kind != expected:
         rule = f"says which schema the group has, and it has that of {expected}"
-        raise ConfigError(f"{group}.kind", given, rule, f"leave it out, and choose with {group}=…")
+        raise ConfigError(f"{group}.kind", kind, rule, f"leave it out, and choose with {group}=…")
 
 
 def _check_keys(node: Any, prefix: str) -> None:

@@ -150,7 +150,7 @@ def _variable(name: str, default: Any = None) -> Any:
 
 
 def _refuse_making(name: str) -> Any:
-    def refuse(*given: Any) -> Any:
+    def refuse(*arguments: Any) -> Any:
         raise ConfigError(name, "…", "makes configs of text, which nobody can check", "write the value itself")
 
     return refuse

@@ -109,8 +109,8 @@ def _bars(
         look: dict[str, Any] = OVERSUBSCRIBED if oversubscribed[place] else {"facecolor": BLUE}
         (bar,) = axis.barh(place, value, height=0.72, linewidth=0.8, **look)
         measured = [row for row in group.rows if row["outcome"] == "done" and row[column] is not None]
-        said = f"{group.label}: {text(group, value)}, {counted(len(measured), 'run')}"
-        figure.trace(bar, runs=[row["run"] for row in measured], columns=[column], text=said)
+        description = f"{group.label}: {text(group, value)}, {counted(len(measured), 'run')}"
+        figure.trace(bar, runs=[row["run"] for row in measured], columns=[column], text=description)
         band = bands.get(group.label) if bands and not group.is_control else None
         end = max(value, *(band or ()), *(row[column] for row in measured))
         if band is not None:
@@ -135,8 +135,8 @@ def _bars(
 
 def _centre(group: Group, column: str, centres: Mapping[str, float]) -> float | None:
     """The given centre of a recipe, or its median: the control may have the label of another recipe."""
-    given = None if group.is_control else centres.get(group.label)
-    return group.median(column) if given is None else given
+    centre = None if group.is_control else centres.get(group.label)
+    return group.median(column) if centre is None else centre
 
 
 def _draw_band(axis: Axes, place: int, band: tuple[float, float]) -> None:
@@ -155,5 +155,5 @@ def _draw_runs(
         (point,) = axis.plot(
             row[column], place, "o", markersize=4, color=ORANGE, markeredgecolor=INK, markeredgewidth=0.6
         )
-        said = f"{row['run']}: {significant(row[column], 4)}"
-        figure.trace(point, runs=[row["run"]], columns=[column], text=said)
+        description = f"{row['run']}: {significant(row[column], 4)}"
+        figure.trace(point, runs=[row["run"]], columns=[column], text=description)

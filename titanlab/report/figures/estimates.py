@@ -104,8 +104,10 @@ def _draw(
             markeredgewidth=0.7,
         )
         excess = 100 * (estimated / measured - 1)
-        said = f"measured {significant(measured)} {unit}, estimate {significant(estimated)} {unit} ({excess:+.0f} %)"
-        figure.trace(point, runs=[row["run"]], columns=columns, text=f"{row['run']}: {said}")
+        description = (
+            f"measured {significant(measured)} {unit}, estimate {significant(estimated)} {unit} ({excess:+.0f} %)"
+        )
+        figure.trace(point, runs=[row["run"]], columns=columns, text=f"{row['run']}: {description}")
     axis.set_xlim(low, high)
     axis.set_ylim(low, high)
     axis.grid(color=GRID, linewidth=0.6)

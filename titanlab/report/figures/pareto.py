@@ -148,8 +148,8 @@ def _draw_point(figure: TracedFigure, axis: Axes, point: Point, speed: str, *, s
         markeredgecolor=BLUE if hollow else INK,
         markeredgewidth=0.8,
     )
-    said = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"
-    figure.trace(mark, runs=point.runs, columns=[MEMORY, speed], text=said)
+    description = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"
+    figure.trace(mark, runs=point.runs, columns=[MEMORY, speed], text=description)
 
 
 def _draw_failures(
@@ -170,8 +170,8 @@ def _draw_failures(
         (cross,) = place.plot(
             memory, 0 if rate is None else rate, "x", markersize=7, markeredgewidth=1.8, color=RED, clip_on=False
         )
-        said = f"{row['run']}: {word(row)}, {memory:.2f} GiB{'' if columns[0] == MEMORY else ' by the estimate'}"
-        figure.trace(cross, runs=[row["run"]], columns=columns, text=said)
+        description = f"{row['run']}: {word(row)}, {memory:.2f} GiB{'' if columns[0] == MEMORY else ' by the estimate'}"
+        figure.trace(cross, runs=[row["run"]], columns=columns, text=description)
     if unknown and strip is not None:
         text = f"{counted(len(unknown), 'failed run')} of unknown memory"
         note = strip.text(0.995, 0.5, text, transform=strip.transAxes, ha="right", va="center", fontsize=8, color=MUTED)

@@ -87,8 +87,8 @@ def step_time_split(splits: Sequence[Split]) -> TracedFigure:
             label = None if name in labelled else text
             (bar,) = axis.barh(place, seconds, left=left, height=0.72, label=label, **look)
             labelled.add(name)
-            said = f"{split.label}: {text} {short_span(seconds)}{'' if split.is_measured else ', estimated'}"
-            figure.trace(bar, runs=[split.run], columns=split.columns, text=said)
+            description = f"{split.label}: {text} {short_span(seconds)}{'' if split.is_measured else ', estimated'}"
+            figure.trace(bar, runs=[split.run], columns=split.columns, text=description)
             left += seconds
         text = short_span(left) + ("" if split.is_measured else " (estimate)")
         axis.text(left + 0.012 * longest, place, text, va="center", fontsize=8.5, color=INK)

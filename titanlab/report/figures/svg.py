@@ -98,8 +98,8 @@ def element(figure: TracedFigure, *, name: str, title: str, description: str) ->
     root.set("preserveAspectRatio", "xMinYMid")
     root.set("aria-labelledby", f"{name}-title {name}-description")
     root.set("style", f"--width: {width}px")
-    said = [("title", title), ("desc", description)]
-    for place, (tag, text) in enumerate(said):
+    texts = [("title", title), ("desc", description)]
+    for place, (tag, text) in enumerate(texts):
         spoken = ElementTree.Element(f"{{{_SVG}}}{tag}", {"id": f"{name}-{tag.replace('desc', 'description')}"})
         spoken.text = text
         root.insert(place, spoken)

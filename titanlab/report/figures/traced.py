@@ -31,8 +31,8 @@ class TracedFigure(Figure):
         has_heading: whether the title of its first axes is that of the whole figure, which a page does not repeat.
     """
 
-    def __init__(self, *arguments: Any, **given: Any) -> None:
-        super().__init__(*arguments, **given)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.marks: dict[str, Mark] = {}
         self.has_heading = False
 

@@ -255,11 +255,11 @@ def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[st
         if key in tracebacks or len(tracebacks) == _MOST_TRACEBACKS:
             continue
         try:
-            said = failure_text(facts.run(row), row)
+            failure = failure_text(facts.run(row), row)
         except (TitanlabError, OSError):
             continue
-        if said is not None:
-            source, words = said
+        if failure is not None:
+            source, words = failure
             shown = words if len(words) <= _MOST_TRACEBACK else f"…{words[-_MOST_TRACEBACK:]}"
             tracebacks[key] = (f"{row['run']}: {source}", redact(shown))
     return list(tracebacks.values())

@@ -35,11 +35,11 @@ def read_control(value: Any) -> Values | None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ConfigError(CONTROL, value, "must be one mapping of keys to values", _EXAMPLE)
-    for key, given in value.items():
-        if isinstance(given, dict):
-            raise ConfigError(CONTROL, f"{key}: {given}", "takes keys with dots", f"write {key}.KEY: VALUE")
+    for key, setting in value.items():
+        if isinstance(setting, dict):
+            raise ConfigError(CONTROL, f"{key}: {setting}", "takes keys with dots", f"write {key}.KEY: VALUE")
         if key in ("name", "repeat"):
-            raise ConfigError(CONTROL, f"{key}: {given}", "is given by the control itself", "leave it out")
+            raise ConfigError(CONTROL, f"{key}: {setting}", "is given by the control itself", "leave it out")
     return dict(value)
 
 

@@ -243,28 +243,28 @@ def _check_keys(request: Request) -> None:
         for key, value in point.items():
             values.setdefault(key, {})[canonical_text(value)] = value
     for key, by_text in values.items():
-        given = list(by_text.values())
+        choices = list(by_text.values())
         if key.partition(".")[0].partition("/")[0] == "hydra":
-            raise ConfigError(key, _listed(given), "is Hydra's own, which is one for all points", "give one value")
+            raise ConfigError(key, _listed(choices), "is Hydra's own, which is one for all points", "give one value")
         if key in _OF_THE_SWEEP:
-            raise ConfigError(key, _listed(given), "is one for the whole sweep", "give one value, outside the space")
+            raise ConfigError(key, _listed(choices), "is one for the whole sweep", "give one value, outside the space")
         if key == "repeat" and request.repeats > 1:
-            raise ConfigError(key, _listed(given), "is counted by repeats already", "leave one of the two out")
+            raise ConfigError(key, _listed(choices), "is counted by repeats already", "leave one of the two out")
         if loader.is_group(key):
-            _check_options(loader, key, given)
+            _check_options(loader, key, choices)
         elif key not in by_name:
             of_several = find_key(key)
             if of_several is None:
-                raise unknown_key(key, _listed(given))
-            _check_types([of_several], key, given)
+                raise unknown_key(key, _listed(choices))
+            _check_types([of_several], key, choices)
         else:
-            _check_types(by_name[key], key, given)
+            _check_types(by_name[key], key, choices)
 
 
-def _check_options(loader: Loader, group: str, given: Sequence[Any]) -> None:
+def _check_options(loader: Loader, group: str, choices: Sequence[Any]) -> None:
     options = loader.options(group.partition("@")[0])
     several = group in combining_groups()
-    names = (one for choice in given for one in (choice if several and isinstance(choice, list) else [choice]))
+    names = (one for choice in choices for one in (choice if several and isinstance(choice, list) else [choice]))
     for value in names:
         if isinstance(value, str) and value in options:
             continue

@@ -48,13 +48,13 @@ class SharedFields:
             nodes: replacements for some of its groups.
             values: the point's own values, by key.
         """
-        given: dict[str, tuple[Any, ...]] = {}
+        overrides: dict[str, tuple[Any, ...]] = {}
         for key, value in values:
             name, text = key.partition(".")[0], canonical_text(value)
             if name not in _FIELDS or key in self._groups or "${" in text:
                 return None
-            given[name] = (*given.get(name, ()), key, text)
-        keys = {name: (name, id(nodes.get(name, config)), given.get(name)) for name in _FIELDS}
+            overrides[name] = (*overrides.get(name, ()), key, text)
+        keys = {name: (name, id(nodes.get(name, config)), overrides.get(name)) for name in _FIELDS}
         complete: dict[str, tuple[Any, ...]] = {}
         for name, own in keys.items():
             references = self._referred(name, nodes.get(name, config))

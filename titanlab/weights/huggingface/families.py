@@ -16,8 +16,8 @@ def family_for(config: Mapping[str, Any]) -> HuggingFaceFamily:
     Raises:
         ConfigError: no installed model supports the architecture.
     """
-    given = config.get("architectures") or []
-    architecture = given[0] if isinstance(given, list) and len(given) == 1 else given
+    architectures = config.get("architectures") or []
+    architecture = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
     known: dict[str, HuggingFaceFamily] = {}
     for option in discover()["model"].values():
         schema: type[ModelConfig] = option.schema
