@@ -23,8 +23,8 @@ def compose(arguments: Sequence[str]) -> list[Recipe]:
 
         answer(flags)
         return []
-    if one := compose_one(flags):
-        return [one[1]]
+    if composition := compose_one(flags):
+        return [composition[1]]
     # Imported here, because a single run needs no code for sweeps.
     from titanlab.sweep.study.composer import Composer
     from titanlab.sweep.study.request import read_request

@@ -175,11 +175,11 @@ def _recipe(arguments: Sequence[str]) -> Recipe:
     flags = read_flags(arguments)
     if not flags.starts:
         raise ConfigError("arguments", " ".join(arguments), "plan has no such flag", "see `titanlab plan --help`")
-    one = compose_one(flags)
-    if one is None:
+    composition = compose_one(flags)
+    if composition is None:
         rule = "ask for several recipes, and a plan begins with one"
         raise ConfigError("arguments", " ".join(arguments), rule, "try titanlab sweep … --dry-run")
-    return one[1]
+    return composition[1]
 
 
 def _lines(result: Plan, *, why: bool) -> list[str]:

@@ -107,9 +107,9 @@ def _of_rank(order: Sequence[Action], stages: Sequence[int]) -> Moments:
     maxima.add(tuple(alive))
     largest: list[tuple[int, ...]] = []
     # A moment that another one covers has a smaller sum.
-    for one in sorted(maxima, key=sum, reverse=True):
-        if not any(_covers(other, one) for other in largest[:_COMPARED]):
-            largest.append(one)
+    for moment in sorted(maxima, key=sum, reverse=True):
+        if not any(_covers(other, moment) for other in largest[:_COMPARED]):
+            largest.append(moment)
     return tuple(sorted(largest))
 
 

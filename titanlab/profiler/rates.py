@@ -80,8 +80,8 @@ class _Local:
         some, other = self._random(_POINTWISE), self._random(_POINTWISE)
         moved = 3 * some.numel() * some.element_size()
         figures[names.POINTWISE] = moved / self._seconds(lambda: some * other)
-        one = self._random(1)
-        figures[names.LAUNCH] = self._seconds(lambda: [one + one for _ in range(_LAUNCHES)]) / _LAUNCHES
+        scalar = self._random(1)
+        figures[names.LAUNCH] = self._seconds(lambda: [scalar + scalar for _ in range(_LAUNCHES)]) / _LAUNCHES
         return figures
 
     def _products(self) -> Iterator[tuple[str, float]]:

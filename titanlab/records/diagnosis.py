@@ -198,13 +198,13 @@ def _missing(ours: Messages, theirs: Messages, rank: int, peer: int, operation: 
     return ours.received.get(peer, 0) - theirs.sent.get(rank, 0)
 
 
-def _accused(reasons: Mapping[int, str], one: str, many: str, waits: Mapping[int, Wait]) -> Diagnosis:
+def _accused(reasons: Mapping[int, str], singular: str, plural: str, waits: Mapping[int, Wait]) -> Diagnosis:
     ranks = tuple(sorted(reasons))
     if len(ranks) == 1:
-        text = f"rank {ranks[0]} {one}: {reasons[ranks[0]]}"
+        text = f"rank {ranks[0]} {singular}: {reasons[ranks[0]]}"
     else:
         listing = ", ".join(f"rank {rank}: {reasons[rank]}" for rank in ranks[:_MOST_NAMED])
-        text = f"{named(ranks)} {many} ({listing})"
+        text = f"{named(ranks)} {plural} ({listing})"
     return _with_waits(text, ranks, waits)
 
 
@@ -326,12 +326,15 @@ def _listed(waits: Mapping[int, Wait], *, with_peers: bool = False) -> str:
     """Where ranks wait, ranks with the same place together."""
     places: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, wait in waits.items():
-        one, many = ("waits", "wait") if wait.instead is None else _VERBS[wait.instead]
+        singular, plural = ("waits", "wait") if wait.instead is None else _VERBS[wait.instead]
         text = f" in {wait.text}" if wait.text else ""
         if wait.at:
             text += f" at {wait.at}" if wait.instead is None else f" in {wait.at}"
         text += f" for {named(wait.on)}" if with_peers and wait.on else ""
-        places[one, many, text].append(rank)
-    listed = [f"{named(ranks)} {one if len(ranks) == 1 else many}{text}" for (one, many, text), ranks in places.items()]
+        places[singular, plural, text].append(rank)
+    listed = [
+        f"{named(ranks)} {singular if len(ranks) == 1 else plural}{text}"
+        for (singular, plural, text), ranks in places.items()
+    ]
     more = f", and {len(listed) - _MOST_NAMED} more places" if len(listed) > _MOST_NAMED else ""
     return ", ".join(listed[:_MOST_NAMED]) + more

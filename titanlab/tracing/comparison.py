@@ -65,7 +65,9 @@ def _items(declared: RankAccount, traced: RankAccount) -> Iterator[Item]:
         *_saved(declared.saved, traced.saved),
         *_traffic(declared.traffic, traced.traffic),
     ]
-    yield from (Item(rank=traced.rank, name=name, declared=one, traced=other) for name, one, other in figures)
+    yield from (
+        Item(rank=traced.rank, name=name, declared=expected, traced=actual) for name, expected, actual in figures
+    )
 
 
 def _saved(declared: Mapping[int, int], traced: Mapping[int, int]) -> Iterator[tuple[str, int, int]]:
@@ -88,8 +90,8 @@ def _traffic(declared: Sequence[Row], traced: Sequence[Row]) -> Iterator[tuple[s
     for axis, kind in dict.fromkeys((*by_kind[0], *by_kind[1])):
         rows = [rows.get((axis, kind)) for rows in by_kind]
         for figure in ("count", "bytes"):
-            one, other = (0 if row is None else getattr(row, figure) for row in rows)
-            yield f"{axis} {kind} {figure}", one, other
+            expected, actual = (0 if row is None else getattr(row, figure) for row in rows)
+            yield f"{axis} {kind} {figure}", expected, actual
 
 
 def comparison_rows(items: Sequence[Item]) -> list[list[str]]:

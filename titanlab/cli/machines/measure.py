@@ -47,16 +47,16 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
     if out is not None:
         check_out(out.expanduser())
     _check(arguments)
-    given = [*_RECIPE, *arguments]
-    one = compose_one(read_flags(given))
-    if one is None:
+    all_arguments = [*_RECIPE, *arguments]
+    composition = compose_one(read_flags(all_arguments))
+    if composition is None:
         rule = "asks for several recipes, and a measurement is one job"
         raise ConfigError(KEY, " ".join(arguments), rule, "give one value of each key")
-    composed = one[1]
+    composed = composition[1]
     world = composed.world or _processes(composed)
     sizes = [size for size in _ON_GPUS if _is_on_gpus(composed) and not _gives(arguments, size.partition("=")[0])]
     own = [] if composed.world else [f"world={world}"]
-    rest = (*given, *own, *sizes, f"training.global_batch={world}")
+    rest = (*all_arguments, *own, *sizes, f"training.global_batch={world}")
     code = run_study(Given(rest=rest, wait=True, force=True, whole=True))
     if code:
         return code

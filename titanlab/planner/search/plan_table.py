@@ -29,20 +29,20 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             str(place),
-            one.recipe.layout.label,
-            one.point.schedule.name,
-            str(one.point.microbatch),
-            one.point.ac.name,
-            one.point.precision.name if varied[0] else "",
-            one.point.compile.name if varied[1] else "",
-            f"{one.memory.allocated / 1e9:.1f}",
-            f"{one.reserved / 1e9:.1f}",
-            grouped(one.time.tokens_per_second),
-            "" if math.isnan(one.time.mfu) else f"{100 * one.time.mfu:.1f}%",
-            f"{significant(one.time.seconds, 4)} s",
-            split_text(one.time),
+            ranked.recipe.layout.label,
+            ranked.point.schedule.name,
+            str(ranked.point.microbatch),
+            ranked.point.ac.name,
+            ranked.point.precision.name if varied[0] else "",
+            ranked.point.compile.name if varied[1] else "",
+            f"{ranked.memory.allocated / 1e9:.1f}",
+            f"{ranked.reserved / 1e9:.1f}",
+            grouped(ranked.time.tokens_per_second),
+            "" if math.isnan(ranked.time.mfu) else f"{100 * ranked.time.mfu:.1f}%",
+            f"{significant(ranked.time.seconds, 4)} s",
+            split_text(ranked.time),
         )
-        for place, one in enumerate(plan.best, start=1)
+        for place, ranked in enumerate(plan.best, start=1)
     ]
 
 
@@ -79,22 +79,22 @@ def left_out(plan: Plan) -> list[str]:
 def reasons(best: Sequence[Ranked]) -> list[str]:
     """One sentence for each recipe: which terms make it slower than the one above it."""
     lines = []
-    for place, one in enumerate(best):
+    for place, ranked in enumerate(best):
         if place == 0:
-            lines.append(f"1 is the fastest that fits: {split_text(one.time)}")
+            lines.append(f"1 is the fastest that fits: {split_text(ranked.time)}")
         else:
-            lines.append(f"{place + 1} {_difference(best[place - 1], one)}")
+            lines.append(f"{place + 1} {_difference(best[place - 1], ranked)}")
     return lines
 
 
-def _difference(above: Ranked, one: Ranked) -> str:
-    change = one.time.seconds - above.time.seconds
+def _difference(above: Ranked, ranked: Ranked) -> str:
+    change = ranked.time.seconds - above.time.seconds
     small = _SMALL * above.time.seconds
-    names = dict.fromkeys((*above.time.parts, *one.time.parts))
-    parts = {name: one.time.parts.get(name, 0.0) - above.time.parts.get(name, 0.0) for name in names}
+    names = dict.fromkeys((*above.time.parts, *ranked.time.parts))
+    parts = {name: ranked.time.parts.get(name, 0.0) - above.time.parts.get(name, 0.0) for name in names}
     named = sorted((part for part in parts.items() if abs(part[1]) > small), key=lambda part: -abs(part[1]))[:_PARTS]
     terms = ", ".join(f"{name} {seconds:+.3g} s" for name, seconds in named)
-    freed = above.reserved - one.reserved
+    freed = above.reserved - ranked.reserved
     memory = f"; it takes {abs(freed) / 1e9:.1f} GB {'less' if freed > 0 else 'more'}" if abs(freed) > 0.5e9 else ""
     if not terms:
         return f"takes as long within {100 * _SMALL:.1f} %{memory}"
@@ -102,7 +102,7 @@ def _difference(above: Ranked, one: Ranked) -> str:
 
 
 def _differs(plan: Plan, name: str) -> bool:
-    return len({getattr(one.point, name).name for one in plan.best}) > 1
+    return len({getattr(ranked.point, name).name for ranked in plan.best}) > 1
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
@@ -119,47 +119,47 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "dropped_layouts": dict(plan.dropped),
         "refused": dict(plan.refused),
         "advice": list(plan.advice),
-        "best": [_values(one, plan.base) for one in plan.best],
+        "best": [_values(ranked, plan.base) for ranked in plan.best],
     }
 
 
-def _values(one: Ranked, base: Recipe) -> dict[str, Any]:
+def _values(ranked: Ranked, base: Recipe) -> dict[str, Any]:
     return {
-        "layout": one.recipe.layout.label,
-        "degrees": one.recipe.layout.degrees(),
-        "schedule": one.point.schedule.name,
-        "microbatch": one.point.microbatch,
-        "microbatches": one.recipe.microbatches,
-        "ac": one.point.ac.name,
-        "precision": one.point.precision.name,
-        "compile": one.point.compile.name,
-        "overrides": overrides(one, base),
-        "allocated_bytes": one.memory.allocated,
-        "reserved_bytes": one.reserved,
-        "memory": dict(one.memory.items),
-        "step_seconds": one.time.seconds,
-        "parts": dict(one.time.parts),
-        "tokens_per_second_per_device": one.time.tokens_per_second,
-        "mfu": one.time.mfu,
+        "layout": ranked.recipe.layout.label,
+        "degrees": ranked.recipe.layout.degrees(),
+        "schedule": ranked.point.schedule.name,
+        "microbatch": ranked.point.microbatch,
+        "microbatches": ranked.recipe.microbatches,
+        "ac": ranked.point.ac.name,
+        "precision": ranked.point.precision.name,
+        "compile": ranked.point.compile.name,
+        "overrides": overrides(ranked, base),
+        "allocated_bytes": ranked.memory.allocated,
+        "reserved_bytes": ranked.reserved,
+        "memory": dict(ranked.memory.items),
+        "step_seconds": ranked.time.seconds,
+        "parts": dict(ranked.time.parts),
+        "tokens_per_second_per_device": ranked.time.tokens_per_second,
+        "mfu": ranked.time.mfu,
     }
 
 
-def overrides(one: Ranked, base: Recipe) -> list[str]:
+def overrides(ranked: Ranked, base: Recipe) -> list[str]:
     """The arguments that make the recipe of the request this one; precision and compile only if they differ.
 
     Args:
         base: the recipe of the request.
     """
-    degrees = [f"parallelism.{axis}={degree}" for axis, degree in one.recipe.layout.degrees().items()]
-    if one.recipe.model.account().experts is not None:
-        degrees.append(f"parallelism.expert={one.recipe.layout.expert}")
-    arguments = [*degrees, f"training.microbatch={one.point.microbatch}", *_chosen("ac", one.point.ac.value)]
-    if one.recipe.layout.pipeline > 1:
-        arguments += _chosen("schedule", one.point.schedule.value)
-    if one.recipe.precision != base.precision:
-        arguments += _chosen("precision", one.recipe.precision)
-    if one.recipe.compile != base.compile:
-        arguments += _fields("compile", one.recipe.compile, bool | str)
+    degrees = [f"parallelism.{axis}={degree}" for axis, degree in ranked.recipe.layout.degrees().items()]
+    if ranked.recipe.model.account().experts is not None:
+        degrees.append(f"parallelism.expert={ranked.recipe.layout.expert}")
+    arguments = [*degrees, f"training.microbatch={ranked.point.microbatch}", *_chosen("ac", ranked.point.ac.value)]
+    if ranked.recipe.layout.pipeline > 1:
+        arguments += _chosen("schedule", ranked.point.schedule.value)
+    if ranked.recipe.precision != base.precision:
+        arguments += _chosen("precision", ranked.recipe.precision)
+    if ranked.recipe.compile != base.compile:
+        arguments += _fields("compile", ranked.recipe.compile, bool | str)
     return arguments
 
 

@@ -103,10 +103,10 @@ def element(figure: TracedFigure, *, name: str, title: str, description: str) ->
         spoken = ElementTree.Element(f"{{{_SVG}}}{tag}", {"id": f"{name}-{tag.replace('desc', 'description')}"})
         spoken.text = text
         root.insert(place, spoken)
-    for one in root.iter():
-        one.tag = one.tag.removeprefix(f"{{{_SVG}}}")
-        one.tail = None
-        one.text = one.text if one.text and one.text.strip() else None
+    for node in root.iter():
+        node.tag = node.tag.removeprefix(f"{{{_SVG}}}")
+        node.tail = None
+        node.text = node.text if node.text and node.text.strip() else None
     return ElementTree.tostring(root, encoding="unicode", short_empty_elements=False)
 
 
@@ -133,48 +133,48 @@ class _no_missing_letters(warnings.catch_warnings):  # noqa: N801
 
 def _mark(root: ElementTree.Element, figure: TracedFigure, *, prefix: str) -> None:
     """Give the elements of marks their sources; `prefix` belongs to ids, which are set later."""
-    for one in root.iter():
-        mark = figure.marks.get(one.get("id", ""))
+    for node in root.iter():
+        mark = figure.marks.get(node.get("id", ""))
         if mark is None:
             continue
         more = len(mark.runs) - _MOST_RUNS
         runs = [style.printable(run) for run in mark.runs[:_MOST_RUNS]]
-        one.set("data-run", " ".join([*runs, *([f"(and {more} more)"] if more > 0 else [])]))
-        one.set("data-column", " ".join(mark.columns))
+        node.set("data-run", " ".join([*runs, *([f"(and {more} more)"] if more > 0 else [])]))
+        node.set("data-column", " ".join(mark.columns))
         if prefix:
-            del one.attrib["id"]
+            del node.attrib["id"]
         if mark.text:
             title = ElementTree.Element(f"{{{_SVG}}}title")
             title.text = style.printable(mark.text)
-            one.insert(0, title)
+            node.insert(0, title)
 
 
 def _rename(root: ElementTree.Element, *, prefix: str) -> None:
     """Use the page's colours and fonts; prefix the ids that are used, and remove the others."""
     used = set(_references(root))
-    for one in root.iter():
-        name = one.attrib.pop("id", None)
+    for node in root.iter():
+        name = node.attrib.pop("id", None)
         if name in used:
-            one.set("id", prefix + name)
-        if (link := one.attrib.pop(_LINK, None)) is not None:
+            node.set("id", prefix + name)
+        if (link := node.attrib.pop(_LINK, None)) is not None:
             # An image has its bytes in the address.
-            one.set("href", f"#{prefix}{link.removeprefix('#')}" if link.startswith("#") else link)
-        for key, value in list(one.attrib.items()):
+            node.set("href", f"#{prefix}{link.removeprefix('#')}" if link.startswith("#") else link)
+        for key, value in list(node.attrib.items()):
             if key == "style":
                 value = _FONT_FAMILY.sub("", _COLOUR.sub(_colour, value))
             if "url(#" in value:
                 value = _REFERENCE.sub(rf"url(#{prefix}\1)", value)
             if key in ("d", "x", "y", "transform"):
                 value = _DECIMALS.sub(r"\1", value)
-            one.set(key, " ".join(value.split()))
+            node.set(key, " ".join(value.split()))
         for attribute in ("fill", "stroke"):
-            if one.get(attribute) in COLOURS:
-                one.set("style", f"{one.get('style', '')}; {attribute}: var({COLOURS[one.attrib.pop(attribute)]})")
+            if node.get(attribute) in COLOURS:
+                node.set("style", f"{node.get('style', '')}; {attribute}: var({COLOURS[node.attrib.pop(attribute)]})")
 
 
 def _references(root: ElementTree.Element) -> Iterator[str]:
-    for one in root.iter():
-        for key, value in one.attrib.items():
+    for node in root.iter():
+        for key, value in node.attrib.items():
             if key == _LINK and value.startswith("#"):
                 yield value.removeprefix("#")
             else:

@@ -149,7 +149,10 @@ def split_panel(facts: Facts) -> Panel | None:
         values=Table(
             caption="Seconds of a step by part" + ("" if is_measured else ", estimated"),
             headings=["run", *map(part_name, parts)],
-            rows=[[run_cell(one.run), *(number(one.seconds.get(part), digits=3) for part in parts)] for one in splits],
+            rows=[
+                [run_cell(split.run), *(number(split.seconds.get(part), digits=3) for part in parts)]
+                for split in splits
+            ],
         ),
         notes=_without(facts, {split.run for split in splits}),
     )
@@ -191,7 +194,7 @@ def timeline_panel(facts: Facts) -> Panel | None:
     caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. " + (
         "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
     )
-    spoken = [f"{one.label}: bubble {100 * one.timeline.bubble_share:.1f} %" for one in drawn]
+    spoken = [f"{pipeline.label}: bubble {100 * pipeline.timeline.bubble_share:.1f} %" for pipeline in drawn]
     return Panel(
         name="timeline",
         title="Pipeline timelines",
@@ -234,11 +237,13 @@ def estimate_panel(facts: Facts) -> Panel | None:
 def _pipeline_table(facts: Facts, drawn: Sequence[Pipeline]) -> Table:
     by_name = {row["run"]: row for row in facts.runs}
     rows = []
-    for one in drawn:
-        row = by_name[one.run]
-        peaks = ", ".join(f"{peak:.3g}" for peak in one.timeline.peak_in_flight)
+    for pipeline in drawn:
+        row = by_name[pipeline.run]
+        peaks = ", ".join(f"{peak:.3g}" for peak in pipeline.timeline.peak_in_flight)
         values = [text(row[name]) for name in COLUMNS]
-        rows.append([run_cell(one.run), *values, text(f"{100 * one.timeline.bubble_share:.1f} %"), text(peaks)])
+        rows.append(
+            [run_cell(pipeline.run), *values, text(f"{100 * pipeline.timeline.bubble_share:.1f} %"), text(peaks)]
+        )
     return Table(
         caption="Pipelines",
         headings=["run", *COLUMNS, "bubble", "most microbatches in flight, by rank"],

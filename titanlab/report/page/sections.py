@@ -182,22 +182,22 @@ def _differences(facts: Facts, answer: Answer) -> Section:
         return Section(id=id, title=title, texts=[f"The config.yaml of {name} cannot be read."])
     which = "the best" if answer.best is not None else "the first one, because no run is done"
     intro = f"Compared with {name}, {which}. Names, paths and the number of the repeat are left out."
-    rows = [_difference_row(one, name) for one in comparison]
+    rows = [_difference_row(entry, name) for entry in comparison]
     table = Table(caption="Keys that differ", headings=["recipe", "runs", "key: best → here"], rows=rows)
     return Section(id=id, title=title, texts=[intro], tables=[table])
 
 
-def _difference_row(one: Differences, reference: str) -> list[Cell]:
-    if one.items is None:
+def _difference_row(entry: Differences, reference: str) -> list[Cell]:
+    if entry.items is None:
         shown = text("config.yaml cannot be read")
-    elif not one.items:
-        shown = text("the same" if reference not in one.runs else "the recipe that the others are compared with")
+    elif not entry.items:
+        shown = text("the same" if reference not in entry.runs else "the recipe that the others are compared with")
     else:
-        items = [f"{item.key}: {item.reference} → {item.value}" for item in one.items]
+        items = [f"{item.key}: {item.reference} → {item.value}" for item in entry.items]
         left = items[_MOST_KEYS:]
         more = [f"and {counted(len(left), 'key')} more"] if left else []
         shown = Cell(text="", items=[*items[:_MOST_KEYS], *more], more="\n".join(items) if left else "")
-    return [Cell(text=one.label, run=one.runs[0]), number(len(one.runs)), shown]
+    return [Cell(text=entry.label, run=entry.runs[0]), number(len(entry.runs)), shown]
 
 
 def _dropped(facts: Facts) -> Section:
