@@ -100,9 +100,9 @@ def element(figure: TracedFigure, *, name: str, title: str, description: str) ->
     root.set("style", f"--width: {width}px")
     texts = [("title", title), ("desc", description)]
     for place, (tag, text) in enumerate(texts):
-        spoken = ElementTree.Element(f"{{{_SVG}}}{tag}", {"id": f"{name}-{tag.replace('desc', 'description')}"})
-        spoken.text = text
-        root.insert(place, spoken)
+        text_node = ElementTree.Element(f"{{{_SVG}}}{tag}", {"id": f"{name}-{tag.replace('desc', 'description')}"})
+        text_node.text = text
+        root.insert(place, text_node)
     for node in root.iter():
         node.tag = node.tag.removeprefix(f"{{{_SVG}}}")
         node.tail = None

@@ -32,13 +32,13 @@ def expert_panel(facts: Facts) -> Panel | None:
     notes = []
     if len(loads) > len(drawn):
         notes.append(f"The figure has the first {len(drawn)} of {len(loads)} different loads; all are in the table.")
-    spoken = "; ".join(map(str, drawn[:_MOST_NAMED]))
+    clauses = "; ".join(map(str, drawn[:_MOST_NAMED]))
     return Panel(
         name="experts",
         title="Load of the experts",
         figure=expert_load(drawn),
         caption=_CAPTION,
-        description=f"{counted(len(drawn), 'map')} of tokens by block and expert. {spoken}.",
+        description=f"{counted(len(drawn), 'map')} of tokens by block and expert. {clauses}.",
         columns=COLUMNS,
         values=_table(loads),
         notes=notes,

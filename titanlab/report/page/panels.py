@@ -71,23 +71,23 @@ def pareto_panel(facts: Facts, *, speed: str) -> Panel:
             " A red cross is a run that failed; in the strip below where its speed was never measured, at the memory "
             "that was measured or estimated."
         )
-    spoken = f"Scatter of {counted(len(points), 'recipe')}."
+    description = f"Scatter of {counted(len(points), 'recipe')}."
     if points:
         memory, rate = [point.memory for point in points], [point.speed for point in points]
-        spoken += f" Memory from {min(memory):.2f} to {max(memory):.2f} GiB, {SPEEDS[speed]} from "
-        spoken += f"{_speed(min(rate))} to {_speed(max(rate))}."
+        description += f" Memory from {min(memory):.2f} to {max(memory):.2f} GiB, {SPEEDS[speed]} from "
+        description += f"{_speed(min(rate))} to {_speed(max(rate))}."
     if front:
         named = [f"{p.group.label} ({_speed(p.speed)} at {p.memory:.2f} GiB)" for p in front]
-        spoken += f" Not beaten in both: {_listed(named)}."
+        description += f" Not beaten in both: {_listed(named)}."
     if failed:
-        spoken += f" {counted(len(failed), 'run')} failed."
+        description += f" {counted(len(failed), 'run')} failed."
     columns = [MEMORY, speed, "outcome", *([ESTIMATED_MEMORY] if failed and ESTIMATED_MEMORY in failed[0] else [])]
     return Panel(
         name="pareto",
         title=f"Memory against {'MFU' if speed == 'mfu_percent' else 'speed'}",
         figure=pareto(facts.rows, speed=speed),
         caption=caption + _oversubscribed(facts),
-        description=spoken,
+        description=description,
         columns=columns,
         values=values_table(facts.runs, columns, caption="Memory and speed of every run"),
     )
@@ -138,13 +138,13 @@ def split_panel(facts: Facts) -> Panel | None:
             "“Exposed” is communication of an axis that no computation hides."
         )
     parts = list(dict.fromkeys(name for split in splits for name, seconds in split.seconds.items() if seconds))
-    spoken = [f"{split.label}: {_largest_parts(split)}" for split in splits]
+    clauses = [f"{split.label}: {_largest_parts(split)}" for split in splits]
     return Panel(
         name="step-time",
         title="Where the time of a step goes" + ("" if is_measured else " (estimate)"),
         figure=step_time_split(splits),
         caption=caption,
-        description=f"Stacked bars of the seconds of a step. {_listed(spoken)}.",
+        description=f"Stacked bars of the seconds of a step. {_listed(clauses)}.",
         columns=sorted({column for split in splits for column in split.columns}),
         values=Table(
             caption="Seconds of a step by part" + ("" if is_measured else ", estimated"),
@@ -194,13 +194,13 @@ def timeline_panel(facts: Facts) -> Panel | None:
     caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. " + (
         "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
     )
-    spoken = [f"{pipeline.label}: bubble {100 * pipeline.timeline.bubble_share:.1f} %" for pipeline in drawn]
+    clauses = [f"{pipeline.label}: bubble {100 * pipeline.timeline.bubble_share:.1f} %" for pipeline in drawn]
     return Panel(
         name="timeline",
         title="Pipeline timelines",
         figure=pipeline_timelines(drawn),
         caption=caption,
-        description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(spoken)}.",
+        description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(clauses)}.",
         columns=COLUMNS,
         values=_pipeline_table(facts, drawn),
         notes=[f"Not drawn: {line}." for line in left_out[:_MOST_RECIPES]],
@@ -212,12 +212,12 @@ def estimate_panel(facts: Facts) -> Panel | None:
     comparisons = {measured: compared(facts.rows, measured, estimated) for measured, estimated, _, _ in PAIRS}
     if not any(comparisons.values()):
         return None
-    spoken = []
+    clauses = []
     for measured, _, title, _ in PAIRS:
         errors = [abs(estimate / value - 1) for _, value, estimate in comparisons[measured]]
         if errors:
             within = sum(error <= 0.2 for error in errors)
-            spoken.append(
+            clauses.append(
                 f"{title}: {within} of {counted(len(errors), 'run')} within 20 %, worst {100 * max(errors):.0f} %"
             )
     columns = [column for measured, estimated, _, _ in PAIRS for column in (measured, estimated)]
@@ -228,7 +228,7 @@ def estimate_panel(facts: Facts) -> Panel | None:
         figure=estimate_against_measurement(facts.rows),
         caption="A point is a run. On the line the planner's estimate is right; the dashed lines are 20 % away."
         + _oversubscribed(facts),
-        description=f"Scatter of estimates and measurements. {'; '.join(spoken)}.",
+        description=f"Scatter of estimates and measurements. {'; '.join(clauses)}.",
         columns=columns,
         values=values_table(rows, columns, caption="Estimates and measurements of every run"),
     )
