@@ -319,7 +319,7 @@ def _make(folder: Place, final: Place) -> Place:
     part = final.with_name(final.name + PART)
     if isinstance(part, Path):
         # Without the folder of the run: if that was moved or removed, one made anew would have no records.
-        folder.mkdir(exist_ok=True)
+        part.parent.mkdir(exist_ok=True)
         part.mkdir()
         return part
     # In a store a rename copies all bytes. The folder counts as a checkpoint only when it has its index.
