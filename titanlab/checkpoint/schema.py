@@ -77,7 +77,7 @@ class AsyncPinned(Intervals):
 
     def reduced(self, *, note: Callable[[str], None]) -> CheckpointConfig:
         note("checkpoint=async_pinned copies from GPUs: async")
-        return Async(**{each.name: getattr(self, each.name) for each in fields(Intervals)})
+        return Async(**{interval.name: getattr(self, interval.name) for interval in fields(Intervals)})
 
     def implementation(self, target: Target) -> Saver:
         from titanlab.checkpoint.savers.pinned import PinnedSaver

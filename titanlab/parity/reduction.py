@@ -53,7 +53,7 @@ class Reduced:
     notes: tuple[str, ...]
 
 
-def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: bool = False) -> Reduced:
+def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: bool = False) -> Reduced:
     """The recipe in these sizes.
 
     Args:
@@ -63,7 +63,7 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
     Raises:
         ConfigError: it cannot be reduced.
     """
-    recipe, layout = each.recipe, each.layout
+    recipe, layout = case.recipe, case.layout
     notes = _Notes()
     model = _model(recipe, sizes, notes)
     training = replace(
@@ -71,8 +71,8 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         steps=steps,
         seq_len=sizes.seq_len,
         global_batch=sizes.global_batch,
-        microbatch=sizes.global_batch // layout.data // each.microbatches,
-        loss_chunk=_chunk(recipe, each, sizes),
+        microbatch=sizes.global_batch // layout.data // case.microbatches,
+        loss_chunk=_chunk(recipe, case, sizes),
         max_grad_norm=None if recipe.training.max_grad_norm is None else min(recipe.training.max_grad_norm, _NORM),
         validate_every=2 if saves and recipe.training.validate_every else 0,
         validation_sequences=sizes.global_batch,
@@ -82,11 +82,11 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         check_every=0,
         on_nan="stop",
         step_timeout_seconds=120.0,
-        first_step_timeout_seconds=600.0 if each.inductor else 300.0,
+        first_step_timeout_seconds=600.0 if case.inductor else 300.0,
     )
     made = replace(
         recipe,
-        name=_name(each),
+        name=_name(case),
         sweep="reduced",
         runs=runs,
         repeat=0,
@@ -94,10 +94,10 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         init_from=None,
         training=training,
         model=model,
-        parallelism=_parallelism(each, notes),
+        parallelism=_parallelism(case, notes),
         precision=recipe.precision.reduced(layers=model.account().layers, note=notes.add),
         ac=recipe.ac.reduced(note=notes.add),
-        compile=_compiled(each, notes),
+        compile=_compiled(case, notes),
         optimizer=_optimizer(recipe, steps),
         data=_data(recipe, model.vocab_size, sizes),
         checkpoint=_checkpoint(recipe, notes) if saves else NoCheckpoints(),
@@ -112,7 +112,7 @@ def reduce_recipe(each: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
     except ConfigError as error:
         rule = f"cannot be reduced to {layout.label}: {error.key}={error.value} {error.rule}"
         raise ConfigError(
-            "recipe", each.run, rule, "prove it in its own size: titanlab train, with few steps"
+            "recipe", case.run, rule, "prove it in its own size: titanlab train, with few steps"
         ) from error
     return Reduced(recipe=made, notes=tuple(notes.lines))
 
@@ -206,12 +206,12 @@ def _parallelism(case: Folded, notes: _Notes) -> Parallelism:
     return plain.with_degrees(case.layout.degrees())
 
 
-def _compiled(each: Folded, notes: _Notes) -> Compile:
-    config = each.recipe.compile
+def _compiled(case: Folded, notes: _Notes) -> Compile:
+    config = case.recipe.compile
     if not config.compiles:
         return config
     backend, mode = config.backend, config.mode
-    if backend == "cudagraphs" or (backend == "inductor" and not each.inductor):
+    if backend == "cudagraphs" or (backend == "inductor" and not case.inductor):
         notes.add(f"compile.backend={backend}: traced and compiled by aot_eager, without new kernels")
         backend = "aot_eager"
     if mode in RECORDING or backend != "inductor":

@@ -133,12 +133,12 @@ def _kv_heads(case: Folded) -> int:
     return case.recipe.model.account().kv_heads // case.recipe.layout.tensor
 
 
-def _unit(each: Folded) -> int:
+def _unit(case: Folded) -> int:
     """Every process's part of a matrix has a multiple of so many rows."""
-    precision = each.recipe.precision
+    precision = case.recipe.precision
     multiple = math.lcm(2, precision.multiple)
-    if precision.float8_gathered(each.recipe.model.account()):
-        return math.lcm(multiple, each.layout.fsdp)
+    if precision.float8_gathered(case.recipe.model.account()):
+        return math.lcm(multiple, case.layout.fsdp)
     return multiple
 
 
@@ -168,9 +168,9 @@ def _converts_head(recipe: Recipe) -> bool:
 def _sequence(group: Sequence[Folded]) -> int:
     """Tokens of a sequence: two chunks for each context-parallel process, and equal parts for tensor parallelism."""
     unit = math.lcm(
-        *(2 * each.layout.context for each in group),
-        *(each.layout.context * each.layout.tensor for each in group),
-        *(each.layout.context * each.recipe.precision.multiple for each in group),
+        *(2 * case.layout.context for case in group),
+        *(case.layout.context * case.layout.tensor for case in group),
+        *(case.layout.context * case.recipe.precision.multiple for case in group),
     )
     return -(-_LEAST_SEQUENCE // unit) * unit
 

@@ -65,15 +65,15 @@ class Parts(PrecisionConfig):
         return replace(self, fp32_parts=parts_within(layers, self.fp32_parts, key=KEY, note=note))
 
 
-def parts_within(layers: int, given: list[str], *, key: str, note: Callable[[str], None]) -> list[str]:
+def parts_within(layers: int, names: list[str], *, key: str, note: Callable[[str], None]) -> list[str]:
     """The names of parts without those of blocks that a model of `layers` blocks lacks.
 
     Args:
         key: the config key of the names.
         note: is called with a line if the model lacks one.
     """
-    kept = [part for part in given if (found := _LAYER.search(part)) is None or int(found[1]) < layers]
-    if kept != given:
+    kept = [part for part in names if (match := _LAYER.search(part)) is None or int(match[1]) < layers]
+    if kept != names:
         note(f"{key} names blocks that the reduced model lacks")
     return kept
 
