@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
     """The run that the user names, or all runs of a sweep; and whether it is a sweep."""
-    found = find_run_or_sweep(text, folder)
-    return ([found], False) if isinstance(found, RunFolder) else (found.runs(), True)
+    run_or_sweep = find_run_or_sweep(text, folder)
+    return ([run_or_sweep], False) if isinstance(run_or_sweep, RunFolder) else (run_or_sweep.runs(), True)
 
 
 def _merge(run: RunFolder, console: Console) -> bool:

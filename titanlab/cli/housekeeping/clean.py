@@ -75,10 +75,10 @@ def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder 
     if name is None:
         folders = [SweepFolder(path) for path in sorted(root.glob("*")) if path.is_dir()]
         return [folder for folder in folders if folder.manifest() or folder.runs()], None, root
-    found = find_run_or_sweep(name, root, key="name")
-    if isinstance(found, SweepFolder):
-        return [found], None, found.path.parent
-    return [SweepFolder(found.path.parent)], found, found.path.parent.parent
+    run_or_sweep = find_run_or_sweep(name, root, key="name")
+    if isinstance(run_or_sweep, SweepFolder):
+        return [run_or_sweep], None, run_or_sweep.path.parent
+    return [SweepFolder(run_or_sweep.path.parent)], run_or_sweep, run_or_sweep.path.parent.parent
 
 
 def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequence[str], *, lists_all: bool) -> None:

@@ -39,21 +39,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--config-dir", metavar="FOLDER", help="with your site's launch/NAME.yaml")
     given = parser.parse_args(arguments)
     launch = _launch(given.overrides, given.config_dir)
-    begin, found = time.monotonic(), list[dict[str, Any]]()
+    begin, rows = time.monotonic(), list[dict[str, Any]]()
     with Console() as console:
         section = ""
         for check, findings in run_checks(checks(Path(given.runs), launch)):
             for finding in findings:
-                found.append({"section": check.section, **asdict(finding)})
+                rows.append({"section": check.section, **asdict(finding)})
                 if given.json:
                     continue
                 if check.section != section:
                     section = check.section
                     console.note(section)
                 console.note("\n".join(_lines(finding, is_coloured=_is_coloured(console, os.environ))))
-        counts = Counter(each["state"] for each in found)
+        counts = Counter(row["state"] for row in rows)
         if given.json:
-            values = {"findings": found, "counts": {state: counts[state] for state in (OK, WARN, FAIL)}}
+            values = {"findings": rows, "counts": {state: counts[state] for state in (OK, WARN, FAIL)}}
             console.note(json.dumps(values, indent=2, ensure_ascii=False))
         else:
             shown = ", ".join(f"{counts[state]} {state}" for state in (OK, WARN, FAIL))

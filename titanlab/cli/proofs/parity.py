@@ -108,16 +108,16 @@ def _runs(pair: tuple[str, str], runs: str) -> tuple[Any, Any] | None:
     Raises:
         ConfigError: one is a run and the other is not.
     """
-    found = []
+    run_folders = []
     for text in pair:
         try:
-            found.append(find_run(text, runs) if is_name(text) else None)
+            run_folders.append(find_run(text, runs) if is_name(text) else None)
         except NoSuchRun:
-            found.append(None)
-    if found[0] is not None and found[1] is not None:
-        return found[0], found[1]
-    if found != [None, None]:
-        known, other = pair if found[0] is not None else pair[::-1]
+            run_folders.append(None)
+    if run_folders[0] is not None and run_folders[1] is not None:
+        return run_folders[0], run_folders[1]
+    if run_folders != [None, None]:
+        known, other = pair if run_folders[0] is not None else pair[::-1]
         if is_recipe(known):
             # A run is called as the recipe that it was started from.
             return None
