@@ -97,6 +97,8 @@ def test_the_wheel_has_every_yaml_and_every_module(wheel):
     folders += [(ROOT / name, f"titanlab/conf/{name}") for name in ("launch", "sweeps")]
     expected = {f"{place}/{path.relative_to(top)}" for top, place in folders for path in top.rglob("*.yaml")}
     expected |= {str(path.relative_to(ROOT)) for path in (ROOT / "titanlab").rglob("*.py")}
+    # Without it mypy takes nothing of the package as typed.
+    expected.add("titanlab/py.typed")
     assert expected <= names
     assert [name for name in names if not name.startswith(("titanlab/", "titanlab-"))] == []
 

@@ -143,9 +143,11 @@ def mypy_of(packages: Iterable[dict[str, str]], site: Path) -> str:
     for files in packages:
         install(files, site)
         paths += [str(site / name) for name in files if name.endswith(".py")]
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".cache" / "mypy")]
+    # In a folder without titanlab's source, where mypy finds the installed one, whose `py.typed` says that it has types.
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *paths],
-        cwd=ROOT,
+        [sys.executable, "-m", "mypy", *options, *paths],
+        cwd=site,
         env={**os.environ, "MYPYPATH": str(site)},
         capture_output=True,
         text=True,

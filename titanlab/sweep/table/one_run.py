@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from titanlab.ac.block_schema import NoCheckpointing
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.table.listing import Row, word
 from titanlab.terminal.numerals import counted, duration, grouped
@@ -20,7 +21,9 @@ def details(row: Row) -> list[tuple[str, object]]:
     speed_text = "" if speed is None else f"{grouped(speed)} tokens/s per device"
     speed_text += "" if mfu is None else f", MFU {mfu:.1f}%"
     speed_text += " (oversubscribed: more processes than cores)" if speed_text and row["oversubscribed"] else ""
-    techniques = [row[name] for name in ("precision", "ac", "schedule") if row[name] not in (None, "none")]
+    techniques = [
+        row[name] for name in ("precision", "ac", "schedule") if row[name] not in (None, NoCheckpointing.kind)
+    ]
     techniques += [f"compiled {row['compile']}"] if row["compile"] not in (None, "off") else []
     job = [str(row[name]) for name in ("launcher", "job_id", "scheduler_state") if row[name]]
     facts: list[tuple[str, object]] = [
