@@ -155,7 +155,7 @@ def _attention(recipe: Recipe) -> None:
     if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient", "flash3", "flash_attn"):
         raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
     narrow = ("flash", "cudnn", "flash3", "flash_attn")
-    if recipe.cluster.accelerator == "cuda" and recipe.precision.formats().compute == "float32" and backend in narrow:
+    if recipe.cluster.accelerator == "cuda" and backend in narrow and recipe.precision.formats().compute == "float32":
         raise ConfigError(
             "model.attention", backend, "computes in 16 bits only on a GPU", "try precision=bf16, or auto"
         )
