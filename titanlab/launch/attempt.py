@@ -19,6 +19,7 @@ from titanlab.distributed.silence import judged
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe import Recipe, to_mapping
 from titanlab.records.hang_file import read_hang
+from titanlab.records.metrics_file import metrics_of
 from titanlab.records.outcome import KillEvidence, Outcome, from_exit
 from titanlab.records.provenance import collect
 from titanlab.records.run_folder import RunFolder
@@ -208,8 +209,5 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
         saved = latest(checkpoints_of(run))
     steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]
     steps += [row["step"] for row in rows]
-    last = {key: value for key, value in rows[-1].items() if key not in _ROW} if rows else outcome.metrics
+    last = metrics_of(rows[-1]) if rows else outcome.metrics
     return replace(outcome, step=max(steps), steps=status.steps if status else None, metrics=outcome.metrics or last)
-
-
-_ROW = ("kind", "step", "attempt", "time")

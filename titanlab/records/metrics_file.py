@@ -22,6 +22,7 @@ TRAIN = "train"
 VALIDATION = "validation"
 EXPERTS = "experts"
 """Counts of tokens by block and expert; no metrics, so that trackers do not get these rows."""
+_EVERY_ROW = ("kind", "step", "attempt", "time")
 # A million rows have 0.6 GB.
 _MOST_BYTES = 1 << 34
 
@@ -70,6 +71,11 @@ class MetricsWriter:
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             os.write(self._descriptor, b"\n")
+
+
+def metrics_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a row, without the keys that every row has."""
+    return {key: value for key, value in row.items() if key not in _EVERY_ROW}
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:

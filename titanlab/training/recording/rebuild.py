@@ -8,15 +8,13 @@ from typing import Any
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.recipe.composition.frozen import frozen_recipe
 from titanlab.recipe.recipe import Recipe
-from titanlab.records.metrics_file import EXPERTS
+from titanlab.records.metrics_file import EXPERTS, metrics_of
 from titanlab.records.outcome import Outcome
 from titanlab.records.run_folder import RunFolder
 from titanlab.tracker.contract import TrackerConfig
 from titanlab.tracker.record import FILE, FINISHED, Record, file_of, read_record, write_record
 from titanlab.tracker.tracked_run import open_tracker
 from titanlab.training.recording.tracked_run import records, tracked_run
-
-_ROW = ("kind", "step", "attempt", "time")
 
 
 class RebuildError(TitanlabError):
@@ -69,7 +67,7 @@ def _rewritten(
     warnings: list[str] = []
     tracker = open_tracker(config, described, warn=warnings.append)
     for row in rows:
-        tracker.log(row["step"], {key: value for key, value in row.items() if key not in _ROW}, time=row.get("time"))
+        tracker.log(row["step"], metrics_of(row), time=row.get("time"))
     outcome = run.result()
     tracker.finish(_summary(outcome, rows), exit_code=outcome.kind.exit_code if outcome else 1)
     made, new = read_record(described.record), files.kept_files(run.path) - before
@@ -95,4 +93,4 @@ def _summary(outcome: Outcome | None, rows: list[dict[str, Any]]) -> dict[str, A
     """Medians and totals of the run's result; its latest row if no result was written."""
     if outcome is not None:
         return {**asdict(outcome)["metrics"], "outcome": outcome.kind.value}
-    return {key: value for key, value in rows[-1].items() if key not in _ROW}
+    return metrics_of(rows[-1])
