@@ -10,6 +10,7 @@ from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, Selecti
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.costs import flops
 from titanlab.costs.config_key import key_of
+from titanlab.costs.operators import EXCHANGE
 from titanlab.costs.step import Coordinate
 from titanlab.costs.traffic_account import step_traffic
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
@@ -19,7 +20,7 @@ from titanlab.planner.model_facts import model_facts
 from titanlab.planner.step_time import freed_and_kept, step_time
 from titanlab.planner.timing.exchange import context_rows, sharding_of, tensor_rows
 from titanlab.precision.float8_schema import Float8Rowwise, Float8Tensorwise
-from titanlab.recipe.communication import EXCHANGE, step_of
+from titanlab.recipe.communication import step_of
 from titanlab.schedule.interleaved_schema import Interleaved1F1B
 
 # A machine in which only products take time, at 1e12 FLOP/s.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from titanlab.ac.contract import ACConfig, needed_again
 from titanlab.costs.account import Activation, Operation, Operator, Share, block_input
+from titanlab.costs.operators import CONTEXT_ATTENTION, EXCHANGE, GROUPED_PRODUCT
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -29,7 +30,7 @@ MATMULS = (
     "aten._scaled_mm.default",
 )
 # Operators that models and axes of this package register when they are imported.
-OWN = ("titanlab.context_attention.default", "titanlab.grouped_product.default", "titanlab.exchange.default")
+OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
 # Operators that are saved where another one is: tiles of short sequences are torch's kernel, called several times;
 # FlexAttention takes its place where attention is within documents; a product that AsyncTP has fused with its
 # collective is a product.
@@ -48,7 +49,7 @@ PAPER = (
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "titanlab.context_attention.default",  # Of context parallelism: its keys and values would be sent again.
+    CONTEXT_ATTENTION,  # Of context parallelism: its keys and values would be sent again.
     "_c10d_functional.reduce_scatter_tensor.default",  # Of compiled tensor parallelism.
     "aten.max.default",  # The largest element, by which float8 scales.
     "aten.amax.default",  # The largest element of each row.

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.block_names import is_in_block
 from titanlab.costs.context_traffic import context_of_block, forward_context_of_block
 from titanlab.costs.layout import hidden_shape
 from titanlab.costs.loss_chunk import chunks_of
@@ -58,8 +59,8 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
     gathered once per step; so are the other blocks if they stay gathered, else twice per microbatch. Without a
     pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1 reduce-scatters.
     """
-    blocks = [(piece,) for piece in pieces if piece.startswith("layers.")]
-    edges = [piece for piece in pieces if not piece.startswith("layers.")]
+    blocks = [(piece,) for piece in pieces if is_in_block(piece)]
+    edges = [piece for piece in pieces if not is_in_block(piece)]
     # A tied table and its head are one parameter: both are in `fp32_parts` or neither.
     parts = [(piece,) for piece in edges if piece in step.fp32_parts]
     rest = tuple(piece for piece in edges if piece not in step.fp32_parts)
@@ -153,7 +154,7 @@ def _whole_shard(step: Step, rank: Coordinate, name: str) -> int:
 def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """Keys and values in forward and backward, and their gradients."""
     if step.layout.context > 1:
-        for block in (piece for piece in pieces if piece.startswith("layers.")):
+        for block in (piece for piece in pieces if is_in_block(piece)):
             context_of_block(step, block, rank, traffic)
 
 
@@ -167,7 +168,7 @@ def add_exchange(step: Step, pieces: Sequence[str], traffic: Traffic, *, only_fo
         return
     rows = step.tokens // layout.tensor * experts.active
     axis, times = step.axis("expert"), step.microbatches
-    for block in (piece for piece in pieces if piece.startswith("layers.")):
+    for block in (piece for piece in pieces if is_in_block(piece)):
         size = rows * step.account.dim * step.element_bytes(block)
         traffic.add(axis, "all_to_all", experts.count * 8, ranks=layout.expert, times=times)
         traffic.add(axis, "all_to_all", size, ranks=layout.expert, times=times * (2 if only_forward else 4))

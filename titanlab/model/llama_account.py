@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from titanlab.costs.account import HIDDEN, Activation, Init, Joined, ModelAccount, Operation
+from titanlab.costs.block_names import block_name
 from titanlab.model import moe_account
 from titanlab.model.llama_block_account import matmul, norm
 
@@ -38,7 +39,7 @@ def account(config: Llama) -> ModelAccount:
     """Parameters by name in the module's order, and the sizes that cost estimates need."""
     parameters: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.dim)}
     for layer in range(config.layers):
-        parameters.update({f"layers.{layer}.{name}": shape for name, shape in _block_parameters(config).items()})
+        parameters.update({f"{block_name(layer)}.{name}": shape for name, shape in _block_parameters(config).items()})
     parameters["norm.weight"] = (config.dim,)
     if not config.tied_embeddings:
         parameters[HEAD] = (config.vocab_size, config.dim)
@@ -52,7 +53,7 @@ def account(config: Llama) -> ModelAccount:
         head_dim=config.head_dim,
         dim=config.dim,
         vocab_size=config.vocab_size,
-        pieces=("tok_embeddings", *(f"layers.{layer}" for layer in range(config.layers)), "norm", "output"),
+        pieces=("tok_embeddings", *(block_name(layer) for layer in range(config.layers)), "norm", "output"),
         attention="attention.inner",
         tensor_plan=_tensor_plan(config),
         experts=config.routed,

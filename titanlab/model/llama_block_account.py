@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titanlab.costs.account import HIDDEN, Activation, Cut, Operation, Operator
+from titanlab.costs.operators import CONTEXT_ATTENTION
 from titanlab.model import moe_account
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ FUSED_ATTENTION = (
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "titanlab.context_attention.default",
+    CONTEXT_ATTENTION,
 )
 
 

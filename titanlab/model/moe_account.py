@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from titanlab.costs.account import Activation, Operation, Operator, RoutedExperts
+from titanlab.costs.operators import EXCHANGE, GROUPED_PRODUCT
 
-_GROUPED = ("titanlab.grouped_product.default",)
 _SELECT = ("aten.index_select.default",)
-EXCHANGE = "titanlab.exchange.default"
 # In place of the plan of a dense feed-forward.
 TENSOR_PLAN = {
     "layers.*.feed_forward": "experts",
@@ -132,7 +131,7 @@ def _grouped(experts: RoutedExperts, name: str, inputs: Activation, result: Acti
                 name="feed_forward.ends", shape=(experts.count,), cut="all", element_bytes=4, with_experts="stream"
             ),
         ),
-        operators=(Operator(names=_GROUPED, results=(result,)),),
+        operators=(Operator(names=(GROUPED_PRODUCT,), results=(result,)),),
         groups=experts.count,
     )
 

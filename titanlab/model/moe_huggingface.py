@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from titanlab.costs.block_names import block_name
 from titanlab.errors import ConfigError
 from titanlab.model.llama_huggingface import UNSUPPORTED, LlamaFamily, whole_number
 from titanlab.model.qwen3_huggingface import UNSUPPORTED as UNSUPPORTED_BY_QWEN3
@@ -122,10 +123,10 @@ def _with_experts(
     foreign, count = dict(places), _routed(model).count
     for layer in range(model.layers):
         block = f"model.layers.{layer}.{module}"
-        foreign[f"layers.{layer}.feed_forward.router.weight"] = Foreign(name=f"{block}.gate.weight")
+        foreign[f"{block_name(layer)}.feed_forward.router.weight"] = Foreign(name=f"{block}.gate.weight")
         for ours, theirs in matrices.items():
             names = tuple(f"{block}.experts.{number}.{theirs}.weight" for number in range(count))
-            name = f"layers.{layer}.{_EXPERTS}{ours}.weight"
+            name = f"{block_name(layer)}.{_EXPERTS}{ours}.weight"
             foreign[name] = Foreign(name=f"{block}.experts.*.{theirs}.weight", stack=names)
     return {name: foreign[name] for name in model.account().parameters}
 

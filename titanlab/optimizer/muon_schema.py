@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from titanlab.costs.block_names import is_in_block
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import Averaged
@@ -13,7 +14,6 @@ from titanlab.optimizer.contract import OptimizerFactory, Stored
 from titanlab.options import option
 
 # Where assembly and pipelines expect a model's blocks (`titanlab.model.language_model`).
-BLOCKS = "layers."
 ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
@@ -64,7 +64,7 @@ class Muon(Averaged):
 
     def applies_to(self, name: str, dims: int) -> bool:
         """Whether Muon updates a parameter; AdamW updates the others."""
-        return name.startswith(BLOCKS) and dims == 2
+        return is_in_block(name) and dims == 2
 
     def state_bytes(self, parameter: Stored) -> int:
         """One average for matrices of blocks, AdamW's two for the rest."""

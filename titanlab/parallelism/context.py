@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 # take a group as an argument.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from titanlab.costs.block_names import BLOCKS
 from titanlab.model.documents.packed import HostStarts
 from titanlab.parallelism import head_tail
 from titanlab.parallelism.attention_kernels import choose
@@ -84,7 +85,7 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
     It uses the replaced module's `kernel`, or `auto` if the module has no such attribute.
     """
     container, _, name = path.rpartition(".")
-    for block in model.get_submodule("layers").children():
+    for block in model.get_submodule(BLOCKS).children():
         replaced = block.get_submodule(path)
         attention = ContextAttention(method, group, getattr(replaced, "kernel", "auto"))
         setattr(block.get_submodule(container), name, attention)

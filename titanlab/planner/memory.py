@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titanlab.costs.account import Share
+from titanlab.costs.block_names import is_in_block
 from titanlab.costs.config_key import key_of
 from titanlab.costs.layout import hidden_shape
 from titanlab.planner.activations import (
@@ -192,7 +193,7 @@ class _Ranks:
         others = [piece for stage in stages for piece in self.parts[stage].edges]
         whole = added(self.pieces[piece] for piece in own)
         edges = added(self.pieces[piece] for piece in others)
-        block = max((self.pieces[piece] for piece in own if piece.startswith("layers.")), default=NOTHING)
+        block = max((self.pieces[piece] for piece in own if is_in_block(piece)), default=NOTHING)
         fsdp = self.sums == "fsdp2"
         accumulates = self.recipe.microbatches > 1 or self.layout.pipeline > 1
         stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}

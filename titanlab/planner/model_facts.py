@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from titanlab.costs.account import ModelAccount, Operation
+from titanlab.costs.block_names import block_name, is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.costs.flops import per_token
 
@@ -48,14 +49,14 @@ class ModelFacts:
 def model_facts(model: Key) -> ModelFacts:
     """The facts of the model with this config."""
     account: ModelAccount = model.value.account()
-    block = f"layers.{account.layers // 2}"
+    block = block_name(account.layers // 2)
     pieces = account.pieces or ("",)
-    blocks = [place for place, piece in enumerate(pieces) if piece.startswith("layers.")]
+    blocks = [place for place, piece in enumerate(pieces) if is_in_block(piece)]
     before, after = pieces[: min(blocks, default=0)], pieces[max(blocks, default=-1) + 1 :]
     parameters = {
         name: shape
         for name, shape in account.parameters.items()
-        if not name.startswith("layers.") or name.startswith(f"{block}.")
+        if not is_in_block(name) or name.startswith(f"{block}.")
     }
     sample = replace(account, parameters=parameters, layers=1, pieces=(*before, block, *after))
     return ModelFacts(account=account, sample=sample, block=block, before=before, after=after)

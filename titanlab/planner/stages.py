@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from titanlab.costs.block_names import is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.planner.model_facts import block_operations, edge_operations, model_facts
 from titanlab.recipe.stage_pieces import stage_pieces
@@ -26,8 +27,8 @@ class Parts(NamedTuple):
 def parts_of(pieces: tuple[str, ...]) -> Parts:
     """The blocks and the other pieces of a stage."""
     return Parts(
-        tuple(int(piece.rpartition(".")[2]) for piece in pieces if piece.startswith("layers.")),
-        tuple(piece for piece in pieces if not piece.startswith("layers.")),
+        tuple(int(piece.rpartition(".")[2]) for piece in pieces if is_in_block(piece)),
+        tuple(piece for piece in pieces if not is_in_block(piece)),
     )
 
 

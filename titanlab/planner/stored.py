@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.block_names import is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
 from titanlab.costs.shard_account import account_for, cuts_of, gathered_part, stored_part
@@ -72,7 +73,7 @@ def representatives(model: Key) -> Mapping[str, str]:
     for piece, names in _names(model).items():
         kind = tuple((name.removeprefix(f"{piece}."), account.parameters[name]) for name in names)
         # Pieces outside blocks may differ in more than their parameters.
-        representative_of[piece] = first.setdefault(kind, piece) if piece.startswith("layers.") else piece
+        representative_of[piece] = first.setdefault(kind, piece) if is_in_block(piece) else piece
     return representative_of
 
 

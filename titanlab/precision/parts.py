@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.block_names import is_in_block
 from titanlab.precision.account import matched
 from titanlab.precision.dtypes import Dtypes
 
@@ -46,7 +47,7 @@ def keep_in_fp32(model: nn.Module, account: ModelAccount, dtypes: Dtypes) -> Uni
 
 
 def _blocks(account: ModelAccount) -> frozenset[str]:
-    return frozenset(piece for piece in account.pieces if piece.startswith("layers."))
+    return frozenset(piece for piece in account.pieces if is_in_block(piece))
 
 
 def _piece(model: nn.Module, piece: str) -> nn.Module | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from titanlab.costs.block_names import BLOCKS, is_in_block
 from titanlab.costs.hardware import compute_capability
 from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
@@ -91,4 +92,4 @@ def check_bf16(setting: Setting, kind: str) -> None:
 
 
 def _family(piece: str) -> str:
-    return "layers.*" if piece.startswith("layers.") else piece
+    return f"{BLOCKS}.*" if is_in_block(piece) else piece

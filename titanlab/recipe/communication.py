@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from titanlab.ac.contract import ACConfig
 from titanlab.costs.account import ModelAccount
+from titanlab.costs.block_names import is_in_block
+from titanlab.costs.operators import EXCHANGE
 from titanlab.costs.shard_account import account_for
 from titanlab.costs.step import Repeats, Step
 from titanlab.precision.account import matched
@@ -61,8 +63,6 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
 _COMPILED = ("_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default")
 _GATHERS = "c10d._allgather_base_.default"
 _SCATTERS = {"cuda": "c10d._reduce_scatter_base_.default", "cpu": "c10d.alltoall_base_.default"}
-# Of rows by expert parallelism, on every device.
-EXCHANGE = "titanlab.exchange.default"
 _ALL_REDUCES = {True: "_c10d_functional.all_reduce.default", False: "c10d.allreduce_.default"}
 
 
@@ -89,7 +89,7 @@ def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
     gather, total = _collectives(recipe)
     by_treatment: dict[object, Repeats] = {}
     blocks = {}
-    for piece in (piece for piece in model.pieces if piece.startswith("layers.")):
+    for piece in (piece for piece in model.pieces if is_in_block(piece)):
         number = int(piece.rpartition(".")[2])
         treatment = ac.treatment(number)
         if treatment not in by_treatment:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanlab.costs.account import ModelAccount, Operation
+from titanlab.costs.block_names import is_in_block
 from titanlab.errors import ConfigError
 from titanlab.schedule.split import split as balanced
 
@@ -54,7 +55,7 @@ def _balanced(costs: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int
 
 def _costs(account: ModelAccount, block: Sequence[Operation], edges: Sequence[Operation]) -> list[float]:
     edge_costs = {operation.name: _cost([operation]) for operation in edges}
-    return [_cost(block) if piece.startswith("layers.") else edge_costs.get(piece, 0.0) for piece in account.pieces]
+    return [_cost(block) if is_in_block(piece) else edge_costs.get(piece, 0.0) for piece in account.pieces]
 
 
 def _cost(operations: Sequence[Operation]) -> float:
@@ -71,7 +72,7 @@ def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[in
         if 0 in counts[1:-1] or min(counts) < 0:
             rule += ", with one at least for each stage between first and last"
         raise ConfigError(KEY, as_typed(counts), rule, "try null for a balanced split")
-    blocks = [place for place, piece in enumerate(account.pieces) if piece.startswith("layers.")]
+    blocks = [place for place, piece in enumerate(account.pieces) if is_in_block(piece)]
     begins = [sum(counts[:stage]) for stage in range(1, stages)]
     first = [0, *(blocks[begin] if begin < len(blocks) else blocks[-1] + 1 for begin in begins)]
     return _increasing(account, counts, first)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from titanlab.costs.account import ModelAccount, Share, block_input, kept
+from titanlab.costs.block_names import is_in_block
 from titanlab.costs.layout import AXES, FSDP_AXES, Layout
 from titanlab.costs.shard_account import account_for, cuts_of, sharded_dim, stored_part, tensor_part
 from titanlab.costs.step import Coordinate
@@ -100,7 +101,7 @@ def _saved(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[
     by_block = {}
     for stage, pieces in stages:
         for place, piece in enumerate(pieces):
-            if not piece.startswith("layers."):
+            if not is_in_block(piece):
                 continue
             number = int(piece.rpartition(".")[2])
             share = Share(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlab.costs.block_names import BLOCKS
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.traffic import axis_groups, traced
 from titanlab.dtensor import local_part
@@ -67,7 +68,7 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
 
 def _blocks(model: nn.Module) -> dict[int, nn.Module]:
     """Blocks of this rank by their number in the model."""
-    blocks = dict(model.named_children()).get("layers", nn.Module())
+    blocks = dict(model.named_children()).get(BLOCKS, nn.Module())
     return {int(name): block for name, block in blocks.named_children()}
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlab.costs.account import ModelAccount, RoutedExperts
+from titanlab.costs.block_names import BLOCKS, block_name
 from titanlab.errors import ConfigError
 from titanlab.model.mixture_of_experts import Auxiliary, Router
 
@@ -48,7 +49,7 @@ def routers_of(model: nn.Module) -> dict[int, Router]:
     """The routers of a model or a stage, by the number of their block."""
     return {
         int(layer): module
-        for layer, block in model.get_submodule("layers").named_children()
+        for layer, block in model.get_submodule(BLOCKS).named_children()
         for module in block.modules()
         if isinstance(module, Router)
     }
@@ -61,7 +62,7 @@ def set_biases(model: nn.Module, biases: Mapping[str, Sequence[float]]) -> None:
         biases: by block, as in `Balance.state`; empty: the routers have none.
     """
     for layer, router in routers_of(model).items() if biases else ():
-        router.bias = torch.tensor(biases[f"layers.{layer}"], dtype=torch.float32, device=router.weight.device)
+        router.bias = torch.tensor(biases[block_name(layer)], dtype=torch.float32, device=router.weight.device)
 
 
 class NoBalance:
@@ -165,7 +166,7 @@ class Balance(NoBalance):
     def state(self) -> dict[str, list[float]]:
         if self._experts.balance not in ("bias", "auxiliary_batch"):
             return {}
-        return {f"layers.{layer}": values for layer, values in enumerate(self._values.tolist())}
+        return {block_name(layer): values for layer, values in enumerate(self._values.tolist())}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
@@ -173,7 +174,7 @@ class Balance(NoBalance):
             self._values.fill_(self._initial)
             return
         for layer, values in enumerate(self._values):
-            known = state.get(f"layers.{layer}", ())
+            known = state.get(block_name(layer), ())
             if len(known) != len(values):
                 rule = f"has {len(known)} numbers of the balance of block {layer}, which has {len(values)} experts"
                 raise ConfigError("run", "its checkpoint", rule, "choose the model that it was trained as")

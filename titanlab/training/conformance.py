@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titanlab.costs import flops
 from titanlab.costs.account import ModelAccount, Operation, style_of
+from titanlab.costs.block_names import block_name, is_in_block
 from titanlab.model.contract import ModelConfig
 from titanlab.model.language_model import LanguageModel
 from titanlab.model.shapes import shapes_only
@@ -76,12 +77,12 @@ def _parameters(model: nn.Module, account: ModelAccount, values: Any) -> Iterato
 
 
 def _pieces(model: LanguageModel, account: ModelAccount) -> Iterator[str]:
-    blocks = [f"layers.{index}" for index in range(account.layers)]
-    if [f"layers.{name}" for name in model.layers] != blocks:
+    blocks = [block_name(index) for index in range(account.layers)]
+    if [block_name(name) for name in model.layers] != blocks:
         yield f"layers: the module has {list(model.layers)}, the account {account.layers}"
     modules = dict(model.named_modules())
     if account.pieces:
-        if [piece for piece in account.pieces if piece.startswith("layers.")] != blocks:
+        if [piece for piece in account.pieces if is_in_block(piece)] != blocks:
             yield "pieces: the blocks are not there, all and in order"
         for piece in set(account.pieces) - set(modules):
             yield f"pieces: there is no module {piece}"
@@ -133,7 +134,9 @@ def _operations(
         model(torch.zeros(batch, seq_len, dtype=torch.int64, device="meta"))
     root = type(model).__name__
     counted = {name.removeprefix(f"{root}."): sum(c.values()) for name, c in counter.get_flop_counts().items()}
-    declared = {f"layers.{index}.{operation.name}": operation for index in range(account.layers) for operation in block}
+    declared = {
+        f"{block_name(index)}.{operation.name}": operation for index in range(account.layers) for operation in block
+    }
     declared.update({operation.name: operation for operation in edges})
     for name, operation in declared.items():
         if name not in shapes:

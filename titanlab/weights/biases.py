@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from titanlab.costs.block_names import block_name
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 
@@ -24,7 +25,7 @@ def biases_of(model: ModelConfig, routing: Biases, key: str, value: object) -> B
     account = model.account()
     if account.experts is None or account.experts.balance != "bias" or not routing:
         return {}
-    names = [f"layers.{layer}" for layer in range(account.layers)]
+    names = [block_name(layer) for layer in range(account.layers)]
     if {*routing} != {*names} or any(len(routing[name]) != account.experts.count for name in names):
         rule = f"its biases are not those of {account.layers} blocks of {account.experts.count} experts"
         raise ConfigError(key, value, rule, "choose the model that it was trained as")

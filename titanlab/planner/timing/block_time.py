@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from titanlab.ac.contract import ACConfig
 from titanlab.costs.account import Operation
+from titanlab.costs.block_names import is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.costs.layout import Layout
+from titanlab.costs.operators import EXCHANGE
 from titanlab.costs.tensor_styles import STYLES
 from titanlab.costs.traffic_table import Row
 from titanlab.planner.machine import Axis, Machine
@@ -32,7 +34,7 @@ from titanlab.planner.timing.exchange import (
     seconds_of,
     tensor_rows,
 )
-from titanlab.recipe.communication import EXCHANGE, repeats_in_block, step_of
+from titanlab.recipe.communication import repeats_in_block, step_of
 from titanlab.recipe.recipe import Recipe
 
 # Bytes that the loss moves for each logit. Separate kernels in float32: cast 2 + 4, log-softmax 4 + 4, its backward 8 +
@@ -264,7 +266,7 @@ class _Shaped:
             return 0.0, 0.0
         by_kind = {row.kind: self._tensor_seconds([row]) for row in self.tensor_rows[0]}
         half = sum(by_kind.values()) / 2
-        styles = [style for path, style in self.step.account.tensor_plan.items() if path.startswith("layers.")]
+        styles = [style for path, style in self.step.account.tensor_plan.items() if is_in_block(path)]
         last = int(self.shape.expert == 1)  # a block ends with a sum
         gathers = sum(STYLES[style].gathers for style in styles)
         sums = sum(STYLES[style].sums for style in styles)

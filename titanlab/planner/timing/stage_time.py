@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from titanlab.costs.block_names import is_in_block
 from titanlab.costs.config_key import Key
 from titanlab.planner.stages import placement_of
 from titanlab.planner.stages import stages_of as parts_of
@@ -94,7 +95,7 @@ def _different(
     """The different stages, and the number in them of each stage."""
     parts, first = [], 0
     for pieces in stages:
-        edges = tuple(piece for piece in pieces if not piece.startswith("layers."))
+        edges = tuple(piece for piece in pieces if not is_in_block(piece))
         blocks = len(pieces) - len(edges)
         # The order of blocks changes no sum.
         parts.append(_Part(tuple(sorted(kind_of[first : first + blocks])), edges))
