@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 from tests import tiny
 from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
+from tests.pool import RankFailure
 from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
+from titanlab.checkpoint.folders import step_folder
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.low_bit_schema import AdamW4bit, AdamW8bit, AdamWFp8
@@ -158,6 +161,19 @@ def test_a_run_goes_on_under_another_layout(pool, tmp_path, schema):
     single = tiny.changed(made, shard=1, tensor=1)
     after = pool.run(1, attempt, single, tiny.begin(single, run))[0].trace
     assert after.losses == pytest.approx(expected.losses[STOP:], rel=1e-5)
+
+
+def test_a_layout_that_keeps_a_matrix_in_full_refuses_its_few_bits_in_one_line(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=4, every=2, keep=0, optimizer=gentle(AdamW8bit, block_size=64))
+    run = tiny.begin(made)
+    pool.run(1, attempt, made, run)
+    shutil.rmtree(step_folder(run.checkpoints, 4))
+    cut = tiny.changed(made, tensor=2)
+    with pytest.raises(RankFailure) as refused:
+        pool.run(2, attempt, cut, tiny.begin(cut, run))
+    assert "wo.weight.exp_avg in few bits there and not here: this layout cuts the rows" in str(refused.value)
+    assert "resume under its layout (parallelism." in str(refused.value)
+    assert step_folder(run.checkpoints, 2).is_dir()
 
 
 @pytest.mark.parametrize(

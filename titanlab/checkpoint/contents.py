@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from titanlab.checkpoint.blocks import checksum, read_regular
@@ -19,6 +19,9 @@ from titanlab.checkpoint.position import (
 )
 from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.errors import ConfigError
+
+CODES = "_codes"
+"""Suffix of a state that an optimizer keeps in few bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,25 @@ def check_whole(checkpoint: Place, saved: SavedPosition, key: str) -> None:
         )
 
 
+def check_optimizer(checkpoint: Place, contents: Contents, names: Iterable[str], key: str) -> None:
+    """Check that a checkpoint has the optimizer's state in the form that this layout needs.
+
+    Args:
+        names: of the optimizer's entries in the model that loads.
+
+    Raises:
+        ConfigError: one of them has few bits there and not here, or the other way round.
+    """
+    known = {*contents.entries.tensors, *contents.entries.objects}
+    for name in names:
+        if name not in known and known & {f"{name}{CODES}", name.removesuffix(CODES)}:
+            entry, few = name.removesuffix(CODES), "few bits there and not"
+            few = few if entry == name else "full there and few bits"
+            rule = f"has {one_line(entry)} in {few} here: this layout cuts the rows of that matrix otherwise"
+            cure = f"resume under its layout ({_degrees(contents.saved)}), or one with its tensor degree"
+            raise ConfigError(key, checkpoint, rule, cure)
+
+
 def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
     """Check that a new run has steps left after the checkpoint from which it starts.
 
@@ -137,6 +159,10 @@ def _unreadable(checkpoint: Place, key: str, name: str, error: OSError) -> Confi
     # The file may be whole: the disk or its permissions are at fault.
     reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
     return ConfigError(key, checkpoint, reason, another(checkpoint))
+
+
+def _degrees(saved: SavedPosition) -> str:
+    return one_line(" ".join(f"parallelism.{axis}={degree}" for axis, degree in saved.position.layout.items()))
 
 
 def _shape(shape: list[int] | None) -> str:

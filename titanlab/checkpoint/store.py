@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from titanlab.checkpoint.agreement import together
-from titanlab.checkpoint.contents import Contents, check_whole, read_contents
+from titanlab.checkpoint.contents import Contents, check_optimizer, check_whole, read_contents
 from titanlab.checkpoint.contract import OnlyModel
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import (
@@ -251,6 +251,8 @@ def load(
     else:
         states = states_of_bytes(checkpoint_contents.saved.generators.get(world.rank, {}), current)
         state = _saved_part(whole)
+    names = [f"optimizer.{name}" for name in state["optimizer"]]
+    together(world, lambda: check_optimizer(folder, checkpoint_contents, names, key))
     load_state(state, reader_of(folder, checkpoint_contents, key))
     try:
         together(world, lambda: restore_generators(states, world, folder, key))
