@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.training.test_rebuild import again, tracked
 
 from tests.sweep.made import Made, end
+from tests.training.recording.test_rebuild import again, tracked
 from titanlab.cli import main
 from titanlab.tracker import wandb_upload
 from titanlab.tracker.record import FILE, FINISHED, Record, read_record, write_record

@@ -5,11 +5,11 @@ import json
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.training.test_rebuild import again
 
 from tests import tiny
 from tests.sweep.made import Made, end
 from tests.tracker.test_wandb import inspect
+from tests.training.recording.test_rebuild import again
 from titanlab.errors import ConfigError
 from titanlab.options import combination, combined_name
 from titanlab.recipe.recipe import from_mapping, to_mapping
