@@ -245,3 +245,18 @@ def test_a_renamed_folder_still_reads(tmp_path):
     moved = RunFolder(run.path.rename(tmp_path / "kept"))
     assert (moved.name, moved.hash8) == ("kept", "")
     assert open_run(moved.path).config() == CONFIG
+
+
+def test_the_newest_attempt_is_chosen_unless_another_is_given(tmp_path):
+    run = make(tmp_path)
+    assert (run.newest_attempt(), run.chosen_attempt(None)) == (0, 0)
+    with pytest.raises(ConfigError, match=r"^--attempt=1: the run has no such attempt; known: none; leave it out"):
+        run.chosen_attempt(1)
+    # Names of folders are numbers: 10 is after 9.
+    for _ in range(10):
+        run.begin_attempt(CONFIG, {})
+    assert (run.newest_attempt(), run.chosen_attempt(None), run.chosen_attempt(2)) == (10, 10, 2)
+    with pytest.raises(
+        ConfigError, match=r"^--attempt=11: the run has no such attempt; known: 1, 2, .*try --attempt 10"
+    ):
+        run.chosen_attempt(11)

@@ -9,7 +9,6 @@ import pytest
 
 from tests import tiny
 from titanlab.cli import main
-from titanlab.cli.housekeeping import repro
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.recipe import from_mapping, to_mapping
@@ -246,5 +245,5 @@ def test_a_run_without_a_record_is_refused(made, call):
     (run.path / "env.json").write_text("[]")
     code, _, err = call(run)
     assert (code, "has recorded no code" in err) == (2, True)
-    assert repro._attempt(run, None) == 0
+    assert run.chosen_attempt(None) == 0
     assert read_config(run.path / "config.yaml")["seed"] == 0

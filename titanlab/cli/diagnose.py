@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
 from titanlab.distributed.hung_attempt import has_hung, hung_attempt
-from titanlab.errors import ConfigError
 from titanlab.records.hang_table import rank_rows, table_lines
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
@@ -24,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     run = find_run(given.run, given.runs)
-    attempt = _attempt(run, given.attempt)
+    attempt = run.chosen_attempt(given.attempt)
     with Console() as console:
         if attempt and has_hung(run, attempt):
             _show(run, attempt, console, as_json=given.json)
@@ -35,22 +34,6 @@ def main(arguments: Sequence[str]) -> int:
         else:
             console.note(_without_hang(run, attempt))
     return 0
-
-
-def _attempt(run: RunFolder, number: int | None) -> int:
-    """The number of the attempt; 0: the run has none."""
-    known = run.attempts()
-    if number is None:
-        return max(known, default=0)
-    if number not in known:
-        shown = ", ".join(map(str, known)) or "none"
-        raise ConfigError(
-            "--attempt",
-            number,
-            f"the run has no such attempt; known: {shown}",
-            f"try --attempt {known[-1]}" if known else "leave it out",
-        )
-    return number
 
 
 def _without_hang(run: RunFolder, attempt: int) -> str:

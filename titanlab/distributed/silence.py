@@ -49,7 +49,7 @@ def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[O
         since: seconds since the epoch; older notes are from earlier attempts and do not count.
     """
     try:
-        notes = run.failures(max(run.attempts(), default=0))
+        notes = run.failures(run.newest_attempt())
     except (OSError, ValueError):
         return []
     return [note for note in notes if note.kind is OutcomeKind.HANG and note.rank != rank and note.ended >= since]
@@ -65,7 +65,7 @@ def note_silent_ranks(run: RunFolder, pids: Mapping[int, int], *, since: float, 
     """
     end = time.monotonic() + seconds
     while hangs_of_others(run, None, since=since):
-        attempt = max(run.attempts(), default=0)
+        attempt = run.newest_attempt()
         noted = {note.rank for note in run.failures(attempt)}
         states = {rank: process_state(pid) for rank, pid in pids.items() if rank not in noted}
         quiet = {rank: pids[rank] for rank, state in states.items() if state not in ("Z", None)}
@@ -87,7 +87,7 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
         since: when it was started, in seconds since the epoch.
     """
     others = hangs_of_others(run, rank, since=since)
-    attempt = max(run.attempts(), default=0)
+    attempt = run.newest_attempt()
     if not others or any(note.rank == rank for note in run.failures(attempt)):
         return False
     state = process_state(pid)
@@ -138,7 +138,7 @@ def await_answers(run: RunFolder, world: int, *, since: float) -> None:
     """
     end = time.monotonic() + 2 * ANSWER_SECONDS
     while hangs_of_others(run, None, since=since) and time.monotonic() < end:
-        if len(run.failures(max(run.attempts(), default=0))) >= world:
+        if len(run.failures(run.newest_attempt())) >= world:
             return
         time.sleep(_POLL_SECONDS)
 

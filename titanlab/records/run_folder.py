@@ -54,7 +54,7 @@ class RunFolder(RunRecords):
             env: content of env.json; None for an attempt whose processes never started.
             patch: difference of the code to its commit, written as `code.patch`.
         """
-        for attempt in range(max(self.attempts(), default=0) + 1, 1_000_000):
+        for attempt in range(self.newest_attempt() + 1, 1_000_000):
             folder = self.attempt_folder(attempt)
             try:
                 folder.mkdir(parents=True)

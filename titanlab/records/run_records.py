@@ -168,15 +168,32 @@ class RunRecords:
             return []
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def newest_attempt(self) -> int:
+        """The number of the newest attempt; 0 if there is none."""
+        return max(self.attempts(), default=0)
+
+    def chosen_attempt(self, number: int | None) -> int:
+        """The attempt of the number that a user gives, or the newest; 0: none is given, and there is none.
+
+        Raises:
+            ConfigError: there is no attempt of this number.
+        """
+        known = self.attempts()
+        if number is None:
+            return self.newest_attempt()
+        if number not in known:
+            shown = ", ".join(map(str, known)) or "none"
+            cure = f"try --attempt {known[-1]}" if known else "leave it out"
+            raise ConfigError("--attempt", number, f"the run has no such attempt; known: {shown}", cure)
+        return number
+
     def restarts(self) -> int:
         """How many attempts have begun by themselves, because a rank of the attempt before had died."""
         return sum((self.attempt_folder(attempt) / RESTART).exists() for attempt in self.attempts())
 
     def job(self, attempt: int | None = None) -> dict[str, Any] | None:
         """The job that ran the latest attempt, or the given attempt; None if no job did."""
-        return read_optional(
-            self.attempt_folder(max(self.attempts(), default=0) if attempt is None else attempt) / "job.json"
-        )
+        return read_optional(self.attempt_folder(self.newest_attempt() if attempt is None else attempt) / "job.json")
 
     def saved_step(self) -> int:
         """The step that was saved last, even if its checkpoint was removed since; 0: no step was saved."""

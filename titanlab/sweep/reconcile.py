@@ -88,7 +88,7 @@ def _word(state: JobState, launcher: Launcher) -> dict[str, Any] | None:
 def _record(
     run: RunFolder, submission: Submission, index: int, state: JobState, launcher: Launcher, memory: MemoryWord | None
 ) -> None:
-    attempt, result = max(run.attempts(), default=0), run.result()
+    attempt, result = run.newest_attempt(), run.result()
     made_by = run.job(attempt) or {}
     if (made_by.get("token"), made_by.get("index")) != (submission.token, index):
         if result is not None and result.ended < submission.created:

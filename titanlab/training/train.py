@@ -106,7 +106,7 @@ def train(
             )
         )
         stack.enter_context(named_before_steps())
-        attempt = world.share(max(run.attempts(), default=1)) if attempt is None else attempt
+        attempt = world.share(run.newest_attempt() or 1) if attempt is None else attempt
         mesh = build_mesh(recipe.layout, world.device.type)
         watchdog.learn(topology(mesh))
         start_up.begin("model", "building the model")

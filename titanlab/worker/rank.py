@@ -98,7 +98,7 @@ def main(
                 start_up=start_up,
             )
         except StoppedEarly:
-            early = stopped_early(stop, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))
+            early = stopped_early(stop, rank=ranks.rank, attempt=attempt or run.newest_attempt())
             with contextlib.suppress(OSError):
                 run.write_failure(early)
             return early.kind.exit_code
@@ -152,7 +152,7 @@ def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None)
     begin = time.time()
 
     def note(outcome: Outcome, record: dict[str, Any] | None) -> None:
-        number = attempt or max(run.attempts(), default=1)
+        number = attempt or run.newest_attempt() or 1
         # The record first: a reader that sees the note finds the record too.
         if record is not None:
             with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ def show_stacks() -> None:
 
 def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | None, watchdog: Watchdog | None) -> int:
     """Record the failure: the launcher compares the records of all ranks to find the cause."""
-    note = from_exception(error, rank=ranks.rank, attempt=attempt or max(run.attempts(), default=0))
+    note = from_exception(error, rank=ranks.rank, attempt=attempt or run.newest_attempt())
     is_reported = note.echo or disk_fault(error) is not None
     if note.attempt:
         if watchdog is not None and ranks.world > 1 and not isinstance(error, TitanlabError):

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--attempt", given.attempt, rule, "leave out --attempt or --follow")
     pattern = _pattern(given.grep)
     run = RunFolder(find_run(given.run, given.runs).path.absolute())
-    _check_attempt(run, given.attempt)
+    run.chosen_attempt(given.attempt)
     logs = _chosen(run, given.rank, is_followed=given.follow)
     with LogOutput(width=len(str(max(logs, default=0))) if given.rank is None else None) as output:
         ends = {rank: _end(path, is_followed=given.follow) for rank, path in logs.items()}
@@ -70,14 +70,6 @@ def _pattern(text: str | None) -> re.Pattern[bytes] | None:
         return re.compile(text.encode())
     except re.error as error:
         raise ConfigError("--grep", text, f"is no regular expression ({error})", "put \\ before ( [ { * + ?") from None
-
-
-def _check_attempt(run: RunFolder, number: int | None) -> None:
-    known = run.attempts()
-    if number is not None and number not in known:
-        shown = ", ".join(map(str, known)) or "none"
-        cure = f"try --attempt {known[-1]}" if known else "leave it out"
-        raise ConfigError("--attempt", number, f"the run has no such attempt; known: {shown}", cure)
 
 
 def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int, Path]:
@@ -158,7 +150,7 @@ def _follow(
 ) -> None:
     """Print what is added, until the run ends."""
     growing = {number: Growing(rank_log(run, number), position) for number, position in ends.items()}
-    watch, attempt, last_reason = RunWatch(run), max(run.attempts(), default=0), ""
+    watch, attempt, last_reason = RunWatch(run), run.newest_attempt(), ""
     while True:
         # Asked first: what the run prints until its end is read after it.
         goes_on, why = watch.goes_on()
@@ -166,7 +158,7 @@ def _follow(
             for number, path in rank_logs(run).items():
                 growing.setdefault(number, Growing(path))
         output.widen(len(str(max(growing, default=0))))
-        newest = max(run.attempts(), default=0)
+        newest = run.newest_attempt()
         if newest != attempt:
             attempt = newest
             if newest > 1:

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     given = parser.parse_args(arguments)
     run = RunFolder(find_run(given.run, given.runs).path.absolute())
-    attempt = _attempt(run, given.attempt)
+    attempt = run.chosen_attempt(given.attempt)
     code = recorded_code(run, attempt)
     into = Path(os.path.abspath((given.into or Path(f"repro-{run.path.name}")).expanduser()))
     _check_folder(into)
@@ -55,17 +55,6 @@ def main(arguments: Sequence[str]) -> int:
         console.note(f"next: cd {shlex.quote(shown_path(into))}")
         console.note(f"      python -m titanlab train --config-dir {_FOLDER} --config-name {NAME}")
         return 1 if restored.is_same is False else 0
-
-
-def _attempt(run: RunFolder, number: int | None) -> int:
-    known = run.attempts()
-    if number is None:
-        return max(known, default=0)
-    if number not in known:
-        shown = ", ".join(map(str, known)) or "none"
-        cure = f"try --attempt {known[-1]}" if known else "leave it out"
-        raise ConfigError("--attempt", number, f"the run has no such attempt; known: {shown}", cure)
-    return number
 
 
 def _check_folder(into: Path) -> None:

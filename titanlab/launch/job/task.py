@@ -194,7 +194,7 @@ def _follow(job: Job) -> int:
         try:
             meeting = rendezvous.wait(job.run, job.round(number))
         except TitanlabError:
-            if recipe is None or not requeue_without_rank_0(job, recipe, max(job.run.attempts(), default=0) + 1):
+            if recipe is None or not requeue_without_rank_0(job, recipe, job.run.newest_attempt() + 1):
                 raise
             return OutcomeKind.NODE_FAIL.exit_code
         if meeting.reason:

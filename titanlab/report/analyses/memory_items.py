@@ -63,8 +63,7 @@ def memory_frame(path: Path | str) -> DataFrame:
 def _account(sweep: SweepFolder, name: str) -> dict[str, Any] | None:
     """The planner's columns; None: nothing is known of the devices."""
     run = sweep.run(name)
-    attempts = run.attempts()
-    recipe = from_mapping(run.config(max(attempts)) if attempts else run.config())
+    recipe = from_mapping(run.config(run.newest_attempt() or None))
     try:
         most, machine = most_memory(recipe), machine_of(recipe)
     except ConfigError:

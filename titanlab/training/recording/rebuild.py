@@ -34,7 +34,7 @@ def rebuild(run: RunFolder) -> list[Record]:
         RebuildError: a tracker could not write them; its earlier files are unchanged.
     """
     with run.claim():
-        attempt = max(run.attempts(), default=1)
+        attempt = run.newest_attempt() or 1
         has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
         recipe = frozen_recipe(run, attempt=attempt if has_own else None)
         rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
