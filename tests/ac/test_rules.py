@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -85,15 +84,13 @@ def test_the_default_list_is_known(tmp_path):
 
 
 @pytest.mark.parametrize("kind", discover()["ac"])
-def test_every_option_has_code_an_account_and_a_yaml_of_its_defaults(kind):
+def test_every_option_has_code_an_account_and_a_yaml_that_adds_nothing(kind):
     config = discover()["ac"][kind].schema()
     assert callable(config.implementation().apply)
     assert config.saved_bytes(
         tiny.recipe("runs").model.block_operations(batch=1, seq_len=32), Share(element_bytes=2), number=0
     )
-    written = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
-    assert written.pop("defaults") == [f"{kind}_schema", "_self_"]
-    assert {"kind": kind, **written} == dataclasses.asdict(config)
+    assert yaml.safe_load((CONF / f"{kind}.yaml").read_text()) == {"defaults": [f"{kind}_schema", "_self_"]}
 
 
 @pytest.mark.parametrize("keep", [False, True])
