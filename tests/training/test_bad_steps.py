@@ -12,6 +12,7 @@ from tests import tiny
 from tests.precision.test_fp16 import Watcher, full
 from titanlab.checkpoint.folders import checkpoints, step_folder
 from titanlab.costs import meter
+from titanlab.distributed.world import World
 from titanlab.errors import ConfigError
 from titanlab.launch.attempt import pass_over_damaged
 from titanlab.optimizer.muon_schema import Muon
@@ -20,6 +21,7 @@ from titanlab.precision.fp16_schema import Fp16
 from titanlab.precision.loss_scale import DynamicLossScale, LossScale
 from titanlab.records.outcome import OutcomeKind
 from titanlab.training.bad_steps import SkipBadSteps
+from titanlab.training.totals import Reduction
 
 STEPS = 6
 BAD = 3
@@ -180,6 +182,25 @@ def test_an_overflow_that_fp16_tolerates_is_no_bad_step():
     # At the smallest scale an overflow is a bad step: one of them is forgiven, a second one in a row is not.
     assert judged == [[4.0, 1.0, 1.0, True], [2.0, 2.0, 0.0, True], [2.0, 3.0, 0.0, False], [2.0, 3.0, 0.0, True]]
     assert parameter.item() == 0.0
+
+
+def test_a_loss_that_is_not_finite_is_a_bad_step_also_where_an_overflow_is_none():
+    device = torch.device("cpu")
+    steps = SkipBadSteps(Fp16(init_scale=2.0**16).implementation().loss_scale(device), limit=1, device=device)
+    judged = []
+    for loss in (math.nan, 1.0, math.nan, math.inf):
+        reduction = Reduction(
+            World(rank=0, world=1, local_rank=0, device=device),
+            squared_norm=torch.tensor(math.nan),
+            loss_sum=torch.tensor(loss),
+            tokens=1,
+            stop=0,
+            nominal_tokens=1,
+            loss_scale=steps,
+        )
+        judged.append(reduction.read().lost)
+    # The overflow between them neither counts nor ends the row.
+    assert judged == [False, False, True, True]
 
 
 def test_the_count_goes_on_after_a_checkpoint():

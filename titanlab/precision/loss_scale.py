@@ -39,6 +39,9 @@ class LossScale:
         """A norm of this step's scaled gradients, divided by the scale."""
         return tensor
 
+    def learn_loss(self, loss: Tensor) -> None:
+        """Take the step's loss over all ranks; called before `judge`."""
+
     def judge(self, norm: Tensor) -> Tensor | None:
         """Decide from the norm of the unscaled gradients; returns the fields of a `ScaledStep`: [3] on the device."""
         return None

@@ -28,13 +28,15 @@ def with_policy(loss_scale: LossScale, training: Training, device: torch.device)
 class SkipBadSteps(LossScale):
     """A loss scale that takes no step if the gradient is not finite, up to `limit` times in a row.
 
-    An overflow that the precision's own loss scale tolerates is no bad step: it is skipped as before, and not counted.
+    An overflow that the precision's own loss scale tolerates is no bad step, if the loss is finite: it is skipped as
+    before, and not counted.
     """
 
     def __init__(self, inner: LossScale, *, limit: int, device: torch.device) -> None:
         self._inner, self._limit = inner, limit
         self._row, self._skipped = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
+        self._is_lost = torch.zeros((), dtype=torch.bool, device=device)
         self._inner_skips = False
 
     def multiplier(self, constant: float) -> float | Tensor:
@@ -43,12 +45,17 @@ class SkipBadSteps(LossScale):
     def unscaled(self, tensor: Tensor) -> Tensor:
         return self._inner.unscaled(tensor)
 
+    def learn_loss(self, loss: Tensor) -> None:
+        self._inner.learn_loss(loss)
+        self._is_lost = ~loss.isfinite()
+
     def judge(self, norm: Tensor) -> Tensor:
         fields, finite = self._inner.judge(norm), norm.isfinite()
         self._inner_skips = fields is not None
         if fields is None:
             fields = torch.tensor([math.nan, 0.0, 0.0], dtype=torch.float64, device=norm.device)
-        self._bad = ~finite & (fields[2] == 0)
+        # A smaller scale mends an overflow of gradients, and no loss.
+        self._bad = ~finite & ((fields[2] == 0) | self._is_lost)
         self._row = torch.where(self._bad, self._row + 1, torch.where(finite, 0, self._row))
         self._skipped = self._skipped + self._bad
         skipped = fields[1] if self._inner_skips else self._skipped.double()

@@ -101,6 +101,7 @@ class Reduction:
         loss_scale = loss_scale or LossScale()
         self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
         self._norm = sums[0].sqrt() * self._correction
+        loss_scale.learn_loss(sums[1])
         # A loss that is not finite makes the step a bad one too.
         scaled = loss_scale.judge(torch.where(sums[1].isfinite(), self._norm, math.nan))
         values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
