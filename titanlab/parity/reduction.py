@@ -8,7 +8,6 @@ that the layout needs, and what a CPU lacks is replaced by what comes nearest; `
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +28,7 @@ from titanlab.precision.fp32_schema import Fp32
 from titanlab.profiler.off_schema import Off as NoProfiler
 from titanlab.recipe.recipe import Recipe, resolve
 from titanlab.recipe.recipe_rules import check
+from titanlab.records.run_name import safe_name
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.tracker.jsonl_schema import Jsonl
 
@@ -236,5 +236,4 @@ def _checkpoint(recipe: Recipe, notes: _Notes) -> CheckpointConfig:
 
 
 def _name(case: Folded) -> str:
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", case.run).strip("-._")[:60] or "run"
-    return f"{safe}-{case.layout.label.replace('·', '-')}"
+    return f"{safe_name(case.run, longest=60)}-{case.layout.label.replace('·', '-')}"

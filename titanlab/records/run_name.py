@@ -6,7 +6,8 @@ import re
 
 from titanlab.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LONGEST = 100
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}")
 
 
 def check_name(key: str, value: str) -> None:
@@ -16,9 +17,15 @@ def check_name(key: str, value: str) -> None:
         ConfigError: it has other characters, or too many.
     """
     if not _NAME.fullmatch(value):
-        rule = "becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'"
-        raise ConfigError(key, value, rule, f"try {_safe(value)}")
+        rule = f"becomes a folder's name: up to {_LONGEST} letters, digits, '.', '_' and '-'"
+        raise ConfigError(key, value, rule, f"try {safe_name(value)}")
 
 
-def _safe(value: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", value).strip("-._")[:100] or "run"
+def safe_name(text: str, *, longest: int = _LONGEST, otherwise: str = "run") -> str:
+    """A name like a text that fits the rule.
+
+    Args:
+        longest: how many characters it may have.
+        otherwise: the name if no character of the text can stay.
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:longest] or otherwise

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from titanlab.costs.layout import SHORT
+from titanlab.records.run_name import safe_name
 
 LENGTH = 60  # of a label, in characters
 BASE = "base"
@@ -33,7 +33,7 @@ class Point:
     def label(self) -> str:
         """The values in short, for the name of a folder: `fsdp_tp-bf16`, `tp8-seq_len4096`."""
         parts = [_part(key, value) for key, value in self.values.items() if key not in ("name", "repeat")]
-        text = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-._") or BASE
+        text = safe_name("-".join(parts), otherwise=BASE)
         return text[: LENGTH - len(self.suffix)].rstrip("-._") + self.suffix
 
     @property
