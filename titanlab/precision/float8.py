@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlab.precision.cast import Cast
-from titanlab.precision.float8_schema import Float8
+from titanlab.precision.float8_base_schema import Float8
 from titanlab.precision.product import ATTRIBUTE, JOINED, Product, rows
 from titanlab.system.quiet_import import import_quietly
 

@@ -9,7 +9,7 @@ from titanlab.costs.setting import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.precision.contract import Precision
-from titanlab.precision.float8_schema import Float8
+from titanlab.precision.float8_base_schema import Float8
 
 
 @option("precision", "mxfp8")
