@@ -15,11 +15,8 @@ two. They are read, and no longer written.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,16 +24,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from titanlab.checkpoint.agreement import together
+from titanlab.checkpoint.begun import Begun, make_part, publish, remove_old, removed_after_errors
 from titanlab.checkpoint.contents import Contents, check_optimizer, check_whole, read_contents
 from titanlab.checkpoint.contract import OnlyModel
 from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import (
     PART,
-    checkpoints,
-    is_checkpoint,
-    remove,
-    remove_unfinished,
-    rename,
     step_folder,
     step_of,
 )
@@ -53,26 +46,11 @@ from titanlab.checkpoint.reader import load_state, reader_of
 from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.savers.saving import Planned, Plans, write_and_publish
 from titanlab.checkpoint.shards import dtype_named
-from titanlab.checkpoint.writer import Staged, sync_folder
+from titanlab.checkpoint.writer import Staged
 from titanlab.distributed.world import World
-from titanlab.system.disk import disk_fault
 
 # Settings of the optimizer, such as the rate: the recipe decides them, so they are not saved.
 _SETTINGS = "param_groups."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Begun:
-    """A save that all ranks have begun.
-
-    Attributes:
-        planned: what each rank writes.
-        part, final: the folder, without and with its name.
-    """
-
-    planned: Planned
-    part: Place
-    final: Place
 
 
 def save(
@@ -137,11 +115,11 @@ def begin(
         OSError: the disk takes no more; nothing of the checkpoint is left.
     """
     final = step_folder(folder, position.step)
-    made = together(world, lambda: _make(folder, final) if world.logs else None)
+    made = together(world, lambda: make_part(folder, final) if world.logs else None)
     # Only rank 0 asks the store which of the two it is.
     part = world.share(made) if isinstance(final, StorePath) else final.with_name(final.name + PART)
     assert part is not None
-    with _removed_after_errors(part, world):
+    with removed_after_errors(part, world):
         planned = plan_save(
             part,
             position,
@@ -175,14 +153,14 @@ def complete(
         OSError: the disk takes no more; nothing of the checkpoint is left.
     """
 
-    def publish() -> None:
-        _publish(begun)
+    def finish() -> None:
+        publish(begun)
         saved(step_of(begun.final))
-        _remove_old(begun.final.parent, keep, keep_every, warn)
+        remove_old(begun.final.parent, keep, keep_every, warn)
 
-    with _removed_after_errors(begun.part, world):
+    with removed_after_errors(begun.part, world):
         write_and_publish(staged, begun.planned.writer, world)
-        together(world, lambda: publish() if world.logs else None)
+        together(world, lambda: finish() if world.logs else None)
 
 
 def plan_save(
@@ -313,53 +291,3 @@ def _model_part(state: Mapping[str, Any], only_model: OnlyModel) -> dict[str, An
     dtype = dtype_named(only_model.dtype)
     tensors = state["model"].items()
     return {"model": {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}}
-
-
-def _make(folder: Place, final: Place) -> Place:
-    """Make the folder into which all ranks write, and remove what earlier saves have left."""
-    remove_unfinished(folder)
-    part = final.with_name(final.name + PART)
-    if isinstance(part, Path):
-        # Without the folder of the run: if that was moved or removed, one made anew would have no records.
-        part.parent.mkdir(exist_ok=True)
-        part.mkdir()
-        return part
-    # In a store a rename copies all bytes. The folder counts as a checkpoint only when it has its index.
-    return part if is_checkpoint(final) else final
-
-
-@contextlib.contextmanager
-def _removed_after_errors(part: Place, world: World) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        # All ranks raise, so no rank is still writing.
-        if world.logs:
-            # On a full disk the partial files would leave no space for the record of the run's outcome.
-            remove(part)
-        if isinstance(error, OSError) and disk_fault(error) is not None:
-            # The error of a write has no file name.
-            error.filename = str(part.parent)
-        raise
-
-
-def _publish(begun: Begun) -> None:
-    """Give a checkpoint whose files are all on the disk its name."""
-    if begun.part == begun.final:
-        return
-    # The folder exists if an earlier attempt saved this step and the run was then resumed from an earlier step.
-    failure = remove(begun.final)
-    if failure is not None:
-        raise failure
-    rename(begun.part, begun.final)
-    if isinstance(begun.final, Path):
-        sync_folder(begun.final.parent)
-
-
-def _remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
-    for old in checkpoints(folder)[:-keep] if keep else []:
-        if keep_every and step_of(old) % keep_every == 0:
-            continue
-        failure = remove(old)
-        if failure is not None:
-            warn(f"the old checkpoint {old} cannot be removed: {failure.strerror or failure}")

@@ -16,7 +16,7 @@ from tests import tiny
 from tests.object_store.running import FOLDER, known
 from tests.object_store.server import Fault
 from tests.pool import RankFailure
-from titanlab.checkpoint import store
+from titanlab.checkpoint.begun import make_part
 from titanlab.checkpoint.blocks import BLOCK
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.damage import DamagedCheckpoint
@@ -263,8 +263,8 @@ def test_a_save_of_a_step_that_is_there_replaces_it_only_when_it_is_complete(tmp
     _made, run = saved_twice(tmp_path)
     old = server.store.objects[f"{str(latest(checkpoints_of(run))).removeprefix('emu://')}/index.json"]
     place = checkpoints_of(run)
-    assert store._make(place, place / "step-00000004") == place / "step-00000004.part"
-    assert store._make(place, place / "step-00000005") == place / "step-00000005"
+    assert make_part(place, place / "step-00000004") == place / "step-00000004.part"
+    assert make_part(place, place / "step-00000005") == place / "step-00000005"
     assert server.store.objects[f"{str(place).removeprefix('emu://')}/step-00000004/index.json"] == old
 
 

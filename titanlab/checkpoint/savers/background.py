@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from titanlab.checkpoint import store
 from titanlab.checkpoint.agreement import attempted
+from titanlab.checkpoint.begun import Begun
 from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.savers.blocking import SyncSaver
@@ -90,7 +91,7 @@ class AsyncSaver(Saver):
 
         return result
 
-    def _complete(self, begun: store.Begun, staged: Callable[[], Staged], step: int) -> None:
+    def _complete(self, begun: Begun, staged: Callable[[], Staged], step: int) -> None:
         target = self._target
         try:
             store.complete(
