@@ -166,6 +166,19 @@ def test_a_missing_newest_checkpoint_is_one_line(tmp_path):
     assert missed_checkpoint(run) is None
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank-0.log", "logs/wandb.log"])
+def test_an_attempt_does_not_begin_where_it_would_append_to_the_file_behind_a_link(tmp_path, name):
+    """A run of a stranger may have such a link."""
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe)
+    (tmp_path / "precious").write_text("precious")
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=f"^run=.*{name}: is a symbolic link, and this attempt would .*; remove it$"):
+        begin(run, recipe, HOST, started_by="local", report=print)
+    assert ((tmp_path / "precious").read_text(), run.attempts()) == ("precious", [1])
+
+
 def test_data_without_a_tokenizer_leaves_no_folder(tmp_path):
     recipe = tiny.recipe(tmp_path)
     run = tiny.begin(recipe)

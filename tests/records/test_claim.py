@@ -1,5 +1,6 @@
 """A lock on a folder, which ends with the process that has it."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,7 +8,7 @@ import threading
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records.claim import claimed, is_claimed
+from titanlab.records.claim import CannotWriteError, claimed, is_claimed
 
 HOLD = """
 import sys, time
@@ -67,3 +68,21 @@ def test_there_is_patience(tmp_path):
     with claimed(tmp_path, "sweep", patience_seconds=30):
         assert is_claimed(tmp_path)
     timer.join()
+
+
+def test_a_stranger_s_folder_cannot_lead_the_claim_to_another_file(tmp_path):
+    """The claim empties its file and writes the holder into it."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / ".claim").symlink_to("precious")
+    assert not is_claimed(tmp_path)
+    with pytest.raises(CannotWriteError, match="cannot be written \\(is a symbolic link"), claimed(tmp_path, "run"):
+        pass
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_pipe_in_place_of_the_file_is_no_claim(tmp_path):
+    """To open it for reading would wait for a writer."""
+    os.mkfifo(tmp_path / ".claim")
+    assert not is_claimed(tmp_path)
+    with pytest.raises(CannotWriteError, match="is no regular file"), claimed(tmp_path, "run"):
+        pass

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from titanlab.system.regular_file import read_bytes, read_text
+from titanlab.system.regular_file import open_to_write, read_bytes, read_text
 
 
 def test_a_file_is_read(tmp_path):
@@ -39,3 +39,22 @@ def test_what_never_ends_is_refused(tmp_path):
         read_bytes(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "none")
+
+
+def test_a_file_is_opened_for_writing_and_a_link_or_a_pipe_is_refused(tmp_path):
+    """A stranger's folder may have a link to any file of the user where a run appends to its own."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for _ in range(2):
+        descriptor = open_to_write(tmp_path / "log", flags)
+        os.write(descriptor, b"line\n")
+        os.close(descriptor)
+    assert (tmp_path / "log").read_text() == "line\nline\n"
+    (tmp_path / "link").symlink_to("log")
+    (tmp_path / "nowhere").symlink_to("new")
+    for name in ("link", "nowhere"):
+        with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
+            open_to_write(tmp_path / name, flags)
+    assert not (tmp_path / "new").exists()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is no regular file"):
+        open_to_write(tmp_path / "pipe", os.O_RDWR)

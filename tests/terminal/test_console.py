@@ -273,6 +273,13 @@ def test_a_terminal_that_knows_ascii_only():
     assert "50/100" in text
 
 
+def test_a_log_file_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "log").symlink_to("other")
+    with pytest.raises(OSError, match="symbolic links"):
+        Console(io.StringIO(), errors=io.StringIO(), log_file=tmp_path / "log")
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_log_file_has_the_plain_lines_with_their_time(tmp_path):
     out = Terminal()
     path = tmp_path / "rank-0.log"

@@ -43,8 +43,10 @@ def begin(
             attempt does not fall back to an older one.
 
     Raises:
-        ConfigError: the run's checkpoint is missing, damaged, or of another model.
+        ConfigError: the run's checkpoint is missing, damaged, or of another model; or a file that the attempt appends
+            to is a link.
     """
+    _check_files(run)
     if checkpoint is None:
         pass_over_damaged(run, recipe, report)
     devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
@@ -53,6 +55,14 @@ def begin(
     if checkpoint is not None:
         run.note_chosen(attempt, step_of(checkpoint))
     return attempt
+
+
+def _check_files(run: RunFolder) -> None:
+    """Check the files of earlier attempts that this one appends to."""
+    for path in (run.path / "metrics.jsonl", *sorted(run.logs.glob("*.log"))):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            what = "a symbolic link" if path.is_symlink() else "no regular file"
+            raise ConfigError("run", path, f"is {what}, and this attempt would append to it", "remove it")
 
 
 def pass_over_damaged(run: RunFolder, recipe: Recipe, report: Callable[[str], None]) -> None:

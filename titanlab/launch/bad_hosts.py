@@ -19,7 +19,7 @@ from titanlab.records.json_file import loaded
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_text
-from titanlab.system.regular_file import read_text
+from titanlab.system.regular_file import open_to_write, read_text
 
 FILE = "hosts.jsonl"
 # Names become an argument of a scheduler's command.
@@ -70,7 +70,7 @@ def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
     bad = BadHost(host, run.path.name, outcome.attempt, outcome.kind.value, cause, round(time.time(), 3))
     line = json.dumps(asdict(bad), ensure_ascii=False) + "\n"
     with contextlib.suppress(OSError):
-        descriptor = os.open(_file(_runs(run)), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = open_to_write(_file(_runs(run)), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             # In one write, because several jobs may write at the same time.
             os.write(descriptor, line.encode())

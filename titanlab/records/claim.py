@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlab.errors import ConfigError
+from titanlab.system.regular_file import open_to_write
 
 FILE = ".claim"
 # `is_claimed` takes the lock for an instant, so a single failure to get it proves nothing.
@@ -35,7 +36,7 @@ def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECOND
         CannotWriteError: the folder cannot be written.
     """
     try:
-        descriptor = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_to_write(folder / file, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         rule = f"cannot be written ({error.strerror or type(error).__name__})"
         raise CannotWriteError(key, folder, rule, "ask its owner, or work on a copy of it") from error
@@ -52,10 +53,15 @@ def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECOND
 
 def is_claimed(folder: Path, *, file: str = FILE) -> bool:
     """Whether a live process has locked the folder; False where the file system has no locks."""
+    return is_locked(folder / file)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a live process has locked a file; False where the file system has no locks."""
     try:
-        descriptor = os.open(folder / file, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return False  # There is no lock file, or no permission to read it.
+        return False  # There is no lock file, or no permission to read it, or it is a link, which nobody locks.
     try:
         # A shared lock, so that several processes can call this function at the same time.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import finite
-from titanlab.system.regular_file import read_bytes
+from titanlab.system.regular_file import open_to_write, read_bytes
 
 ATTEMPT = "attempt"
 TRAIN = "train"
@@ -38,7 +38,7 @@ class MetricsWriter:
     ) -> None:
         self._attempt = attempt
         self._clock = clock
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._end_torn_line()
         self.write(ATTEMPT, resumed_step, {})
 

@@ -1,4 +1,4 @@
-"""Reads whole files that may come from a stranger; a named pipe, from which a read may never end, is refused."""
+"""Opens files in folders that may come from a stranger: named pipes, which may never answer, and links are traps."""
 
 from __future__ import annotations
 
@@ -31,6 +31,26 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))
     return content
+
+
+def open_to_write(path: Path, flags: int) -> int:
+    """A descriptor of a file in the folder of a run, with `os.open`'s flags. Close it.
+
+    A symbolic link is not followed: in a stranger's folder it may lead to any file that the user may write.
+
+    Raises:
+        OSError: it cannot be opened, is a symbolic link, or is no regular file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return descriptor
 
 
 def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:

@@ -58,7 +58,7 @@ class Console:
         environ = os.environ if environ is None else environ
         self._stream = sys.stdout if stream is None else stream
         self._errors = sys.stderr if errors is None else errors
-        self._log = None if log_file is None else log_file.open("a", encoding="utf-8", buffering=1)
+        self._log = None if log_file is None else _opened(log_file)
         self._quiet = quiet
         self._environ = environ
         self._clock = clock
@@ -298,3 +298,12 @@ def _message_line(word: str, line: str, stream: TextIO, environ: Mapping[str, st
 def _plain_block(title: str, rows: Rows) -> str:
     width = max((len(label) for label, _ in rows), default=0)
     return "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
+
+
+def _opened(log: Path) -> TextIO:
+    """The log, for appending; a symbolic link is not followed, because a stranger's run may have it."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    return open(log, "a", encoding="utf-8", buffering=1, opener=opener)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlab.system.atomic_file import finite
+from titanlab.system.regular_file import open_to_write
 from titanlab.tracker.contract import Tracker, Warn
 from titanlab.tracker.record import Record, write_record
 from titanlab.tracker.tracked_run import TrackedRun
@@ -141,7 +142,8 @@ class WandbTracker(Tracker):
         write_record(Path(self._start["record"]["path"]), record)
         self._received, self._events = b"", set()
         try:
-            with (self._folder / "logs" / "wandb.log").open("ab") as log, _blocked():
+            log_file = open_to_write(self._folder / "logs" / "wandb.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(log_file, "ab") as log, _blocked():
                 self._process = subprocess.Popen(
                     # -P: nothing is imported from the working directory.
                     [sys.executable, "-P", "-m", _WRITER],

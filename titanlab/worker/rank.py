@@ -32,6 +32,7 @@ from titanlab.records.outcome import Outcome, exit_code, from_exception
 from titanlab.records.run_folder import RunFolder, open_run
 from titanlab.system.disk import FolderGone, disk_fault
 from titanlab.system.kept_imports import kept_imports
+from titanlab.system.regular_file import open_to_write
 from titanlab.terminal.console import Console
 from titanlab.worker.fork import PIDS_FILE, end_with_parent, fork_ranks, hear_stop_signals
 from titanlab.worker.imports import import_techniques, import_trainer
@@ -253,7 +254,7 @@ def _write_to_own_log() -> None:
     log = os.environ.get("TITANLAB_LOG")
     if log is None:
         return
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = open_to_write(Path(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from titanlab.compile import cache as compile_cache
 from titanlab.data import cache as data_cache
+from titanlab.records.claim import is_locked
 from titanlab.sweep.cleaning.item import Item, is_old, item
 
 _DATA_FOLDERS = ("tokens", "fingerprints")
@@ -26,7 +26,7 @@ def cached() -> Iterator[Item]:
                 if path.name.endswith(".lock"):
                     continue
                 is_left = _MAKING in path.name
-                if (is_left and not is_old(path)) or _is_locked(path.with_name(f".{path.name}.lock")):
+                if (is_left and not is_old(path)) or is_locked(path.with_name(f".{path.name}.lock")):
                     continue
                 entry = item("temporary" if is_left else "data-cache", path, root)
                 if entry is not None:
@@ -36,23 +36,6 @@ def cached() -> Iterator[Item]:
             entry = item("compile-cache", parent / "inductor", parent)
             if entry is not None and entry.bytes:
                 yield entry
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a process makes the entry."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _is_own(folder: Path) -> bool:
