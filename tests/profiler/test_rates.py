@@ -49,6 +49,7 @@ def linked(reported, others=()):
         marks_collectives=None,
         gather=lambda own: [own, *({**own, **other} for other in others)],
         report=lambda kind, step, metrics, lines: reported.append((kind, step, dict(metrics))),
+        failed=lambda what, reason: pytest.fail(f"{what}: {reason}"),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titanlab.profiler.breakdown_schema import Breakdown
 from titanlab.profiler.contract import Links, Profiler
+from titanlab.profiler.files import FAULTS, chrome_trace
 from titanlab.profiler.step_parts import PHASE, line, mean, metrics, step_parts
 
 
@@ -48,15 +48,28 @@ class BreakdownProfiler(Profiler):
             self._window.after_step()
             if step == self._window.last:
                 window, self._window = self._window, None
-                parts = mean(self._links.gather(window.close()))
-                span = f"step {step}" if config.steps == 1 else f"steps {step - config.steps + 1} to {step}"
-                self._links.report("breakdown", step, metrics(parts), [f"{span}, mean over ranks: {line(parts)}"])
+                self._report(step, window)
 
     def close(self) -> None:
         """End a window that is open; it is not reported, because other ranks may be at other steps."""
         if self._window is not None:
             window, self._window = self._window, None
-            window.close()
+            window.discard()
+
+    def _report(self, step: int, window: _Window) -> None:
+        steps = self._config.steps
+        span = f"step {step}" if steps == 1 else f"steps {step - steps + 1} to {step}"
+        parts, fault = window.close()
+        if fault is not None:
+            self._links.failed(f"the breakdown of {span}", fault)
+        # A rank that has none takes part all the same, because the others wait for it.
+        of_ranks = self._links.gather(parts)
+        if all(of_ranks):
+            means = mean(of_ranks)
+            self._links.report("breakdown", step, metrics(means), [f"{span}, mean over ranks: {line(means)}"])
+        elif fault is None:
+            lacks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if not found)
+            self._links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
 
 
 class _Window:
@@ -70,6 +83,8 @@ class _Window:
         self.last = last
         self._links, self._on_gpu = links, on_gpu
         self._parts: dict[str, float] = {}
+        self._fault: Exception | None = None
+        self._is_discarded = False
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
@@ -88,15 +103,24 @@ class _Window:
             torch.cuda.synchronize()
         self._profile.step()
 
-    def close(self) -> dict[str, float]:
-        """The mean seconds of a step and of its parts."""
+    def close(self) -> tuple[dict[str, float], Exception | None]:
+        """The mean seconds of a step and of its parts; empty with the fault of the disk that prevents it."""
         self._stack.close()
         self._profile.stop()
-        return self._parts
+        return self._parts, self._fault
+
+    def discard(self) -> None:
+        """End the recording without its parts."""
+        self._is_discarded = True
+        self.close()
 
     def _analyse(self, running: profile) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            running.export_chrome_trace(str(path))
-            events = json.loads(path.read_bytes())["traceEvents"]
+        if self._is_discarded:
+            return
+        try:
+            with chrome_trace(running) as path:
+                events = json.loads(path.read_bytes())["traceEvents"]
+        except FAULTS as error:
+            self._fault = error
+            return
         self._parts = step_parts(events, self._links.axes)

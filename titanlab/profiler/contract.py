@@ -50,16 +50,18 @@ class Links:
         marks_collectives: inside the block, an annotation `titanlab.issue:AXIS:KIND` precedes each collective.
         gather: a value of each rank → the values of all ranks; every rank calls it.
         report: takes the kind of a row of metrics, the step, the metrics, and lines for the log; rank 0 writes them.
+        failed: takes what could not be written, such as a file, and why; this rank's log gets one line.
     """
 
     axes: Mapping[str, str]
     marks_collectives: Callable[[], AbstractContextManager[None]]
     gather: Callable[[dict[str, float]], list[dict[str, float]]]
     report: Callable[[str, int, Mapping[str, float], Sequence[str]], None]
+    failed: Callable[[str, Exception | str], None]
 
 
 class Profiler(Protocol):
-    """Profiles one rank. A profiler must not change what the run computes."""
+    """Profiles one rank. It must not change what the run computes, nor end it: see `Links.failed`."""
 
     @abstractmethod
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from titanlab.profiler.contract import Links, Profiler
+from titanlab.profiler.files import write_whole
 from titanlab.profiler.memory_schema import Memory
 from titanlab.profiler.step_parts import OTHER, PHASES
 
@@ -40,7 +41,9 @@ class MemoryProfiler(Profiler):
         if on_gpu:
             device = torch.cuda.current_device()
             self._used = lambda: torch.cuda.memory_allocated(device)
-            self._snapshots = _Snapshots(traces, f"attempt-{attempt}", f"rank-{rank}", entries=self._config.entries)
+            self._snapshots = _Snapshots(
+                traces, f"attempt-{attempt}", f"rank-{rank}", entries=self._config.entries, failed=self._links.failed
+            )
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Count memory for a phase, in the steps that are sampled."""
@@ -121,9 +124,10 @@ class _Sampler:
 class _Snapshots:
     """Files of the allocator's history; titanlab writes them and reads none, because they are pickles."""
 
-    def __init__(self, folder: Path, begin: str, end: str, *, entries: int) -> None:
-        self._folder, self._begin, self._end = folder, begin, end
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, folder: Path, begin: str, end: str, *, entries: int, failed: Callable[[str, Exception], None]
+    ) -> None:
+        self._folder, self._begin, self._end, self._failed = folder, begin, end, failed
         # Private, but torch's documented way to record the allocator's history.
         torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
         # Private: calls back before the exception frees what the frames hold. Only builds for GPUs have it.
@@ -133,7 +137,8 @@ class _Snapshots:
 
     def write(self, moment: str) -> None:
         """Write the allocations of now, and the latest ones before."""
-        torch.cuda.memory._dump_snapshot(str(self._folder / f"{self._begin}-{moment}-{self._end}.snapshot.pickle"))
+        path = self._folder / f"{self._begin}-{moment}-{self._end}.snapshot.pickle"
+        write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self._failed)
 
     def close(self) -> None:
         """Stop recording."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
+from functools import partial
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from titanlab.profiler.contract import Profiler
+from titanlab.profiler.contract import Links, Profiler
+from titanlab.profiler.files import chrome_trace, write_whole
 from titanlab.profiler.trace_schema import Trace
 
 
@@ -18,11 +22,14 @@ class TraceProfiler(Profiler):
         self._steps = 0
         self._profile: profile | None = None
 
+    def connect(self, links: Links) -> None:
+        """Remember what the run offers."""
+        self._links = links
+
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        """Remember where files go, and make the folder."""
+        """Remember where files go."""
         self._traces, self._rank, self._attempt = traces, rank, attempt
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        traces.mkdir(parents=True, exist_ok=True)
 
     def after_step(self, step: int) -> None:
         """Start a window, or end it, if it is time to."""
@@ -42,14 +49,19 @@ class TraceProfiler(Profiler):
 
     def _begin(self, first: int) -> None:
         self._last = first + self._config.steps - 1
-        name = f"attempt-{self._attempt}-steps-{first}-{self._last}-rank-{self._rank}.json.gz"
+        path = self._traces / f"attempt-{self._attempt}-steps-{first}-{self._last}-rank-{self._rank}.json.gz"
         self._profile = profile(
             activities=self._activities,
             schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
-            on_trace_ready=lambda running: running.export_chrome_trace(str(self._traces / name)),
+            on_trace_ready=lambda running: write_whole(path, partial(_write, running), self._links.failed),
             record_shapes=self._config.shapes,
             with_stack=self._config.stacks,
             # torch 2.11 warns of the first cycle without it.
             acc_events=True,
         )
         self._profile.start()
+
+
+def _write(running: profile, path: Path) -> None:
+    with chrome_trace(running) as trace, trace.open("rb") as source, gzip.open(path, "wb") as target:
+        shutil.copyfileobj(source, target)

@@ -1,0 +1,154 @@
+"""Files of profilers are whole or absent, and one that cannot be written ends no training."""
+
+import contextlib
+import resource
+import tempfile
+
+import pytest
+import torch
+
+from tests import tiny
+from titanlab.profiler.breakdown_schema import Breakdown
+from titanlab.profiler.contract import Links
+from titanlab.profiler.files import write_whole
+from titanlab.profiler.memory import MemoryProfiler
+from titanlab.profiler.memory_schema import Memory
+from titanlab.profiler.trace_schema import Trace
+from titanlab.records.outcome import OutcomeKind
+
+
+@contextlib.contextmanager
+def small_files(most):
+    """Inside the block no file of this process grows beyond so many bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def trained(made, run, most):
+    with small_files(most):
+        return tiny.as_rank(made, run).kind
+
+
+def warnings(run):
+    text = (run.logs / "rank-0.log").read_text()
+    assert "Traceback" not in text
+    return [line for line in text.splitlines() if "training goes on" in line]
+
+
+@pytest.mark.parametrize("made", [Trace(skip=2, steps=2), Breakdown(skip=2, steps=2)], ids=lambda made: made.kind)
+def test_a_disk_that_takes_no_trace_leaves_a_warning_and_the_training_goes_on(made, pool, tmp_path):
+    recipe = tiny.recipe(tmp_path, steps=6, saves="off", profiler=made)
+    run = tiny.begin(recipe)
+    assert pool.run(1, trained, recipe, run, 20_000) == [OutcomeKind.DONE]
+    assert list(run.traces.iterdir()) == []
+    assert run.metrics("breakdown") == []
+    (line,) = warnings(run)
+    assert ("attempt-1-steps-3-4-rank-0.json.gz" if made.kind == "trace" else "steps 3 to 4") in line
+    assert "a file would be larger than the limit" in line
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_a_folder_of_traces_that_is_none_leaves_a_warning(every, tmp_path):
+    recipe = tiny.recipe(tmp_path, steps=9, saves="off", profiler=Trace(skip=2, steps=2, every=every))
+    run = tiny.begin(recipe)
+    run.traces.rmdir()
+    run.traces.write_text("a file")
+    assert tiny.as_rank(recipe, run).kind is OutcomeKind.DONE
+    assert len(warnings(run)) == (1 if every == 0 else 2)
+
+
+def test_a_window_that_the_end_of_the_run_cuts_is_reported_too(tmp_path):
+    recipe = tiny.recipe(tmp_path, steps=4, saves="off", profiler=Trace(skip=2, steps=3))
+    run = tiny.begin(recipe)
+    with small_files(20_000):
+        assert tiny.as_rank(recipe, run).kind is OutcomeKind.DONE
+    assert list(run.traces.iterdir()) == []
+    assert len(warnings(run)) == 1
+
+
+@pytest.mark.parametrize("made", [Trace(skip=2, steps=2), Breakdown(skip=2, steps=2)], ids=lambda made: made.kind)
+def test_no_room_for_temporary_files(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nothing"))
+    recipe = tiny.recipe(tmp_path, steps=6, saves="off", profiler=made)
+    run = tiny.begin(recipe)
+    assert tiny.as_rank(recipe, run).kind is OutcomeKind.DONE
+    (line,) = warnings(run)
+    assert "No such file" in line
+    assert "nothing" in line
+
+
+def one_rank_fails(made, run):
+    import os
+
+    if os.environ["RANK"] == "1":
+        return trained(made, run, 20_000)
+    return tiny.as_rank(made, run).kind
+
+
+def test_parts_of_a_step_that_one_rank_lacks_are_not_reported(pool, tmp_path):
+    recipe = tiny.recipe(tmp_path, steps=6, saves="off", shard=2, profiler=Breakdown(skip=2, steps=2))
+    run = tiny.begin(recipe)
+    assert pool.run(2, one_rank_fails, recipe, run) == [OutcomeKind.DONE] * 2
+    assert run.metrics("breakdown") == []
+    (line,) = warnings(run)
+    assert "the breakdown of steps 3 to 4 is not written: its part is missing on rank 1" in line
+
+
+def test_a_file_is_whole_or_absent(tmp_path):
+    failures = []
+
+    def failed(what, error):
+        failures.append((what, str(error)))
+
+    def cut(path):
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "traces" / "file"
+    write_whole(target, cut, failed)
+    assert failures == [(str(target), "[Errno 28] No space left on device")]
+    assert list(target.parent.iterdir()) == []
+    write_whole(target, lambda path: path.write_text("whole"), failed)
+    assert [path.name for path in target.parent.iterdir()] == ["file"]
+    assert len(failures) == 1
+
+
+def test_a_snapshot_of_memory_that_cannot_be_written_leaves_a_warning(tmp_path, monkeypatch):
+    failures, observers = [], []
+    memory = torch.cuda.memory
+
+    def full(path):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **given: None)
+    monkeypatch.setattr(memory, "_dump_snapshot", full)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    profiler = MemoryProfiler(Memory(skip=1, steps=2, every=0))
+    profiler.connect(
+        Links(
+            axes={},
+            marks_collectives=contextlib.nullcontext,
+            gather=lambda value: [value],
+            report=lambda kind, step, row, lines: None,
+            failed=lambda what, error: failures.append(what),
+        )
+    )
+    profiler.start(tmp_path / "traces", rank=0, attempt=1, on_gpu=True)
+    for step in range(1, 5):
+        profiler.after_step(step)
+    observers[0](0, 1, 2, 3)
+    profiler.close()
+    names = [
+        str(tmp_path / "traces" / f"attempt-1-{moment}-rank-0.snapshot.pickle")
+        for moment in ("step-3", "out-of-memory")
+    ]
+    assert failures == names
+    assert list((tmp_path / "traces").iterdir()) == []
