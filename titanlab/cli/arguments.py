@@ -34,14 +34,14 @@ class Arguments(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse options and positional arguments in any order; store the arguments for `error`."""
-        self._given = " ".join(args or [])
-        given = super().parse_intermixed_args(args, namespace)
+        self._command_line = " ".join(args or [])
+        parsed = super().parse_intermixed_args(args, namespace)
         for action in self._actions:
-            value = getattr(given, action.dest, None)
+            value = getattr(parsed, action.dest, None)
             if isinstance(value, int) and not isinstance(value, bool):
                 name = action.option_strings[0] if action.option_strings else action.dest
                 check_whole(name, value, MOST_64_BITS, cure=f"see `{self.prog} --help`")
-        return given
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError; argparse calls this for every mistake."""
@@ -49,7 +49,7 @@ class Arguments(argparse.ArgumentParser):
         if wrong is not None:
             kind = "a whole number" if wrong[2] == "int" else "a number"
             raise ConfigError(wrong[1], wrong[3], f"must be {kind}", f"see `{self.prog} --help`")
-        raise ConfigError("arguments", self._given, message, f"see `{self.prog} --help`")
+        raise ConfigError("arguments", self._command_line, message, f"see `{self.prog} --help`")
 
 
 def bytes_of(text: str, key: str) -> int:

@@ -16,10 +16,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("sweep", help="the sweep's name, or its folder")
     parser.add_argument("run", nargs="*", help="runs by folder, label or first digits of the hash (default: all)")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    folder = open_sweep(given.sweep, given.runs)
+    args = parser.parse_args(arguments)
+    folder = open_sweep(args.sweep, args.runs)
     with Console() as console:
-        done = cancel(folder, console.note, names=given.run)
+        done = cancel(folder, console.note, names=args.run)
         parts = [
             f"{len(names)} {text}"
             for names, text in (

@@ -26,11 +26,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--verify", action="store_true", help="read every byte, and exit with 1 if one is damaged")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    run = find_run(given.run, given.runs)
-    rows = list_checkpoints(checkpoints_of(run), verifies=given.verify)
+    args = parser.parse_args(arguments)
+    run = find_run(args.run, args.runs)
+    rows = list_checkpoints(checkpoints_of(run), verifies=args.verify)
     with Console() as console:
-        if given.json:
+        if args.json:
             console.note(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
         elif not rows:
             console.note(f"{shown_path(run.path)} has no checkpoints")

@@ -21,13 +21,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--attempt", type=int, help="number of the attempt (default the newest)")
     parser.add_argument("--json", action="store_true", help="the same as JSON, with whole stacks")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    run = find_run(given.run, given.runs)
-    attempt = run.chosen_attempt(given.attempt)
+    args = parser.parse_args(arguments)
+    run = find_run(args.run, args.runs)
+    attempt = run.chosen_attempt(args.attempt)
     with Console() as console:
         if attempt and has_hung(run, attempt):
-            _show(run, attempt, console, as_json=given.json)
-        elif given.json:
+            _show(run, attempt, console, as_json=args.json)
+        elif args.json:
             result = run.result(attempt) if attempt else run.result()
             outcome = None if result is None else result.kind.value
             console.note(json.dumps({"run": run.path.name, "attempt": attempt, "hung": False, "outcome": outcome}))

@@ -24,32 +24,32 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         # `not … >=`, because `nan < least` is False.
-        if not getattr(given, name) >= least:
+        if not getattr(args, name) >= least:
             raise ConfigError(
-                f"--{name.replace('_', '-')}", getattr(given, name), f"must be at least {least}", f"try {least}"
+                f"--{name.replace('_', '-')}", getattr(args, name), f"must be at least {least}", f"try {least}"
             )
-    _check_device(given.device)
-    folder = Path(given.run).expanduser()
+    _check_device(args.device)
+    folder = Path(args.run).expanduser()
     if not is_weights(folder):
-        folder = find_run(given.run, given.runs).path
+        folder = find_run(args.run, args.runs).path
         find(str(folder), "run")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
     from titanlab.training.generate import generate
 
     pieces = generate(
         folder,
-        given.prompt,
-        tokens=given.tokens,
-        temperature=given.temperature,
-        top_k=given.top_k,
-        seed=given.seed,
-        device=given.device,
+        args.prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        device=args.device,
     )
     first = next(pieces, "")
-    print(given.prompt + first, end="", flush=True)
+    print(args.prompt + first, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()

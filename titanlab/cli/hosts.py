@@ -22,19 +22,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--clear", metavar="HOST", help="forget the failures on this host")
     parser.add_argument("--all", action="store_true", help="forget the failures on all hosts")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    runs = Path(given.runs).expanduser()
+    args = parser.parse_args(arguments)
+    runs = Path(args.runs).expanduser()
     known = bad_hosts(runs)
     with Console() as console:
-        if given.clear is not None and given.clear not in names(known):
+        if args.clear is not None and args.clear not in names(known):
             shown = ", ".join(names(known)) or "none"
-            raise ConfigError("--clear", given.clear, f"is not on the list; it has: {shown}", "see `titanlab hosts`")
-        if given.clear is not None or given.all:
-            cleared = names([bad for bad in known if given.clear in (None, bad.host)])
-            clear_bad_hosts(runs, given.clear)
+            raise ConfigError("--clear", args.clear, f"is not on the list; it has: {shown}", "see `titanlab hosts`")
+        if args.clear is not None or args.all:
+            cleared = names([bad for bad in known if args.clear in (None, bad.host)])
+            clear_bad_hosts(runs, args.clear)
             console.note(f"cleared: {', '.join(cleared) or 'nothing'}")
         elif not known:
-            console.note(f"no run under {given.runs} has failed because of its host")
+            console.note(f"no run under {args.runs} has failed because of its host")
         else:
             now = time.time()
             cells = [

@@ -75,47 +75,47 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP.format(most=MOST))
         return 0
-    given, rest = _given(arguments)
-    if given.measure or given.calibrate is not None or given.trace:
-        return _answered(given, rest)
+    args, rest = _parse(arguments)
+    if args.measure or args.calibrate is not None or args.trace:
+        return _answered(args, rest)
     with no_collection():
-        code = _answered(given, rest)
+        code = _answered(args, rest)
         # At its end Python would look through the many small objects of the search once more (a tenth of a second).
         gc.freeze()
     return code
 
 
-def _answered(given: Any, rest: list[str]) -> int:
+def _answered(args: Any, rest: list[str]) -> int:
     """Do what a command line asks for; returns the exit code."""
-    if given.measure:
+    if args.measure:
         # Imported here, as below: a plan needs neither sweeps nor jobs.
         from titanlab.cli.machines.measure import measure
 
-        return measure(rest, out=given.out)
-    if given.calibrate is not None:
+        return measure(rest, out=args.out)
+    if args.calibrate is not None:
         from titanlab.cli.machines.calibrate import calibrate_sweep
 
         with Console() as console:
-            calibrate_sweep(given.calibrate, runs=given.runs or "runs", out=given.out, console=console)
+            calibrate_sweep(args.calibrate, runs=args.runs or "runs", out=args.out, console=console)
         return 0
     recipe = _recipe(rest)
     with Console() as console:
-        if given.explain:
-            _explain(for_planning(recipe, stands=True), given, console)
+        if args.explain:
+            _explain(for_planning(recipe, stands=True), args, console)
             return 0
-        if given.trace:
+        if args.trace:
             from titanlab.cli.plan_trace import run_trace
 
-            return run_trace(for_planning(recipe, stands=True), given.rank, console, as_json=given.json)
-        result = plan(for_planning(recipe), vary=given.vary, top=_TOP if given.top is None else given.top)
-        if given.json:
+            return run_trace(for_planning(recipe, stands=True), args.rank, console, as_json=args.json)
+        result = plan(for_planning(recipe), vary=args.vary, top=_TOP if args.top is None else args.top)
+        if args.json:
             console.note(json.dumps(finite(plan_table.plan_values(result)), indent=2, ensure_ascii=False))
         else:
-            console.note("\n".join(_lines(result, why=given.why)))
+            console.note("\n".join(_lines(result, why=args.why)))
         return 0 if result.best else ConfigError.exit_code
 
 
-def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The verb's own flags, and the rest of the command line."""
     parser = _Flags(add_help=False, allow_abbrev=False)
     parser.add_argument("--top", type=int)
@@ -127,48 +127,46 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser.add_argument("--rank", default="")
     for flag in ("--why", "--explain", "--trace", "--json", "--measure"):
         parser.add_argument(flag, action="store_true")
-    given, rest = parser.parse_known_args(list(arguments))
-    given.vary = given.vary.split(",") if given.vary else []
-    if given.plot is not None and not given.explain:
-        raise ConfigError("--plot", given.plot, "draws the timeline of one recipe", "add --explain")
-    if given.rank and not given.trace:
-        raise ConfigError("--rank", given.rank, "names ranks that are traced", "add --trace")
-    if given.explain and given.trace:
+    args, rest = parser.parse_known_args(list(arguments))
+    args.vary = args.vary.split(",") if args.vary else []
+    if args.plot is not None and not args.explain:
+        raise ConfigError("--plot", args.plot, "draws the timeline of one recipe", "add --explain")
+    if args.rank and not args.trace:
+        raise ConfigError("--rank", args.rank, "names ranks that are traced", "add --trace")
+    if args.explain and args.trace:
         raise ConfigError("--trace", "true", "has an answer of its own, and so has --explain", "leave one out")
-    for about_one in (name for name in ("explain", "trace") if getattr(given, name)):
+    for about_one in (name for name in ("explain", "trace") if getattr(args, name)):
         for about_many in ("why", "vary", "top"):
-            if getattr(given, about_many) not in (False, None, []):
+            if getattr(args, about_many) not in (False, None, []):
                 rule = f"is about one recipe, and --{about_many} about many"
                 raise ConfigError(f"--{about_one}", "true", rule, "leave one out")
-    _check_machine_flags(given, rest)
-    return given, rest
+    _check_machine_flags(args, rest)
+    return args, rest
 
 
-def _check_machine_flags(given: Any, rest: Sequence[str]) -> None:
+def _check_machine_flags(args: Any, rest: Sequence[str]) -> None:
     """Check that --calibrate and --measure stand without flags of a plan, and --out and --runs with them."""
-    verb = "--calibrate" if given.calibrate is not None else "--measure" if given.measure else None
+    verb = "--calibrate" if args.calibrate is not None else "--measure" if args.measure else None
     other = [
         name
         for name in ("top", "why", "explain", "trace", "json", "vary", "plot")
-        if getattr(given, name) not in (False, None, [])
+        if getattr(args, name) not in (False, None, [])
     ]
     if verb is None:
         for name in ("out", "runs"):
-            if getattr(given, name) is not None:
+            if getattr(args, name) is not None:
                 rule = "belongs to --calibrate" + (" or --measure" if name == "out" else "")
-                raise ConfigError(f"--{name}", getattr(given, name), rule, "leave it out, or add --calibrate SWEEP")
+                raise ConfigError(f"--{name}", getattr(args, name), rule, "leave it out, or add --calibrate SWEEP")
         return
-    if given.calibrate is not None and given.measure:
-        raise ConfigError("--calibrate", given.calibrate, "takes runs, and --measure a new job", "leave one out")
+    if args.calibrate is not None and args.measure:
+        raise ConfigError("--calibrate", args.calibrate, "takes runs, and --measure a new job", "leave one out")
     if other:
-        raise ConfigError(
-            verb, given.calibrate or "true", f"makes no plan, which --{other[0]} is about", "leave it out"
-        )
-    if given.calibrate is not None and rest:
+        raise ConfigError(verb, args.calibrate or "true", f"makes no plan, which --{other[0]} is about", "leave it out")
+    if args.calibrate is not None and rest:
         rule = "is not for --calibrate, which takes recipes and cluster from the runs"
         raise ConfigError("arguments", " ".join(rest), rule, "leave it out")
-    if given.measure and given.runs is not None:
-        raise ConfigError("--runs", given.runs, "belongs to --calibrate", f"write runs={given.runs}")
+    if args.measure and args.runs is not None:
+        raise ConfigError("--runs", args.runs, "belongs to --calibrate", f"write runs={args.runs}")
 
 
 def _recipe(arguments: Sequence[str]) -> Recipe:
@@ -193,23 +191,23 @@ def _lines(result: Plan, *, why: bool) -> list[str]:
     return lines
 
 
-def _explain(recipe: Recipe, given: Any, console: Console) -> None:
+def _explain(recipe: Recipe, args: Any, console: Console) -> None:
     account = explain(recipe)
-    if given.plot is not None:
+    if args.plot is not None:
         if account.timeline is None:
-            raise ConfigError("--plot", given.plot, "draws a pipeline, and pipeline=1", "leave it out")
+            raise ConfigError("--plot", args.plot, "draws a pipeline, and pipeline=1", "leave it out")
         from titanlab.schedule.plot import draw
 
         draw(
             [(f"{recipe.schedule.kind} · bubble {100 * account.timeline.bubble_share:.1f} %", account.timeline)],
-            given.plot,
+            args.plot,
         )
-    if given.json:
+    if args.json:
         console.note(json.dumps(finite(explanation_values(account)), indent=2, ensure_ascii=False))
         return
     console.note("\n".join(_account(account)))
-    if given.plot is not None:
-        console.note(f"plot: {given.plot}")
+    if args.plot is not None:
+        console.note(f"plot: {args.plot}")
 
 
 def _account(account: Explanation) -> list[str]:

@@ -62,16 +62,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", default=[], help="key=value, such as parallelism.shard=4")
     parser.add_argument("--step", type=int, help="of the checkpoint to resume from (default: the newest)")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    run, checkpoint = find_run_or_checkpoint(given.run, given.runs)
-    if given.step is not None:
+    args = parser.parse_args(arguments)
+    run, checkpoint = find_run_or_checkpoint(args.run, args.runs)
+    if args.step is not None:
         if checkpoint is not None:
-            raise ConfigError("--step", given.step, f"{checkpoint} is of a step already", "leave one of the two out")
-        checkpoint = of_step(checkpoints_of(run), given.step, "--step", given.step)
+            raise ConfigError("--step", args.step, f"{checkpoint} is of a step already", "leave one of the two out")
+        checkpoint = of_step(checkpoints_of(run), args.step, "--step", args.step)
     newest = checkpoint or latest(checkpoints_of(run))
     with Console() as console:
         console.phase("checking the recipe and its data")
-        recipe = _changed(run, given.overrides, console)
+        recipe = _changed(run, args.overrides, console)
         if not recipe.launch.starts_directly and joined(os.environ) is None:
             if resubmit(run, recipe, console.note, checkpoint=checkpoint) is not None:
                 console.note(f"next: titanlab status {run.sweep} --watch; to run it here instead: launch=local")

@@ -27,20 +27,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stale", action="store_true", help="those that other code has made, which start anew")
     parser.add_argument("--dry-run", action="store_true", help="say which they are, and submit nothing")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    outcomes = [word.strip() for word in given.outcome.split(",") if word.strip()]
-    folder = open_sweep(given.sweep, given.runs)
+    args = parser.parse_args(arguments)
+    outcomes = [word.strip() for word in args.outcome.split(",") if word.strip()]
+    folder = open_sweep(args.sweep, args.runs)
     with Console() as console:
         done = retry(
             folder,
             console.note,
-            outcomes=FAILED if given.all_failed else outcomes,
-            stale=given.stale,
-            names=[text for text in given.runs_and_keys if "=" not in text],
-            overrides=[text for text in given.runs_and_keys if "=" in text],
-            dry_run=given.dry_run,
+            outcomes=FAILED if args.all_failed else outcomes,
+            stale=args.stale,
+            names=[text for text in args.runs_and_keys if "=" not in text],
+            overrides=[text for text in args.runs_and_keys if "=" in text],
+            dry_run=args.dry_run,
         )
-        _report(console, folder, done, dry_run=given.dry_run)
+        _report(console, folder, done, dry_run=args.dry_run)
     return 0
 
 

@@ -67,25 +67,23 @@ class Made:
 def main(arguments: Sequence[str]) -> int:
     """Show one schedule, or compare all schedules."""
     parser = _parser()
-    given = parser.parse_args(arguments)
-    _check_arguments(given)
+    args = parser.parse_args(arguments)
+    _check_arguments(args)
     try:
-        made, refused = _made(given)
+        made, refused = _made(args)
     except ConfigError as error:
         raise _with_flag_names(error) from error
-    if given.csv is not None:
-        if not given.csv.absolute().parent.is_dir():
-            raise ConfigError("--csv", given.csv, "there is no such folder", "make it, or name another")
+    if args.csv is not None:
+        if not args.csv.absolute().parent.is_dir():
+            raise ConfigError("--csv", args.csv, "there is no such folder", "make it, or name another")
         try:
-            write_actions(given.csv, made[0].orders)
+            write_actions(args.csv, made[0].orders)
         except OSError as error:
-            raise ConfigError(
-                "--csv", given.csv, f"cannot be written: {error.strerror}", "name another file"
-            ) from error
-    if given.plot is not None:
-        draw([(f"{one.title} · bubble {_percent(one.timeline)}", one.timeline) for one in made], given.plot)
-    lines = _table(made, refused, given) if given.kind == ALL else _picture(made[0], given)
-    lines += [f"{what}: {path}" for path, what in ((given.csv, "csv"), (given.plot, "plot")) if path is not None]
+            raise ConfigError("--csv", args.csv, f"cannot be written: {error.strerror}", "name another file") from error
+    if args.plot is not None:
+        draw([(f"{one.title} · bubble {_percent(one.timeline)}", one.timeline) for one in made], args.plot)
+    lines = _table(made, refused, args) if args.kind == ALL else _picture(made[0], args)
+    lines += [f"{what}: {path}" for path, what in ((args.csv, "csv"), (args.plot, "plot")) if path is not None]
     Console().note("\n".join(lines))
     return 0
 
@@ -112,39 +110,39 @@ def _parser() -> Arguments:
     return parser
 
 
-def _check_arguments(given: Any) -> None:
+def _check_arguments(args: Any) -> None:
     """Check that the numbers are in range and that the flags can be combined."""
     kinds = [*sorted(str(kind) for kind in discover()["schedule"]), ALL]
-    if given.kind not in kinds:
-        near = "".join(f"try {kind}; " for kind in difflib.get_close_matches(given.kind, kinds, n=1))
-        raise ConfigError("schedule", given.kind, "there is no such schedule", f"{near}known: {', '.join(kinds)}")
+    if args.kind not in kinds:
+        near = "".join(f"try {kind}; " for kind in difflib.get_close_matches(args.kind, kinds, n=1))
+        raise ConfigError("schedule", args.kind, "there is no such schedule", f"{near}known: {', '.join(kinds)}")
     for name, good in (("ranks", 4), ("microbatches", 8), ("stages_per_rank", 2)):
-        value = getattr(given, name)
+        value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')}", value, "must be at least 1", f"try {good}")
-    size = (given.ranks or 4) * (given.microbatches or 8) * (given.stages_per_rank or 2)
+    size = (args.ranks or 4) * (args.microbatches or 8) * (args.stages_per_rank or 2)
     if size > LIMIT:
         rule = f"ranks × stages × microbatches is {size}, and a timeline has {LIMIT} at most"
-        raise ConfigError("--microbatches", given.microbatches or 8, rule, "try fewer: the pattern repeats itself")
+        raise ConfigError("--microbatches", args.microbatches or 8, rule, "try fewer: the pattern repeats itself")
     for name in TIMES:
-        value = getattr(given, name)
+        value = getattr(args, name)
         may_be_zero = name == "transfer"
         if value is not None and not (0 < value < math.inf or (may_be_zero and value == 0)):
             rule = "must be finite and " + ("not negative" if may_be_zero else "positive")
             raise ConfigError(f"--{name}", value, rule, "try 1")
-    _check_proportions(given)
-    if given.csv is not None and given.kind == ALL:
-        raise ConfigError("--csv", given.csv, "holds one schedule", "name it instead of all: titanlab schedule 1f1b")
-    if given.file is not None and (given.kind == ALL or "file" not in _fields(_schema(given.kind))):
-        raise ConfigError("--file", given.file, "is for the schedule csv", "try titanlab schedule csv")
+    _check_proportions(args)
+    if args.csv is not None and args.kind == ALL:
+        raise ConfigError("--csv", args.csv, "holds one schedule", "name it instead of all: titanlab schedule 1f1b")
+    if args.file is not None and (args.kind == ALL or "file" not in _fields(_schema(args.kind))):
+        raise ConfigError("--file", args.file, "is for the schedule csv", "try titanlab schedule csv")
 
 
-def _check_proportions(given: Any) -> None:
+def _check_proportions(args: Any) -> None:
     """Check the durations: a column is a fraction of the shortest one, so unequal durations need too many columns."""
-    times = {str(kind): time for kind, time in _durations(given).items()}
+    times = {str(kind): time for kind, time in _durations(args).items()}
     shortest = min(times.values())
-    typed = {name: getattr(given, name) for name in TIMES if getattr(given, name) is not None}  # by the user
-    longest = max([*times.values(), given.transfer or 0.0])
+    typed = {name: getattr(args, name) for name in TIMES if getattr(args, name) is not None}  # by the user
+    longest = max([*times.values(), args.transfer or 0.0])
     if longest > PROPORTION * shortest:
         # Blame the typed duration that is furthest from 1.
         name = max(typed, key=lambda flag: abs(math.log(typed[flag] or 1.0)))
@@ -152,46 +150,46 @@ def _check_proportions(given: Any) -> None:
         raise ConfigError(f"--{name}", typed[name], rule, "try 1")
 
 
-def _made(given: Any) -> tuple[list[Made], dict[str, ConfigError]]:
+def _made(args: Any) -> tuple[list[Made], dict[str, ConfigError]]:
     """The schedule that the user named, or all schedules; and the errors of schedules that cannot be made."""
-    if given.kind != ALL:
-        return [_make(given.kind, given)], {}
+    if args.kind != ALL:
+        return [_make(args.kind, args)], {}
     made, refused = [], {}
     for kind in discover()["schedule"]:
         # A schedule that is read from a file is not compared: the file is for one pipeline.
         if kind is None or "file" in _fields(_schema(kind)):
             continue
         try:
-            made.append(_make(kind, given, chosen=False))
+            made.append(_make(kind, args, chosen=False))
         except ConfigError as error:
             refused[kind] = error
     return sorted(made, key=lambda schedule: (schedule.timeline.duration, schedule.kind)), refused
 
 
-def _make(kind: str, given: Any, *, chosen: bool = True) -> Made:
+def _make(kind: str, args: Any, *, chosen: bool = True) -> Made:
     """Make one schedule; if the user has named it (`chosen`), a flag that it does not use is a mistake."""
     schema = _schema(kind)
     fields, values = _fields(schema), {}
-    if given.stages_per_rank is not None:
+    if args.stages_per_rank is not None:
         if "stages_per_rank" in fields:
             # When all are compared, a schedule with a fixed number of stages keeps its number.
-            if chosen or _takes(schema, given.stages_per_rank):
-                values["stages_per_rank"] = given.stages_per_rank
-        elif chosen and given.stages_per_rank != 1:
+            if chosen or _takes(schema, args.stages_per_rank):
+                values["stages_per_rank"] = args.stages_per_rank
+        elif chosen and args.stages_per_rank != 1:
             rule = f"{kind} has one stage a rank" if "file" not in fields else "the file says which stages there are"
             cure = "leave it out, or try titanlab schedule interleaved_1f1b"
-            raise ConfigError("--stages-per-rank", given.stages_per_rank, rule, cure)
+            raise ConfigError("--stages-per-rank", args.stages_per_rank, rule, cure)
     if "file" in fields:
-        values["file"] = given.file or ""
+        values["file"] = args.file or ""
     config: PipelineSchedule = schema(**values)
     usual = config.fixed_size() or (4, 8)
-    ranks, microbatches = given.ranks or usual[0], given.microbatches or usual[1]
+    ranks, microbatches = args.ranks or usual[0], args.microbatches or usual[1]
     config.check_pipeline(ranks=ranks, microbatches=microbatches)
     placement = config.placement(ranks=ranks)
     orders = config.actions(ranks=ranks, microbatches=microbatches)
     share = ranks / len(placement)  # of a rank's layers in one stage
-    durations = {action: share * time for action, time in _durations(given).items()}
-    timeline = simulate(orders, placement, durations, transfer=given.transfer or 0.0)
+    durations = {action: share * time for action, time in _durations(args).items()}
+    timeline = simulate(orders, placement, durations, transfer=args.transfer or 0.0)
     return Made(kind=kind, orders=orders, timeline=timeline, microbatches=microbatches)
 
 
@@ -211,17 +209,17 @@ def _takes(schema: type, stages_per_rank: int) -> bool:
     return True
 
 
-def _durations(given: Any) -> Mapping[Kind, float]:
-    backward = given.backward or 2.0
+def _durations(args: Any) -> Mapping[Kind, float]:
+    backward = args.backward or 2.0
     return {
-        Kind.FORWARD: given.forward or 1.0,
+        Kind.FORWARD: args.forward or 1.0,
         Kind.BACKWARD: backward,
-        Kind.INPUT: given.input or backward / 2,
-        Kind.WEIGHT: given.weight or backward / 2,
+        Kind.INPUT: args.input or backward / 2,
+        Kind.WEIGHT: args.weight or backward / 2,
     }
 
 
-def _picture(made: Made, given: Any) -> list[str]:
+def _picture(made: Made, args: Any) -> list[str]:
     coloured = _is_coloured()
     # A file has no width, unless COLUMNS is set.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
@@ -230,13 +228,13 @@ def _picture(made: Made, given: Any) -> list[str]:
         "",
         *rows(made.timeline, width=width, coloured=coloured),
         "",
-        f"step            {_figure(made.timeline.duration)} ({_times(given)})",
+        f"step            {_figure(made.timeline.duration)} ({_times(args)})",
         f"bubble          {_percent(made.timeline)} of all ranks' time",
         f"peak in flight  {_peaks(made.timeline)} microbatches, by rank",
     ]
 
 
-def _table(made: list[Made], refused: Mapping[str, ConfigError], given: Any) -> list[str]:
+def _table(made: list[Made], refused: Mapping[str, ConfigError], args: Any) -> list[str]:
     coloured = _is_coloured()
     head = ("schedule", "stages a rank", "step", "bubble", "peak in flight, by rank")
     body = [
@@ -258,14 +256,14 @@ def _table(made: list[Made], refused: Mapping[str, ConfigError], given: Any) -> 
         ).rstrip()
         for row in (head, *body)
     ]
-    title = f"{_counted(given.ranks or 4, 'rank')}, {_counted(given.microbatches or 8, 'microbatch', 'es')}"
+    title = f"{_counted(args.ranks or 4, 'rank')}, {_counted(args.microbatches or 8, 'microbatch', 'es')}"
     left_out = [f"{kind}: {error.rule}" for kind, error in refused.items()]
-    return [title, f"({_times(given)})", "", _strong(lines[0], coloured=coloured), *lines[1:], *left_out]
+    return [title, f"({_times(args)})", "", _strong(lines[0], coloured=coloured), *lines[1:], *left_out]
 
 
-def _times(given: Any) -> str:
-    times = ", ".join(f"{kind} {_figure(time)}" for kind, time in _durations(given).items())
-    sent = f", transfer {_figure(given.transfer)}" if given.transfer else ""
+def _times(args: Any) -> str:
+    times = ", ".join(f"{kind} {_figure(time)}" for kind, time in _durations(args).items())
+    sent = f", transfer {_figure(args.transfer)}" if args.transfer else ""
     return f"a rank's layers take {times}{sent}"
 
 

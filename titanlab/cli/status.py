@@ -26,24 +26,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--watch", action="store_true", help="go on showing it until nothing runs or waits any more")
     parser.add_argument("--json", action="store_true", help="rows as JSON; docs/comparing.md has the columns")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    if given.watch and (given.json or given.sweep is None or given.run is not None):
+    args = parser.parse_args(arguments)
+    if args.watch and (args.json or args.sweep is None or args.run is not None):
         raise ConfigError("--watch", True, "is for the table of one sweep", "give a sweep, and nothing else")
-    if given.sweep is None:
-        sweeps = overview(given.runs)
-        if given.json:
+    if args.sweep is None:
+        sweeps = overview(args.runs)
+        if args.json:
             _print_json(sweeps.rows)
         else:
             with Console() as console:
                 console.note("\n".join(sweeps.lines()))
         return 0
-    sweep = open_sweep(given.sweep, given.runs)
+    sweep = open_sweep(args.sweep, args.runs)
     look = look_at(sweep, Console().warn)
-    if given.run is not None:
-        return _show_runs(sweep.find([given.run]), look(), as_json=given.json)
-    if given.json:
+    if args.run is not None:
+        return _show_runs(sweep.find([args.run]), look(), as_json=args.json)
+    if args.json:
         _print_json(look())
-    elif given.watch:
+    elif args.watch:
         Screen().follow(sweep.name, look)
     else:
         Screen().show(sweep.name, look())

@@ -48,7 +48,7 @@ _FLAGS = {"-n": "dry_run", "--dry-run": "dry_run", "--wait": "wait", "--force": 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class SweepArguments:
     """The verb's own flags, and the rest of the command line.
 
     Attributes:
@@ -69,18 +69,18 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP.format(sweeps=", ".join(_sweeps())))
         return 0
-    given = _given(arguments)
-    flags = read_flags(given.rest)
+    args = _parse(arguments)
+    flags = read_flags(args.rest)
     if not flags.starts:
         answer(flags)
         return 0
     if not flags.overrides:
         cure = "try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps"
-        raise ConfigError("arguments", " ".join(given.rest), "say nothing of what to sweep", cure)
-    return run_study(given)
+        raise ConfigError("arguments", " ".join(args.rest), "say nothing of what to sweep", cure)
+    return run_study(args)
 
 
-def run_study(given: Given, loader: Loader | None = None) -> int:
+def run_study(args: SweepArguments, loader: Loader | None = None) -> int:
     """Plan and submit a study; with `wait`, follow its runs to their end.
 
     Args:
@@ -88,44 +88,44 @@ def run_study(given: Given, loader: Loader | None = None) -> int:
     """
     if joined(os.environ) is not None:
         rule = "was started as one of several processes, and a sweep is submitted once"
-        raise ConfigError("arguments", " ".join(given.rest), rule, "start it without torchrun or srun")
+        raise ConfigError("arguments", " ".join(args.rest), rule, "start it without torchrun or srun")
     with Console() as console:
         # With --json, standard output has nothing but JSON, because programs read it.
-        report = (lambda text: None) if given.as_json else console.note
-        study = plan_study(given.rest, whole=given.whole, loader=loader)
-        if given.prune:
+        report = (lambda text: None) if args.as_json else console.note
+        study = plan_study(args.rest, whole=args.whole, loader=loader)
+        if args.prune:
             # Imported here, because other sweeps need no estimates.
             from titanlab.sweep.study.estimates import fitting
 
             study = fitting(study)
-        if given.dry_run:
-            _show(study, given, console)
+        if args.dry_run:
+            _show(study, args, console)
             return 0
         # Preparing data takes long, so the launcher and the folder are checked first.
         check_study(study)
-        study = with_data(study, report, whole=given.whole)
-        submitted = submit(study, report, force=given.force)
-        _report(study, submitted, given, console)
-    if not given.wait:
+        study = with_data(study, report, whole=args.whole)
+        submitted = submit(study, report, force=args.force)
+        _report(study, submitted, args, console)
+    if not args.wait:
         return 0
     own = {decision.run_name for decision in submitted.decisions}
     # The sweep may also have runs of earlier submissions, which do not count here.
     return exit_code([row for row in follow(submitted.folder) if row["run"] in own])
 
 
-def _given(arguments: Sequence[str]) -> Given:
+def _parse(arguments: Sequence[str]) -> SweepArguments:
     own = {_FLAGS[argument]: True for argument in arguments if argument in _FLAGS}
     if "dry_run" in own and "wait" in own:
         raise ConfigError("arguments", " ".join(arguments), "--dry-run submits nothing to wait for", "leave one out")
     if "as_json" in own and "wait" in own:
         raise ConfigError("arguments", " ".join(arguments), "--wait shows a table, and --json none", "leave one out")
-    return Given(rest=tuple(argument for argument in arguments if argument not in _FLAGS), **own)
+    return SweepArguments(rest=tuple(argument for argument in arguments if argument not in _FLAGS), **own)
 
 
-def _show(study: Study, given: Given, console: Console) -> None:
+def _show(study: Study, args: SweepArguments, console: Console) -> None:
     silence = silence_of(study)
-    decisions = decide(study, force=given.force, answered=silence is None)
-    if given.as_json:
+    decisions = decide(study, force=args.force, answered=silence is None)
+    if args.as_json:
         values = plan_values(study, decisions) | ({} if silence is None else {"problem": silence})
         console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
         return
@@ -135,8 +135,8 @@ def _show(study: Study, given: Given, console: Console) -> None:
     console.note("\n".join([*lines, "nothing was submitted (--dry-run)"]))
 
 
-def _report(study: Study, submitted: Submitted, given: Given, console: Console) -> None:
-    if given.as_json:
+def _report(study: Study, submitted: Submitted, args: SweepArguments, console: Console) -> None:
+    if args.as_json:
         made = [{"job": job, "shape": shape.to_mapping(), "runs": list(runs)} for job, shape, runs in submitted.jobs]
         values = {**plan_values(study, submitted.decisions), "jobs": made}
         console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))

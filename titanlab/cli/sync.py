@@ -28,24 +28,24 @@ def main(arguments: Sequence[str]) -> int:
         "something of",
     )
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    named = [_named(text, given.runs) for text in given.runs_and_sweeps]
+    args = parser.parse_args(arguments)
+    named = [_named(text, args.runs) for text in args.runs_and_sweeps]
     with Console() as console:
-        if given.rebuild:
+        if args.rebuild:
             for runs, is_sweep in named:
                 for run in runs:
                     if not is_sweep or _is_lacking(run):
                         _rebuild(run, console)
         runs = list(dict.fromkeys(run for group, _ in named for run in group))
         for run in runs:
-            if not given.rebuild and _is_lacking(run):
+            if not args.rebuild and _is_lacking(run):
                 console.note(f"{run.path.name}: {tracker_gap(run)}")
         waiting = [files for run in runs if (files := waiting_files(run))]
         if not waiting:
             console.note("nothing is to be uploaded")
             return 0
         lack = wandb_upload.lack()
-        if lack is not None and given.rebuild:
+        if lack is not None and args.rebuild:
             # No error: the user asked for a rebuild, and it is done.
             console.note(f"not uploaded: {lack}")
             return 0

@@ -45,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
             (ready,) = prepare([one[1]], console.note)
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.
-    from titanlab.cli.sweep import Given, run_study
+    from titanlab.cli.sweep import SweepArguments, run_study
 
     if one is not None:
-        return run_study(Given(rest=tuple(arguments)), one[0])
+        return run_study(SweepArguments(rest=tuple(arguments)), one[0])
     # The user typed every point of this command, so a point that cannot run is an error.
-    return run_study(Given(rest=tuple(arguments), wait=True, whole=True))
+    return run_study(SweepArguments(rest=tuple(arguments), wait=True, whole=True))

@@ -41,14 +41,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", default=[], help="key=value or group=preset: training.steps=2000")
     parser.add_argument(FLAG, dest="run", required=True, help="the other run, or one of its checkpoints")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    parent, checkpoint = find_run_or_checkpoint(given.run, given.runs, FLAG)
+    args = parser.parse_args(arguments)
+    parent, checkpoint = find_run_or_checkpoint(args.run, args.runs, FLAG)
     checkpoint = checkpoint or latest(checkpoints_of(parent))
     if checkpoint is None:
-        raise ConfigError(FLAG, given.run, "has no checkpoint", "train it until it has saved one, or begin without it")
+        raise ConfigError(FLAG, args.run, "has no checkpoint", "train it until it has saved one, or begin without it")
     with Console() as console:
         console.phase("composing the recipe")
-        recipe, lines = _branched(parent, checkpoint, given.overrides)
+        recipe, lines = _branched(parent, checkpoint, args.overrides)
         for line in lines:
             console.note(line)
         if recipe.launch.starts_directly or joined(os.environ) is not None:

@@ -87,14 +87,14 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the process's exit code: 0 for success, 2 for bad input, else the outcome's code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help", "help"):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
-    if given[0] in ("-V", "--version"):
+    if words[0] in ("-V", "--version"):
         print(f"titanlab {__version__}")
         return 0
-    verb, rest = given[0], given[1:]
+    verb, rest = words[0], words[1:]
     try:
         if verb not in VERBS:
             # Imported here: it takes time, and verbs are seldom misspelled.

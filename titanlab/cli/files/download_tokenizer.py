@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--token", help="of the hub, for gated models (default: HF_TOKEN, or what `hf auth login` kept)"
     )
-    given = parser.parse_args(arguments)
-    path = download_tokenizer(given.repo, given.folder / Path(given.repo).name, given.token, report=print)
+    args = parser.parse_args(arguments)
+    path = download_tokenizer(args.repo, args.folder / Path(args.repo).name, args.token, report=print)
     print(f"data.tokenizer={path}")
     return 0

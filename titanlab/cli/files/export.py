@@ -38,55 +38,53 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--name", help="of the model's option, for --format titanlab (default: from --into)")
     parser.add_argument("--force", action="store_true", help="replace weights that are there")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     for key, known in (("format", _FORMATS), ("dtype", DTYPES.values()), ("names", _PREFIXES)):
-        value = getattr(given, key)
+        value = getattr(args, key)
         if value is not None and value not in known:
             raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
-    if given.format == "dcp":
-        return _export_dcp(given)
-    if given.names != "titanlab":
-        raise ConfigError(
-            "--names", given.names, f"is of --format dcp, and the format is {given.format}", "leave it out"
-        )
-    shard_bytes = bytes_of(given.shard_size, "--shard-size")
-    name = option_name(given.name, str(given.into))
-    check_target(given.into, is_weights, force=given.force)
-    folder = Path(given.run).expanduser()
+    if args.format == "dcp":
+        return _export_dcp(args)
+    if args.names != "titanlab":
+        raise ConfigError("--names", args.names, f"is of --format dcp, and the format is {args.format}", "leave it out")
+    shard_bytes = bytes_of(args.shard_size, "--shard-size")
+    name = option_name(args.name, str(args.into))
+    check_target(args.into, is_weights, force=args.force)
+    folder = Path(args.run).expanduser()
     if is_weights(folder):
-        if given.step is not None:
-            raise ConfigError("--step", given.step, "is of a run, and this is a folder of weights", "leave it out")
-        check_apart(folder, given.into)
+        if args.step is not None:
+            raise ConfigError("--step", args.step, "is of a run, and this is a folder of weights", "leave it out")
+        check_apart(folder, args.into)
         origin = from_folder(folder, "run")
     else:
-        origin = from_run(given.run, given.runs, step=given.step)
-    if given.format == "titanlab":
-        print(write_ours(origin, given.into, name=name, dtype=given.dtype, shard_bytes=shard_bytes, report=print))
+        origin = from_run(args.run, args.runs, step=args.step)
+    if args.format == "titanlab":
+        print(write_ours(origin, args.into, name=name, dtype=args.dtype, shard_bytes=shard_bytes, report=print))
     else:
-        write_hf(origin, given.into, dtype=given.dtype, shard_bytes=shard_bytes, report=print)
-        print(f"AutoModelForCausalLM.from_pretrained({str(given.into)!r})")
+        write_hf(origin, args.into, dtype=args.dtype, shard_bytes=shard_bytes, report=print)
+        print(f"AutoModelForCausalLM.from_pretrained({str(args.into)!r})")
     return 0
 
 
-def _export_dcp(given: argparse.Namespace) -> int:
+def _export_dcp(args: argparse.Namespace) -> int:
     """Write a run's whole checkpoint, optimizer included, for tools that read torch.distributed.checkpoint."""
-    if given.dtype is not None:
-        raise ConfigError("--dtype", given.dtype, "a checkpoint keeps its dtypes with --format dcp", "leave it out")
-    run, named = find_run_or_checkpoint(given.run, given.runs)
+    if args.dtype is not None:
+        raise ConfigError("--dtype", args.dtype, "a checkpoint keeps its dtypes with --format dcp", "leave it out")
+    run, named = find_run_or_checkpoint(args.run, args.runs)
     checkpoint = named or find(str(run.path), "run")
-    if given.step is not None:
-        checkpoint = of_step(checkpoints_of(run), given.step, "--step", given.step)
-    if given.into.exists() and (not given.into.is_dir() or any(given.into.iterdir())):
-        raise ConfigError("--into", given.into, "is not an empty folder", "give a new folder")
+    if args.step is not None:
+        checkpoint = of_step(checkpoints_of(run), args.step, "--step", args.step)
+    if args.into.exists() and (not args.into.is_dir() or any(args.into.iterdir())):
+        raise ConfigError("--into", args.into, "is not an empty folder", "give a new folder")
     # Imported here, so that a mistake in the arguments is reported without waiting for torch.
     from titanlab.checkpoint.dcp_export import write_dcp
 
-    prefix = _PREFIXES[given.names]
-    with whole_folder(given.into) as part:
+    prefix = _PREFIXES[args.names]
+    with whole_folder(args.into) as part:
         write_dcp(checkpoint, part, "run", prefix=prefix)
     # With titanlab's names the folder has a position.json, which has them.
-    line = left_out(from_run(str(checkpoint), given.runs, step=None).source.biases) if prefix == "" else ""
+    line = left_out(from_run(str(checkpoint), args.runs, step=None).source.biases) if prefix == "" else ""
     if line:
         print(line)
-    print(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(given.into)!r})")
+    print(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(args.into)!r})")
     return 0

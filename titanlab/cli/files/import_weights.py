@@ -42,22 +42,22 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--shard-size", default="5GB", help="most bytes of a file (default 5GB)")
     parser.add_argument("--force", action="store_true", help="replace weights that are there")
-    given = parser.parse_args(arguments)
-    shard_bytes = bytes_of(given.shard_size, "--shard-size")
-    name = option_name(given.name, given.source)
-    into = given.into or Path("weights", name)
-    check_target(into, is_weights, force=given.force)
-    origin = _origin(given, into)
+    args = parser.parse_args(arguments)
+    shard_bytes = bytes_of(args.shard_size, "--shard-size")
+    name = option_name(args.name, args.source)
+    into = args.into or Path("weights", name)
+    check_target(into, is_weights, force=args.force)
+    origin = _origin(args, into)
     print(write_ours(origin, into, name=name, dtype=None, shard_bytes=shard_bytes, report=print))
     return 0
 
 
-def _origin(given: argparse.Namespace, into: Path) -> Origin:
-    folder = _folder(given.source, given.revision, given.token)
+def _origin(args: argparse.Namespace, into: Path) -> Origin:
+    folder = _folder(args.source, args.revision, args.token)
     check_apart(folder, into)
     if has_pickle(folder):
-        return from_dcp(folder, _model(given.model, given.overrides, folder), _KEY)
-    for key, value in (("--model", given.model), ("model.KEY=VALUE", " ".join(given.overrides))):
+        return from_dcp(folder, _model(args.model, args.overrides, folder), _KEY)
+    for key, value in (("--model", args.model), ("model.KEY=VALUE", " ".join(args.overrides))):
         if value:
             raise ConfigError(key, value, f"is of a folder with {METADATA}; {folder} names its model", "leave it out")
     return from_folder(folder, _KEY)
@@ -88,14 +88,14 @@ def _folder(source: str, revision: str | None, token: str | None) -> Path:
     return fetch_model(source, revision=revision, token=token, key=_KEY, report=print)
 
 
-def option_name(given: str | None, source: str) -> str:
+def option_name(name: str | None, source: str) -> str:
     """A name for the model's option that Hydra accepts and titanlab's own options, found first, do not have."""
     own = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
-    if given is not None:
-        if not re.fullmatch(r"[A-Za-z0-9_]+", given):
-            raise ConfigError("--name", given, "becomes model=NAME: letters, digits and _", "try my_model")
-        if given in own:
-            raise ConfigError("--name", given, "is an option of titanlab's own", f"try {given}_imported")
-        return given
-    name = re.sub(r"[^a-z0-9]+", "_", Path(source).expanduser().absolute().name.lower()).strip("_") or "model"
-    return f"{name}_imported" if name in own else name
+    if name is not None:
+        if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+            raise ConfigError("--name", name, "becomes model=NAME: letters, digits and _", "try my_model")
+        if name in own:
+            raise ConfigError("--name", name, "is an option of titanlab's own", f"try {name}_imported")
+        return name
+    derived = re.sub(r"[^a-z0-9]+", "_", Path(source).expanduser().absolute().name.lower()).strip("_") or "model"
+    return f"{derived}_imported" if derived in own else derived

@@ -21,14 +21,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--validation-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)"
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     index = write_token_shards(
-        given.files,
-        given.folder,
-        tokenizer=given.tokenizer,
-        vocab_size=given.vocab_size,
-        text_field=given.text_field,
-        validation_fraction=given.validation_fraction,
+        args.files,
+        args.folder,
+        tokenizer=args.tokenizer,
+        vocab_size=args.vocab_size,
+        text_field=args.text_field,
+        validation_fraction=args.validation_fraction,
         report=print,
     )
     # The model's default vocabulary may be smaller than the tokenizer's.
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         "titanlab",
         "train",
         "data=tokens",
-        f"data.folder={given.folder}",
+        f"data.folder={args.folder}",
         f"model.vocab_size={index.vocab_size}",
     ]
     print(shlex.join(command))

@@ -38,22 +38,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only show it, with every path")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    kinds = _kinds(given.what)
-    if given.keep is not None and given.keep < 1:
-        raise ConfigError("--keep", given.keep, "must be at least 1", "resume needs the newest checkpoint")
-    sweeps, only, root = _chosen(given.name, Path(given.runs).expanduser().absolute())
+    args = parser.parse_args(arguments)
+    kinds = _kinds(args.what)
+    if args.keep is not None and args.keep < 1:
+        raise ConfigError("--keep", args.keep, "must be at least 1", "resume needs the newest checkpoint")
+    sweeps, only, root = _chosen(args.name, Path(args.runs).expanduser().absolute())
     with Console() as console:
-        survey = Survey(root=root, keep=given.keep, verifies=given.verify, is_remote=given.remote)
+        survey = Survey(root=root, keep=args.keep, verifies=args.verify, is_remote=args.remote)
         survey.look(sweeps, only, console.warn)
-        if given.name is None:
+        if args.name is None:
             # A run at work may be reading prepared tokens, or compiling.
             survey.items += [item for item in cached() if not survey.busy or item.kind not in CACHES]
         items = [item for item in survey.items if item.kind in kinds]
-        _show(console, survey, items, kinds, lists_all=given.dry_run)
-        if not items or given.dry_run:
+        _show(console, survey, items, kinds, lists_all=args.dry_run)
+        if not items or args.dry_run:
             return 0
-        if not given.yes and not _agrees(items):
+        if not args.yes and not _agrees(items):
             console.note("nothing was removed")
             return 0
         return _remove(console, items)

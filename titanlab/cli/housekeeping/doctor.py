@@ -37,22 +37,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     parser.add_argument("--config-dir", metavar="FOLDER", help="with your site's launch/NAME.yaml")
-    given = parser.parse_args(arguments)
-    launch = _launch(given.overrides, given.config_dir)
+    args = parser.parse_args(arguments)
+    launch = _launch(args.overrides, args.config_dir)
     begin, rows = time.monotonic(), list[dict[str, Any]]()
     with Console() as console:
         section = ""
-        for check, findings in run_checks(checks(Path(given.runs), launch)):
+        for check, findings in run_checks(checks(Path(args.runs), launch)):
             for finding in findings:
                 rows.append({"section": check.section, **asdict(finding)})
-                if given.json:
+                if args.json:
                     continue
                 if check.section != section:
                     section = check.section
                     console.note(section)
                 console.note("\n".join(_lines(finding, is_coloured=_is_coloured(console, os.environ))))
         counts = Counter(row["state"] for row in rows)
-        if given.json:
+        if args.json:
             values = {"findings": rows, "counts": {state: counts[state] for state in (OK, WARN, FAIL)}}
             console.note(json.dumps(values, indent=2, ensure_ascii=False))
         else:

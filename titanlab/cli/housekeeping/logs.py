@@ -39,27 +39,27 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tail", type=int, metavar="K", help="only the last K lines")
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    if given.tail is not None and given.tail < 0:
-        raise ConfigError("--tail", given.tail, "must not be negative", "try 100")
-    if given.follow and given.attempt is not None:
+    args = parser.parse_args(arguments)
+    if args.tail is not None and args.tail < 0:
+        raise ConfigError("--tail", args.tail, "must not be negative", "try 100")
+    if args.follow and args.attempt is not None:
         rule = "an attempt that has ended prints no more"
-        raise ConfigError("--attempt", given.attempt, rule, "leave out --attempt or --follow")
-    pattern = _pattern(given.grep)
-    run = RunFolder(find_run(given.run, given.runs).path.absolute())
-    run.chosen_attempt(given.attempt)
-    logs = _chosen(run, given.rank, is_followed=given.follow)
-    with LogOutput(width=len(str(max(logs, default=0))) if given.rank is None else None) as output:
-        ends = {rank: _end(path, is_followed=given.follow) for rank, path in logs.items()}
-        if not given.follow and not any(ends.values()):
+        raise ConfigError("--attempt", args.attempt, rule, "leave out --attempt or --follow")
+    pattern = _pattern(args.grep)
+    run = RunFolder(find_run(args.run, args.runs).path.absolute())
+    run.chosen_attempt(args.attempt)
+    logs = _chosen(run, args.rank, is_followed=args.follow)
+    with LogOutput(width=len(str(max(logs, default=0))) if args.rank is None else None) as output:
+        ends = {rank: _end(path, is_followed=args.follow) for rank, path in logs.items()}
+        if not args.follow and not any(ends.values()):
             Console().note(harmless(_without_logs(run)))
             return 0
         with contextlib.suppress(KeyboardInterrupt):
-            for line in _lines(run, logs, ends, given.attempt, given.tail, pattern):
+            for line in _lines(run, logs, ends, args.attempt, args.tail, pattern):
                 if not output.line(line):
                     return 0
-            if given.follow:
-                _follow(run, given.rank, ends, pattern, output)
+            if args.follow:
+                _follow(run, args.rank, ends, pattern, output)
     return 0
 
 

@@ -35,22 +35,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--repo", type=Path, help="a git repository that has the commit (default: titanlab's own)")
     parser.add_argument("--dry-run", action="store_true", help="only say what differs, and make no folder")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    run = RunFolder(find_run(given.run, given.runs).path.absolute())
-    attempt = run.chosen_attempt(given.attempt)
+    args = parser.parse_args(arguments)
+    run = RunFolder(find_run(args.run, args.runs).path.absolute())
+    attempt = run.chosen_attempt(args.attempt)
     code = recorded_code(run, attempt)
-    into = Path(os.path.abspath((given.into or Path(f"repro-{run.path.name}")).expanduser()))
+    into = Path(os.path.abspath((args.into or Path(f"repro-{run.path.name}")).expanduser()))
     _check_folder(into)
     text = composable(run.config(attempt) if attempt else run.config())
     with Console() as console:
-        if not given.dry_run:
-            repository = repository_of(given.repo or Path(titanlab.__file__).parent)
+        if not args.dry_run:
+            repository = repository_of(args.repo or Path(titanlab.__file__).parent)
             restored = restore(code, repository, into)
             write_config(into / _FOLDER, text)
             _show_code(console, code, restored, into)
         _show_environment(console, code)
         _show_config(console, run, code)
-        if given.dry_run:
+        if args.dry_run:
             return 0
         console.note(f"next: cd {shlex.quote(shown_path(into))}")
         console.note(f"      python -m titanlab train --config-dir {_FOLDER} --config-name {NAME}")

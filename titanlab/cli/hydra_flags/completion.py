@@ -82,16 +82,16 @@ def _words(line: str) -> Sequence[str]:
     before, current = _split(line)
     if len(before) < 2:
         return list(VERBS)
-    verb, given = before[1], before[2:]
-    if verb == "train" and any(word.partition("=")[0] == FLAG for word in given):
-        return _complete_arguments(parser_of(train_from), given, current)
+    verb, arguments = before[1], before[2:]
+    if verb == "train" and any(word.partition("=")[0] == FLAG for word in arguments):
+        return _complete_arguments(parser_of(train_from), arguments, current)
     if verb in _RECIPE_FLAGS:
-        return _complete_recipe(verb, given, current)
+        return _complete_recipe(verb, arguments, current)
     if verb == "completion":
         return ["bash"]
     if verb not in VERBS:
         return []
-    return _complete_arguments(parser_of(main_of(verb)), given, current)
+    return _complete_arguments(parser_of(main_of(verb)), arguments, current)
 
 
 def _split(line: str) -> tuple[list[str], str]:
@@ -105,13 +105,13 @@ def _split(line: str) -> tuple[list[str], str]:
     return words[:-1], words[-1]
 
 
-def _complete_arguments(parser: Arguments, given: Sequence[str], current: str) -> Sequence[str]:
+def _complete_arguments(parser: Arguments, arguments: Sequence[str], current: str) -> Sequence[str]:
     """The possible words for a verb that takes no recipe; none for a file, because the shell completes files."""
     options = parser.options()
     values: dict[str, str] = {}
     words: list[str] = []
     option: argparse.Action | None = None  # the last word, if it is an option that needs a value
-    for word in given:
+    for word in arguments:
         name, equals, value = word.partition("=")
         if option is not None:
             values[option.dest] = word
@@ -178,12 +178,12 @@ def _runs_of(sweep: str, runs: str) -> list[RunFolder]:
     return []
 
 
-def _complete_recipe(verb: str, given: Sequence[str], current: str) -> Sequence[str]:
+def _complete_recipe(verb: str, arguments: Sequence[str], current: str) -> Sequence[str]:
     """The possible words for a verb that takes a recipe."""
     config_flags: list[str] = []
     overrides: list[str] = []
     flag = ""  # the last word, if it is a flag that needs a value
-    for word in given:
+    for word in arguments:
         name, equals, value = word.partition("=")
         if flag:
             config_flags += [_CONFIG_FLAGS[flag], _expanded(word)] if flag in _CONFIG_FLAGS else []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titanlab.cli.compose import compose_one
 from titanlab.cli.machines.cluster_out import MEASURED, check_out, write_cluster
-from titanlab.cli.sweep import Given, run_study
+from titanlab.cli.sweep import SweepArguments, run_study
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.planner.measured_machine import KEY, lines, measured_cluster
@@ -57,7 +57,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
     sizes = [size for size in _ON_GPUS if _is_on_gpus(composed) and not _gives(arguments, size.partition("=")[0])]
     own = [] if composed.world else [f"world={world}"]
     rest = (*all_arguments, *own, *sizes, f"training.global_batch={world}")
-    code = run_study(Given(rest=rest, wait=True, force=True, whole=True))
+    code = run_study(SweepArguments(rest=rest, wait=True, force=True, whole=True))
     if code:
         return code
     run = _newest(SweepFolder(Path(composed.runs).expanduser().absolute() / SWEEP))

@@ -66,21 +66,21 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP)
         return 0
-    given, rest = _given(arguments)
+    args, rest = _parse(arguments)
     if not rest:
         cure = "try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs"
         raise ConfigError("arguments", "", "say nothing of what to prove", cure)
     with Console() as console:
         pair = _pair(rest)
-        if pair is not None and (runs := _runs(pair, given.runs)) is not None:
-            return _compare(*runs, given, console)
-        chosen = choose(rest, given.runs) if pair is None else _of_pair(pair)
-        if given.only:
-            chosen.only(given.only)
-        return _prove(chosen, given, console)
+        if pair is not None and (runs := _runs(pair, args.runs)) is not None:
+            return _compare(*runs, args, console)
+        chosen = choose(rest, args.runs) if pair is None else _of_pair(pair)
+        if args.only:
+            chosen.only(args.only)
+        return _prove(chosen, args, console)
 
 
-def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser = Flags(prog="titanlab parity", add_help=False, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=_STEPS)
     parser.add_argument("--processes", type=int, default=MOST_PROCESSES)
@@ -88,10 +88,10 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--inductor", action="store_true")
     parser.add_argument("--json", action="store_true")
-    given, rest = parser.parse_known_args(list(arguments))
-    check_number("--steps", given.steps, _MOST_STEPS, _STEPS)
-    check_number("--processes", given.processes, 256, MOST_PROCESSES)
-    return given, rest
+    args, rest = parser.parse_known_args(list(arguments))
+    check_number("--steps", args.steps, _MOST_STEPS, _STEPS)
+    check_number("--processes", args.processes, 256, MOST_PROCESSES)
+    return args, rest
 
 
 def _pair(arguments: Sequence[str]) -> tuple[str, str] | None:
@@ -144,10 +144,10 @@ def _of_pair(pair: tuple[str, str]) -> Chosen:
     return Chosen(title="two recipes" if len(candidates) > 1 else "one recipe, given twice", candidates=candidates)
 
 
-def _compare(first: Any, second: Any, given: Any, console: Console) -> int:
+def _compare(first: Any, second: Any, args: Any, console: Console) -> int:
     comparison = compare_runs(first, second)
     row = comparison.row
-    if given.json:
+    if args.json:
         values = {
             "reference": first.path.name,
             "compared_steps": comparison.compared,
@@ -169,7 +169,7 @@ def _compare(first: Any, second: Any, given: Any, console: Console) -> int:
     return _verdict([row], console)
 
 
-def _prove(chosen: Chosen, given: Any, console: Console) -> int:
+def _prove(chosen: Chosen, args: Any, console: Console) -> int:
     if not chosen.candidates:
         name, reason = chosen.broken[0]
         raise ConfigError("run", name, reason, "mend it, or prove another")
@@ -178,16 +178,16 @@ def _prove(chosen: Chosen, given: Any, console: Console) -> int:
     trainer, code = _Trainer(), 0
     try:
         proofs = plan_proofs(
-            chosen.candidates, steps=given.steps, runs=str(folder), most=given.processes, inductor=given.inductor
+            chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor
         )
-        if not given.json:
-            console.note("\n".join(_heading(chosen, proofs, given.steps)))
+        if not args.json:
+            console.note("\n".join(_heading(chosen, proofs, args.steps)))
         prepare()
         prover = Prover(trainer)
         for number, proof in enumerate(proofs, 1):
             for row in prover.rows(proof):
                 rows.append(row)
-                if not given.json:
+                if not args.json:
                     console.note(f"[{number}/{len(proofs)}] {_line(row)}")
         rows += [Row(run=name, layout="", precision="", passed=False, reason=why) for name, why in chosen.broken]
     except KeyboardInterrupt:
@@ -197,7 +197,7 @@ def _prove(chosen: Chosen, given: Any, console: Console) -> int:
         if not trainer.failed:
             shutil.rmtree(folder, ignore_errors=True)
     kept = _kept(chosen, rows, console)
-    if given.json:
+    if args.json:
         values = {"reference": REFERENCE, "rows": [row.to_mapping() for row in rows], "file": kept}
         console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
         return code or (0 if all(row.passed for row in rows) else 1)

@@ -57,18 +57,18 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(_HELP)
         return 0
-    given, rest = _given(arguments)
+    args, rest = _parse(arguments)
     if not rest:
         cure = "try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep"
         raise ConfigError("arguments", "", "say nothing of what to rehearse", cure)
     with Console() as console:
-        chosen = choose(rest, given.runs)
-        if given.only:
-            chosen.only(given.only)
-        return _rehearse(chosen, given, console)
+        chosen = choose(rest, args.runs)
+        if args.only:
+            chosen.only(args.only)
+        return _rehearse(chosen, args, console)
 
 
-def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser = Flags(prog="titanlab rehearse", add_help=False, allow_abbrev=False)
     parser.add_argument("--only", default="")
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -77,12 +77,12 @@ def _given(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--inductor", action="store_true")
     parser.add_argument("--json", action="store_true")
-    given, rest = parser.parse_known_args(list(arguments))
-    check_number("--steps", given.steps, _MOST_STEPS, STEPS)
-    check_number("--processes", given.processes, 256, MOST_PROCESSES)
-    if given.keep is not None:
-        _check_folder(given.keep)
-    return given, rest
+    args, rest = parser.parse_known_args(list(arguments))
+    check_number("--steps", args.steps, _MOST_STEPS, STEPS)
+    check_number("--processes", args.processes, 256, MOST_PROCESSES)
+    if args.keep is not None:
+        _check_folder(args.keep)
+    return args, rest
 
 
 def _check_folder(folder: Path) -> None:
@@ -102,41 +102,41 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError("--keep", folder, "has files already", "give an empty folder, or a new one")
 
 
-def _rehearse(chosen: Chosen, given: Any, console: Console) -> int:
-    folder = given.keep.absolute() if given.keep else Path(tempfile.mkdtemp(prefix="titanlab-rehearse-"))
+def _rehearse(chosen: Chosen, args: Any, console: Console) -> int:
+    folder = args.keep.absolute() if args.keep else Path(tempfile.mkdtemp(prefix="titanlab-rehearse-"))
     results = [_broken(name, reason) for name, reason in chosen.broken]
     rehearsals = plan_rehearsals(
-        chosen.candidates, steps=given.steps, runs=str(folder), most=given.processes, inductor=given.inductor
+        chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor
     )
     total = len(results) + len(rehearsals)
     code = 0
-    if not given.json:
-        console.note("\n".join(_heading(chosen, rehearsals, given.steps)))
+    if not args.json:
+        console.note("\n".join(_heading(chosen, rehearsals, args.steps)))
         for number, result in enumerate(results, 1):
             console.note(f"[{number}/{total}] {_line(result)}")
     try:
         if any(rehearsal.reduced for rehearsal in rehearsals):
             prepare()
 
-        for result in rehearse(rehearsals, _trainer(keep=given.keep is not None), lambda ended: str(log_of(ended))):
+        for result in rehearse(rehearsals, _trainer(keep=args.keep is not None), lambda ended: str(log_of(ended))):
             results.append(result)
-            if not given.json:
+            if not args.json:
                 console.note(f"[{len(results)}/{total}] {_line(result)}")
     except KeyboardInterrupt:
         console.error(f"interrupted; {len(results)} of {counted(total, 'rehearsal')} done")
         code = OutcomeKind.CANCELLED.exit_code
     finally:
-        if given.keep is None and not any(result.log for result in results):
+        if args.keep is None and not any(result.log for result in results):
             shutil.rmtree(folder, ignore_errors=True)
     failed = [result for result in results if result.state == FAILED]
     code = code or (1 if failed else 0)
-    if given.json:
+    if args.json:
         values = {"rehearsals": [result.to_mapping() for result in results], "planned": total}
         console.note(json.dumps(finite(values), indent=2, ensure_ascii=False))
         return code
     if failed or not code:
         console.note("\n".join(_summary(results, failed)))
-    if given.keep is not None:
+    if args.keep is not None:
         console.note(f"kept in {shown_path(folder)}")
     return code
 

@@ -30,17 +30,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-memory", type=float, metavar="GIB", help="leave out recipes that need more, such as 76")
     parser.add_argument("--json", action="store_true", help="the ranking as JSON; docs/comparing.md has the keys")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    if given.by not in COLUMN_OF:
-        raise ConfigError("--by", given.by, "is no figure to rank by", f"known: {', '.join(COLUMN_OF)}")
-    limit = given.max_memory
+    args = parser.parse_args(arguments)
+    if args.by not in COLUMN_OF:
+        raise ConfigError("--by", args.by, "is no figure to rank by", f"known: {', '.join(COLUMN_OF)}")
+    limit = args.max_memory
     if limit is not None and not (math.isfinite(limit) and limit > 0):
         raise ConfigError("--max-memory", limit, "must be a number of GiB above 0", "try --max-memory 76")
-    sweep = open_sweep(given.sweep, given.runs)
+    sweep = open_sweep(args.sweep, args.runs)
     rows = look_at(sweep, Console().warn)()
-    ranking = rank(rows, by=given.by, max_memory_gib=limit)
+    ranking = rank(rows, by=args.by, max_memory_gib=limit)
     with Console() as console:
-        if given.json:
+        if args.json:
             console.note(
                 json.dumps(finite({"sweep": sweep.name, **ranking.to_mapping()}), indent=2, ensure_ascii=False)
             )

@@ -23,10 +23,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("sweep", help="the sweep's name, or its folder")
     parser.add_argument("--into", type=Path, help="the folder for the files (default: the sweep's own)")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    sweep = open_sweep(given.sweep, given.runs)
+    args = parser.parse_args(arguments)
+    sweep = open_sweep(args.sweep, args.runs)
     rows = look_at(sweep, Console().warn, estimates=True)()
-    files = write_table(rows, sweep.name, (given.into or sweep.path).expanduser())
+    files = write_table(rows, sweep.name, (args.into or sweep.path).expanduser())
     lines = [f"{sweep.name}: {counted(len(runs(rows)), 'run')}"]
     lines += [f"  {line}" for line in comparison(rows)]
     lines += [f"  {line}" for line in drift_lines(rows)]

@@ -25,20 +25,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--figures", type=Path, help="a folder: also write each figure there, for papers")
     parser.add_argument("--format", choices=("png", "svg", "pdf"), help="of these figures (default png)")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    if given.format is not None and given.figures is None:
-        raise ConfigError("--format", given.format, "is that of figures", "add --figures FOLDER")
-    sweep = open_sweep(given.sweep, given.runs)
+    args = parser.parse_args(arguments)
+    if args.format is not None and args.figures is None:
+        raise ConfigError("--format", args.format, "is that of figures", "add --figures FOLDER")
+    sweep = open_sweep(args.sweep, args.runs)
     # Imported here: the planner and the table take time to import, and `--help` needs neither.
     from titanlab.report.report import check_matplotlib, write_report
     from titanlab.sweep.table.look import look_at
 
     check_matplotlib(sweep.name)
-    into = _file(given.into, sweep)
+    into = _file(args.into, sweep)
     with Console() as console:
-        figures = None if given.figures is None else given.figures.expanduser()
+        figures = None if args.figures is None else args.figures.expanduser()
         rows = look_at(sweep, console.warn)()
-        written = write_report(sweep, rows, into=into, figures=figures, format=given.format or "png", by=given.by)
+        written = write_report(sweep, rows, into=into, figures=figures, format=args.format or "png", by=args.by)
         lines = [written.sentence, *(f"figure: {os.path.relpath(path)}" for path in written.figures)]
         console.note("\n".join([*lines, f"report: {os.path.relpath(written.file)}"]))
     return 0

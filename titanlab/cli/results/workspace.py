@@ -27,15 +27,15 @@ def main(arguments: Sequence[str]) -> int:
         "--json", action="store_true", help="print them, as wandb's server takes them, and save nothing"
     )
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    given = parser.parse_args(arguments)
-    sweep = open_sweep(given.sweep, given.runs)
+    args = parser.parse_args(arguments)
+    sweep = open_sweep(args.sweep, args.runs)
     wandb_workspace.check_installed()
     with Console() as console:
         rows = look_at(sweep, console.warn)()
         tracker = _wandb_config(sweep, console)
-        view = wandb_workspace.view_of(sweep.name, rows, tracker=tracker, project=given.project, entity=given.entity)
-        if given.json or not has_key(os.environ):
-            if not given.json:
+        view = wandb_workspace.view_of(sweep.name, rows, tracker=tracker, project=args.project, entity=args.entity)
+        if args.json or not has_key(os.environ):
+            if not args.json:
                 console.warn(
                     "no API key of wandb was found, so nothing is saved; WANDB_API_KEY or `wandb login` has one"
                 )
