@@ -176,6 +176,16 @@ def test_a_model_of_another_name_is_kept_where_it_is_found(tmp_path: Path, model
     assert keep(tmp_path / "kept" / "tokenizer.model", tmp_path / "kept") == "tokenizer.model"
 
 
+def test_a_link_where_a_tokenizer_is_kept_is_replaced(tmp_path: Path, model_file: Path) -> None:
+    """A stranger's run may have a link to any file of the user there."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "tokenizer.model").symlink_to(tmp_path / "precious")
+    assert keep(model_file, tmp_path / "kept") == "tokenizer.model"
+    assert load(tmp_path / "kept").fingerprint == load(model_file).fingerprint
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def added(name: str, number: int) -> dict[str, object]:
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     return {"id": number, "content": name, "special": True, **dict.fromkeys(flags, False)}

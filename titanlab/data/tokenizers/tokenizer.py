@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from titanlab.data.tokenizers.tiktoken_file import OtherModelError, is_tiktoken,
 from titanlab.data.tokenizers.watched_encoding import WatchedEncoding, unknown_patterns
 from titanlab.distributed.host import cores
 from titanlab.errors import ConfigError
+from titanlab.system.atomic_file import write_bytes
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Name on the hub of the tokenizer file that Meta released with a model.
@@ -99,8 +99,8 @@ def keep(file: Path, folder: Path) -> str:
     name = _JSON if file.read_bytes().lstrip()[:1] == b"{" else _MODEL
     for source, target in ((file, folder / name), (file.with_name(_CONFIG), folder / _CONFIG)):
         if source.is_file() and source != target:
-            # Without permissions: files in the hub's cache may be read-only.
-            shutil.copyfile(source, target)
+            # Without permissions: files in the hub's cache may be read-only. A link is replaced, and not followed.
+            write_bytes(target, source.read_bytes())
     return name
 
 
