@@ -42,15 +42,15 @@ def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
     ]
 
 
-def _check_launcher(kind: str, given: LaunchConfig | None) -> Check:
-    is_given = given is not None and given.kind == kind
-    config = given if given is not None and is_given else default_config(kind)
+def _check_launcher(kind: str, launch: LaunchConfig | None) -> Check:
+    is_chosen = launch is not None and launch.kind == kind
+    config = launch if launch is not None and is_chosen else default_config(kind)
 
     def find() -> Iterator[Finding]:
         # Made inside the check: a launcher of another package may raise anything.
         return config.implementation().findings()
 
-    return _check(config.title, config.title, find, seconds=90.0, is_needed=is_given)
+    return _check(config.title, config.title, find, seconds=90.0, is_needed=is_chosen)
 
 
 def _check(

@@ -135,11 +135,11 @@ def check_network() -> Iterator[Finding]:
     interfaces = {interface for _, interface in socket.if_nameindex()}
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
-        wanted = [interface for interface in value.lstrip("^=").split(",") if interface]
+        names = [interface for interface in value.lstrip("^=").split(",") if interface]
         exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
         missing = [
             interface
-            for interface in wanted
+            for interface in names
             if not value.startswith("^")
             and not (interface in interfaces if exact else any(known.startswith(interface) for known in interfaces))
         ]

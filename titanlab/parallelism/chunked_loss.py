@@ -168,12 +168,12 @@ class _Work:
         """The loss of all chunks; with `gradients`, those too."""
         weight, total = local_part(weight), torch.zeros((), dtype=torch.float32, device=tokens.device)
         for start in range(0, tokens.shape[0], self.tokens):
-            rows, wanted = tokens[start : start + self.tokens], labels[start : start + self.tokens]
+            rows, chunk_labels = tokens[start : start + self.tokens], labels[start : start + self.tokens]
             missing = self.tokens - rows.shape[0]
             if self.pads and missing:
-                rows, wanted = F.pad(rows, (0, 0, 0, missing)), F.pad(wanted, (0, missing), value=IGNORE)
+                rows, chunk_labels = F.pad(rows, (0, 0, 0, missing)), F.pad(chunk_labels, (0, missing), value=IGNORE)
             # No variable keeps the logits of a chunk until the next one.
-            total += self._chunk(rows, weight, bias, wanted, start, gradients)
+            total += self._chunk(rows, weight, bias, chunk_labels, start, gradients)
         return total
 
     def _chunk(
@@ -226,15 +226,15 @@ def _statistics_in_parts(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """`_statistics` in eager mode: some rows at a time, so that copies are small and stay in a CPU's cache."""
     size = part_rows(logits.shape[1], logits.device.type)
     parts = zip(logits.split(size), labels.split(size), strict=True)
-    return torch.cat([_statistics(part, wanted, first) for part, wanted in parts], dim=1)
+    return torch.cat([_statistics(part, part_labels, first) for part, part_labels in parts], dim=1)
 
 
 def _slope_in_parts(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int, factor: Tensor) -> Tensor:
     """`_slope` in eager mode: some rows at a time, in the place of the logits."""
     size = part_rows(logits.shape[1], logits.device.type)
     for part, *numbers in zip(*(tensor.split(size) for tensor in (logits, log_sum, labels, factor)), strict=True):
-        part_sum, wanted, part_factor = numbers
-        mine, column = _columns(wanted, first, part.shape[1])
+        part_sum, part_labels, part_factor = numbers
+        mine, column = _columns(part_labels, first, part.shape[1])
         # In float32 this is the part itself.
         values = part.float()
         values.sub_(part_sum.unsqueeze(1)).exp_()

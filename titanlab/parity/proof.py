@@ -247,15 +247,15 @@ def wrong_layers(recipe: Recipe, every: Sequence[Trace]) -> str:
     for name, classes in layers.items():
         # FSDP2 puts a class of its own, of the same name with a prefix, before that of a layer.
         own = [class_name for class_name in classes if not class_name.rpartition(".")[2].startswith("FSDP")]
-        wanted = expected if name in products else _LINEAR
-        if own[0] != wanted:
+        layer_class = expected if name in products else _LINEAR
+        if own[0] != layer_class:
             wrong[name] = own[0].rpartition(".")[2]
     if not wrong:
         return ""
     name, own_class = next(iter(wrong.items()))
-    wanted = (expected if name in products else _LINEAR).rpartition(".")[2]
+    layer_class = (expected if name in products else _LINEAR).rpartition(".")[2]
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"{name} is {own_class}, and precision={recipe.precision.kind} makes it {wanted}{more}"
+    return f"{name} is {own_class}, and precision={recipe.precision.kind} makes it {layer_class}{more}"
 
 
 def too_exact(recipe: Recipe, from_fp32: Difference, rounding: Difference) -> str:

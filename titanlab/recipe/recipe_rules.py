@@ -251,5 +251,5 @@ def _nearest_multiple(value: int, unit: int) -> int:
     return max(unit, round(value / unit) * unit)
 
 
-def _closest(values: list[int], wanted: int) -> list[int]:
-    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:2])
+def _closest(values: list[int], target: int) -> list[int]:
+    return sorted(sorted(values, key=lambda value: abs(value - target))[:2])

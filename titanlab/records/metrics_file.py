@@ -96,8 +96,8 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     resumed = {row["attempt"]: row["step"] for row in attempts}
     latest: dict[tuple[str, int], dict[str, Any]] = {}
     for row in rows:
-        wanted = row["kind"] != ATTEMPT if kind is None else row["kind"] == kind
-        if not wanted or any(row["attempt"] < later and row["step"] > step for later, step in resumed.items()):
+        is_selected = row["kind"] != ATTEMPT if kind is None else row["kind"] == kind
+        if not is_selected or any(row["attempt"] < later and row["step"] > step for later, step in resumed.items()):
             continue
         key = (row["kind"], row["step"])
         if key not in latest or latest[key]["attempt"] <= row["attempt"]:

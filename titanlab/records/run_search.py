@@ -44,11 +44,11 @@ def _matching_run(text: str, runs: Path | str) -> RunFolder:
         if text and (path / "config.yaml").is_file():
             return RunFolder(path)
     known = list_runs(runs)
-    wanted = text.strip("/").lower()
+    digits = text.strip("/").lower()
     for matches in (
         [run for run in known if run.path.name == text],
         [run for run in known if run.name == text],
-        [run for run in known if _HASH.fullmatch(wanted) and _has_hash(run, wanted)],
+        [run for run in known if _HASH.fullmatch(digits) and _has_hash(run, digits)],
     ):
         if len(matches) == 1:
             return matches[0]

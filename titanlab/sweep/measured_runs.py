@@ -202,17 +202,17 @@ def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut
         between = f"half on {first}" + ("" if first == second else f" and half on {second}")
         rule = f"has {counts[0][1]} runs each by {name}, {between}, and a calibration is of one"
         raise ConfigError(KEY, len(runs), rule, "submit a sweep for each of them")
-    wanted = counts[0][0]
-    kept = [run for run in runs if run.common[name] == wanted]
+    most_frequent = counts[0][0]
+    kept = [run for run in runs if run.common[name] == most_frequent]
     others = [
         LeftOut(
             run=run.measured.name,
             reason="has other values of its cluster than most"
             if name == "cluster"
-            else f"ran on {name} {run.common[name]}, and most on {wanted}",
+            else f"ran on {name} {run.common[name]}, and most on {most_frequent}",
         )
         for run in runs
-        if run.common[name] != wanted
+        if run.common[name] != most_frequent
     ]
     return kept, others
 

@@ -24,14 +24,14 @@ class Phase:
         self._clock = clock
         self._text: str | None = None
         self._begin = 0.0
-        self._told = False
+        self._is_reported = False
         self._ended = threading.Event()
         # The one of the phase that lasts, and earlier ones that are about to end.
         self._threads: list[threading.Thread] = []
 
     def begin(self, text: str | None) -> None:
         """Begin a phase, which ends the one before; None: only end that."""
-        self._text, self._begin, self._told = text, self._clock(), False
+        self._text, self._begin, self._is_reported = text, self._clock(), False
         if text is None:
             self._ended.set()
         elif not self._threads or self._ended.is_set():
@@ -48,9 +48,9 @@ class Phase:
 
     def take_slow(self) -> str | None:
         """A line on a phase that lasts long, once for each; None: there is nothing to say."""
-        if self._text is None or self._told or self._clock() - self._begin < _SLOW_SECONDS:
+        if self._text is None or self._is_reported or self._clock() - self._begin < _SLOW_SECONDS:
             return None
-        self._told = True
+        self._is_reported = True
         return self.line
 
     def close(self) -> None:

@@ -55,8 +55,8 @@ def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
     saved = metadata.state_dict_metadata
     prefix = next((prefix for prefix in PREFIXES if any(f"{prefix}{name}" in saved for name in shapes)), None)
     if prefix is None:
-        wanted, there = next(iter(shapes)), sorted(saved)[:3]
-        rule = f"has no parameter of the model, as {wanted} or model.{wanted}; it has {', '.join(there) or 'nothing'}"
+        first, there = next(iter(shapes)), sorted(saved)[:3]
+        rule = f"has no parameter of the model, as {first} or model.{first}; it has {', '.join(there) or 'nothing'}"
         raise ConfigError(key, folder, rule, "give the --model that was saved")
     source = CheckpointSource(reader, metadata, prefix, model)
     for name, shape in shapes.items():

@@ -175,9 +175,9 @@ def check_entries(place: Path, key: str, expected: Mapping[str, tuple[int, ...]]
             rule = f"{name} is kept as {entry.dtype}, which is no format of plain weights"
             raise ConfigError(key, place, rule, f"give weights in {', '.join(DTYPES.values())}")
     for name in [*expected, *entries]:
-        wanted, actual = expected.get(name), entries[name].shape if name in entries else None
-        if wanted != actual:
-            rule = f"its config and its tensors disagree: {name} is {_shape(actual)}, not {_shape(wanted)}"
+        shape, actual = expected.get(name), entries[name].shape if name in entries else None
+        if shape != actual:
+            rule = f"its config and its tensors disagree: {name} is {_shape(actual)}, not {_shape(shape)}"
             raise ConfigError(key, place, rule, "fetch the folder again, whole")
 
 

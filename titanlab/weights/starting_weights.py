@@ -159,16 +159,16 @@ def _model_of_run(checkpoint: Place) -> ModelConfig | None:
         raise ConfigError(KEY, run, f"its config.yaml has no model ({error})", "restore that file") from error
 
 
-def _check_model(text: str, saved: ModelConfig | None, wanted: ModelConfig) -> None:
+def _check_model(text: str, saved: ModelConfig | None, expected: ModelConfig) -> None:
     if saved is None:
         return
-    if type(saved) is not type(wanted):
-        rule = f"is a model of another kind: {saved.kind}, and the recipe's is {wanted.kind}"
+    if type(saved) is not type(expected):
+        rule = f"is a model of another kind: {saved.kind}, and the recipe's is {expected.kind}"
         raise ConfigError(KEY, text, rule, "choose the model that it was trained as")
-    family = wanted.hugging_face()
-    name = family.difference(saved, wanted) if family is not None else ""
+    family = expected.hugging_face()
+    name = family.difference(saved, expected) if family is not None else ""
     if name:
-        saved_value, value = (_yaml(getattr(model, name)) for model in (saved, wanted))
+        saved_value, value = (_yaml(getattr(model, name)) for model in (saved, expected))
         rule = f"is of another model: {name} is {saved_value} there and {value} here"
         raise ConfigError(KEY, text, rule, f"choose the model that it was trained as: model.{name}={saved_value}")
 

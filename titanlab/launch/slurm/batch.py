@@ -84,7 +84,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "qos": config.qos,
         "constraint": config.constraint,
         "nodelist": config.nodelist,
-        "exclude": ",".join([*_given(config), *_bad(config, sweep, submission.runs)]) or None,
+        "exclude": ",".join([*_excluded(config), *_bad(config, sweep, submission.runs)]) or None,
         "time": shape.minutes,
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
@@ -109,7 +109,7 @@ def _survives(config: Slurm, shape: Shape) -> bool:
     return config.min_world is not None and shape.nodes > 1
 
 
-def _given(config: Slurm) -> list[str]:
+def _excluded(config: Slurm) -> list[str]:
     return [] if config.exclude is None else [config.exclude]
 
 

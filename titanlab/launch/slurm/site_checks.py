@@ -60,16 +60,16 @@ def _check_partitions(partitions: Mapping[str, list[list[str]]], config: Slurm) 
     nodes = {name.rstrip("*"): sum(int(row[2]) for row in rows) for name, rows in partitions.items()}
     down = [name.rstrip("*") for name, rows in partitions.items() if all(row[0] != "up" for row in rows)]
     shown = ", ".join(f"{name} ({nodes[name]})" for name in names[:8]) + (" …" if len(names) > 8 else "")
-    wanted = (config.partition or default or "").split(",")
-    unknown = [name for name in wanted if name and name not in names]
+    targets = (config.partition or default or "").split(",")
+    unknown = [name for name in targets if name and name not in names]
     if unknown:
         yield fail("partitions", f"{shown}; launch.partition={config.partition} is none", f"try {names[0]}")
-    elif not any(wanted):
+    elif not any(targets):
         yield warn("partitions", f"{shown}; none is the default", "give launch.partition")
-    elif any(name in down for name in wanted):
-        yield fail("partitions", f"{shown}; {', '.join(wanted)} is down", "choose another launch.partition, or wait")
+    elif any(name in down for name in targets):
+        yield fail("partitions", f"{shown}; {', '.join(targets)} is down", "choose another launch.partition, or wait")
     else:
-        yield ok("partitions", f"{shown}; jobs go to {', '.join(wanted)}")
+        yield ok("partitions", f"{shown}; jobs go to {', '.join(targets)}")
     devices = sorted({row[3] for rows in partitions.values() for row in rows} - {"(null)", ""})
     if devices:
         yield ok("devices of nodes", ", ".join(devices[:6]))

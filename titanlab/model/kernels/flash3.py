@@ -54,9 +54,9 @@ def choose_flash(kernel: str, capability: Capability) -> bool:
     Raises:
         ImportError: the package does not have the kernels; `missing` has the other reasons.
     """
-    wanted = kernel == FLASH3 or (kernel == "auto" and prefers_flash3(capability) and missing(capability) is None)
+    uses_flash3 = kernel == FLASH3 or (kernel == "auto" and prefers_flash3(capability) and missing(capability) is None)
     active: Any = None if _current is None else _current()
-    if wanted and active != _NAME:
+    if uses_flash3 and active != _NAME:
         reason = missing(capability)
         if reason is not None or _activate is None:
             raise ImportError(f"model.attention={FLASH3} {reason[0] if reason else 'is missing'}")
@@ -64,6 +64,6 @@ def choose_flash(kernel: str, capability: Capability) -> bool:
             _activate(_NAME)
         except RuntimeError as error:
             raise ImportError(f"model.attention={FLASH3}: {error}") from error
-    elif not wanted and active == _NAME and _restore is not None:
+    elif not uses_flash3 and active == _NAME and _restore is not None:
         _restore()
-    return wanted
+    return uses_flash3

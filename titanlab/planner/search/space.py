@@ -221,7 +221,7 @@ class Space:
         return {}
 
     def _context_broken(self, context: int) -> str:
-        return self._asked("context", context, lambda: layout_rules.check_context(
+        return self._violation("context", context, lambda: layout_rules.check_context(
             Layout(context=context), self._account, seq_len=self.recipe.training.seq_len,
             kernel=self.recipe.model.attention,
         ))  # fmt: skip
@@ -229,10 +229,10 @@ class Space:
     def _tensor_broken(self, layout: Layout) -> str:
         layout = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
         seq_len = self.recipe.training.seq_len
-        experts = self._asked(
+        experts = self._violation(
             "expert", layout, lambda: layout_rules.check_expert(layout, self.recipe.parallelism, self._account)
         )
-        return experts or self._asked("tensor", layout, lambda: layout_rules.check_tensor(
+        return experts or self._violation("tensor", layout, lambda: layout_rules.check_tensor(
             layout, self._whole_sequences, account_for(self._account, layout), seq_len=seq_len, microbatch=1
         ))  # fmt: skip
 
@@ -244,18 +244,18 @@ class Space:
         if layout.tensor == 1:
             return ""
         key = (layout.tensor, layout.context, microbatch)
-        return self._asked("tokens", key, lambda: layout_rules.check_tensor(
+        return self._violation("tokens", key, lambda: layout_rules.check_tensor(
             Layout(tensor=layout.tensor, context=layout.context), self._tokens_config, self._account,
             seq_len=self.recipe.training.seq_len, microbatch=microbatch,
         ))  # fmt: skip
 
     def _pipeline_broken(self, pipeline: int, schedule: Choice, microbatches: int) -> str:
         config = self.recipe.parallelism
-        return self._asked("pipeline", (pipeline, schedule.name, microbatches), lambda: layout_rules.check_pipeline(
+        return self._violation("pipeline", (pipeline, schedule.name, microbatches), lambda: layout_rules.check_pipeline(
             Layout(pipeline=pipeline), config, self._account, schedule.value, microbatches=microbatches,
         ))  # fmt: skip
 
-    def _asked(self, rule: str, key: object, check: Any) -> str:
+    def _violation(self, rule: str, key: object, check: Any) -> str:
         """The text of the rule that a check says is broken; empty: none."""
         text = self._cache.get((rule, key))
         if text is None:

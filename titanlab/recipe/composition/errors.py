@@ -164,8 +164,8 @@ def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> Confi
     if dataclasses.is_dataclass(known.declared):
         first = dataclasses.fields(known.declared)[0].name
         return ConfigError(key, value, "has keys of its own", f"give them one by one: {key}.{first}=…")
-    cure = f"try {known.default}" if known.default is not None else f"give {known.wanted}"
-    return ConfigError(key, value, f"must be {known.wanted}", cure)
+    cure = f"try {known.default}" if known.default is not None else f"give {known.accepted_values}"
+    return ConfigError(key, value, f"must be {known.accepted_values}", cure)
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:

@@ -72,8 +72,8 @@ def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Pat
         ConfigError: an override cannot be read, or its value does not fit; or the config is of another version.
     """
     try:
-        given = literal(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))
-        merged = OmegaConf.merge(OmegaConf.create(literal(config)), OmegaConf.create(given))
+        values = literal(OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides))))
+        merged = OmegaConf.merge(OmegaConf.create(literal(config)), OmegaConf.create(values))
     except (OmegaConfBaseException, YAMLError) as error:
         rule = f"cannot be read ({str(error).splitlines()[0]})"
         raise ConfigError("overrides", " ".join(overrides), rule, "write key=value") from error

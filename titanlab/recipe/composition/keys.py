@@ -36,7 +36,7 @@ class Key:
     option: Option | None
 
     @property
-    def wanted(self) -> str:
+    def accepted_values(self) -> str:
         """The values that the key accepts, in words."""
         return _words(self.declared)
 

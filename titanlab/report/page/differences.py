@@ -41,12 +41,12 @@ def differences(facts: Facts, reference: Mapping[str, Any]) -> list[Differences]
     config = facts.config(reference)
     if config is None:
         return None
-    wanted = dict(_flat(config))
+    reference_values = dict(_flat(config))
     comparison = []
     for group in facts.groups:
         names = [str(row["run"]) for row in group.rows]
         other = facts.config(reference if reference["run"] in names else representative(group))
-        items = None if other is None else _between(wanted, dict(_flat(other)))
+        items = None if other is None else _between(reference_values, dict(_flat(other)))
         comparison.append(Differences(group.label, names, items))
     return comparison
 

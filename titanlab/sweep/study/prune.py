@@ -109,7 +109,7 @@ class _Values:
 
 def _is_number(key: str) -> bool:
     known = find_key(key)
-    return known is not None and "number" in known.wanted
+    return known is not None and "number" in known.accepted_values
 
 
 def _number(text: str) -> Any:
