@@ -17,6 +17,8 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.low_bit_schema import AdamW4bit, AdamW8bit, AdamWFp8
+from titanlab.optimizer.muon_schema import Muon
+from titanlab.optimizer.schedule_schema import Schedule
 from titanlab.recipe.recipe_rules import check, setting
 from titanlab.system.quiet_import import import_quietly
 from titanlab.training.train import _set_rate
@@ -171,9 +173,27 @@ def test_a_layout_that_keeps_a_matrix_in_full_refuses_its_few_bits_in_one_line(p
     cut = tiny.changed(made, tensor=2)
     with pytest.raises(RankFailure) as refused:
         pool.run(2, attempt, cut, tiny.begin(cut, run))
-    assert "wo.weight.exp_avg in few bits there and not here: this layout cuts the rows" in str(refused.value)
+    assert "wo.weight.exp_avg in few bits there and not here: " in str(refused.value)
     assert "resume under its layout (parallelism." in str(refused.value)
     assert step_folder(run.checkpoints, 2).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        (gentle(AdamW8bit, block_size=64), "exp_avg in full there and few bits here: its optimizer has another kind"),
+        (Muon(schedule=Schedule(warmup_steps=1)), "has no momentum_buffer of .*: it was saved with another optimizer"),
+    ],
+)
+def test_a_run_from_a_checkpoint_of_another_optimizer_is_refused_in_one_line(pool, tmp_path, config, rule):
+    made = tiny.recipe(tmp_path, steps=2, every=2)
+    run = tiny.begin(made)
+    pool.run(1, attempt, made, run)
+    other = tiny.recipe(tmp_path, name="other", steps=4, load_from=str(run.path), optimizer=config)
+    with pytest.raises(
+        RankFailure, match=f"ConfigError: checkpoint.load_from=.*{rule}.*keep its optimizer.*init_from="
+    ):
+        pool.run(1, attempt, other, tiny.begin(other))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titanlab.checkpoint.blocks import checksum, read_regular
@@ -22,6 +22,8 @@ from titanlab.errors import ConfigError
 
 CODES = "_codes"
 """Suffix of a state that an optimizer keeps in few bits."""
+# Before the names of parameters in those of an optimizer's states.
+_STATES = "optimizer.state."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,23 +125,32 @@ def check_whole(checkpoint: Place, saved: SavedPosition, key: str) -> None:
         )
 
 
-def check_optimizer(checkpoint: Place, contents: Contents, names: Iterable[str], key: str) -> None:
-    """Check that a checkpoint has the optimizer's state in the form that this layout needs.
+def check_optimizer(checkpoint: Place, contents: Contents, names: Sequence[str], key: str) -> None:
+    """Check that a checkpoint has the optimizer's state in the form that this optimizer and layout need.
 
     Args:
         names: of the optimizer's entries in the model that loads.
 
     Raises:
-        ConfigError: one of them has few bits there and not here, or the other way round.
+        ConfigError: one of them has few bits there and not here, or the other way round; or no parameter has such a
+            state there.
     """
     known = {*contents.entries.tensors, *contents.entries.objects}
+    layout = f"resume under its layout ({_degrees(contents.saved)}), or one with its tensor degree"
+    weights = f"or take its weights only: init_from={checkpoint}"
     for name in names:
         if name not in known and known & {f"{name}{CODES}", name.removesuffix(CODES)}:
             entry, few = name.removesuffix(CODES), "few bits there and not"
             few = few if entry == name else "full there and few bits"
-            rule = f"has {one_line(entry)} in {few} here: this layout cuts the rows of that matrix otherwise"
-            cure = f"resume under its layout ({_degrees(contents.saved)}), or one with its tensor degree"
-            raise ConfigError(key, checkpoint, rule, cure)
+            rule = f"has {one_line(entry)} in {few} here: its optimizer has another kind or block_size, or its layout "
+            rule += "cuts the rows of that matrix otherwise"
+            raise ConfigError(key, checkpoint, rule, f"keep its optimizer, and {layout}; {weights}")
+    states = {name.rpartition(".")[2] for name in known}
+    for name in names:
+        parameter, _, state = name.removeprefix(_STATES).rpartition(".")
+        if name.startswith(_STATES) and state not in states:
+            rule = f"has no {one_line(state)} of {one_line(parameter)}: it was saved with another optimizer"
+            raise ConfigError(key, checkpoint, rule, f"keep its optimizer, {weights}")
 
 
 def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
