@@ -78,20 +78,34 @@ SLOW = ("A model", "A launcher", "A tracker", "An activation checkpointing polic
 )
 def test_a_section_is_a_package_that_works(tmp_path: Path, title: str) -> None:
     section = sections()[title]
-    site, folder = (tmp_path / "site").resolve(), tmp_path / "elsewhere"
-    folder.mkdir()
-    install(section.files, site)
+    assert any(command.shown for command in section.commands)
+    check_commands(section.commands, section.files, tmp_path)
+
+
+def test_the_page_begins_with_a_command_of_the_optimizer(tmp_path: Path) -> None:
+    beginning = PAGE.read_text().partition("\n## ")[0]
+    commands = [
+        command for _, language, text in FENCE.findall(beginning) for command in Block(0, language, text).commands()
+    ]
+    assert [command.text for command in commands] == ["titanlab train optimizer=lion --cfg job --package optimizer"]
+    check_commands(commands, sections()["An optimizer"].files, tmp_path)
+
+
+def check_commands(commands: Iterable[Command], files: dict[str, str], folder: Path) -> None:
+    """Type commands in an empty folder, beside an installed package, and compare what they print with the page."""
+    site, reader = (folder / "site").resolve(), folder / "elsewhere"
+    reader.mkdir()
+    install(files, site)
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PATH": programs, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    assert any(command.shown for command in section.commands)
-    for command in section.commands:
+    for command in commands:
         done = subprocess.run(
-            ["bash", "-c", command.text], cwd=folder, env=environ, capture_output=True, text=True, check=False
+            ["bash", "-c", command.text], cwd=reader, env=environ, capture_output=True, text=True, check=False
         )
-        said = done.stdout + done.stderr
+        printed = done.stdout + done.stderr
         refused = command.shown is not None and command.shown.startswith("error: ")
-        assert done.returncode == (2 if refused else 0), said
-        assert prints(said, command.shown or ""), said
+        assert done.returncode == (2 if refused else 0), printed
+        assert prints(printed, command.shown or ""), printed
 
 
 def test_what_is_not_printed_is_noticed() -> None:
