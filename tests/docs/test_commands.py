@@ -57,6 +57,10 @@ ELSEWHERE = {
     ("docs/proofs.md", "titanlab parity alone two-ranks"): "tests/parity/test_finished_runs.py compares runs",
     ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/reproduction/test_repro.py has a repository",
     ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"): "tests/gpt/test_gpt_package.py installs the model",
+    (
+        "docs/models-of-your-own.md",
+        "titanlab train model=gpt_tiny data=synthetic training.steps=3 training.seq_len=64",
+    ): "likewise",
 }
 
 

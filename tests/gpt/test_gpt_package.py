@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import commands
+from tests.extending.test_extending import prints
 from tests.gpt.conftest import PACKAGE
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,16 @@ def test_the_installed_model_trains(site, tmp_path):
     assert "gpt, 2 layers of 64, vocabulary 256" in done.stdout + done.stderr
     (folder,) = (tmp_path / "runs" / "single").iterdir()
     assert (folder / "result.json").is_file()
+
+
+@pytest.mark.full
+def test_the_page_begins_with_a_command_and_what_it_prints(site, tmp_path):
+    command = commands("docs/models-of-your-own.md")[0]
+    titanlab, *arguments = command.text.split()
+    assert (titanlab, arguments[:2]) == ("titanlab", ["train", "model=gpt_tiny"])
+    done = run(sys.executable, "-m", titanlab, *arguments, site=site, folder=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert prints(done.stdout + done.stderr, command.shown), done.stdout + done.stderr
 
 
 @pytest.mark.full
