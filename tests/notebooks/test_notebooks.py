@@ -6,6 +6,7 @@ import jupytext
 import nbformat
 import pytest
 
+from tests.docs.pages import blocks
 from tests.notebooks.conftest import NOTEBOOKS
 
 NAMES = {"compare_sweep", "from_wandb", "loss_parity", "memory", "pipeline_schedules"}
@@ -45,7 +46,10 @@ def test_schedules_are_simulated_where_there_is_no_pipeline(execute, made_withou
     executed = execute("pipeline_schedules", TITANLAB_SWEEP=str(made_without_pipeline))
     text = shown(executed, pictures=1, tables=3)
     assert text.endswith("layouts: pipelines 0\n")
-    assert "rank 3 ......F0B0--F1B1" in text
+    # The page shows the first output.
+    (timeline,) = [block.text for block in blocks("docs/notebooks.md") if block.language == "text"]
+    assert all(f"{line}\n" in text for line in timeline.splitlines())
+    assert "rank 3 ......F0B0--F1B1" in timeline
     assert all(name in executed.tables[0] for name in ("gpipe", "zbv", "27.27"))
 
 
