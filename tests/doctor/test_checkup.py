@@ -7,6 +7,7 @@ import pytest
 from titanlab.doctor import checkup
 from titanlab.doctor.check import run_checks
 from titanlab.doctor.checkup import checks
+from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, Launcher
 from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
@@ -69,3 +70,16 @@ def test_a_folder_of_runs_that_only_this_host_sees_is_a_warning_where_jobs_run_e
     monkeypatch.setattr(checkup.storage, "_IN_MEMORY", ())
     (check,) = [check for check in checks(tmp_path, launch) if check.name == "folder of runs"]
     assert {each.name: each.state for each in check.find()}["file system"] == state
+
+
+def test_a_launcher_whose_config_cannot_be_made_is_a_warning(tmp_path, monkeypatch):
+    def made(kind):
+        if kind == "pager":
+            raise ConfigError("launch", kind, "cannot be made", "give it defaults")
+        return Local()
+
+    monkeypatch.setattr(checkup, "discover", lambda: {"launch": {"local": Local, "pager": Pager}})
+    monkeypatch.setattr(checkup, "default_config", made)
+    own = [check for check in checks(tmp_path, None) if check.section == "pager"]
+    ((_, (finding,)),) = run_checks(own)
+    assert (finding.state, finding.text) == ("warn", "launch=pager: cannot be made; give it defaults")

@@ -9,10 +9,11 @@ from titanlab.compile import cache as compile_cache
 from titanlab.data import cache as data_cache
 from titanlab.doctor import gpus, limits, software, storage, torch_checks
 from titanlab.doctor.check import Check
+from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig
 from titanlab.launch.launchers import default_config
 from titanlab.options import discover
-from titanlab.terminal.finding import Finding
+from titanlab.terminal.finding import Finding, warn
 
 
 def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
@@ -44,7 +45,13 @@ def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
 
 def _check_launcher(kind: str, launch: LaunchConfig | None) -> Check:
     is_chosen = launch is not None and launch.kind == kind
-    config = launch if launch is not None and is_chosen else default_config(kind)
+    try:
+        config = launch if launch is not None and is_chosen else default_config(kind)
+    except ConfigError as error:
+        # Of a launcher of another package, which nobody has chosen.
+        return _check(
+            kind, kind, lambda text=str(error): [warn("config", text, "mend or remove its package")], is_needed=False
+        )
 
     def find() -> Iterator[Finding]:
         # Made inside the check: a launcher of another package may raise anything.

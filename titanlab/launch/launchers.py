@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from titanlab.distributed import ranks
 from titanlab.distributed.ranks import Ranks
+from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, Launcher
 from titanlab.launch.local_schema import Local
 from titanlab.options import discover, schema_of
@@ -23,8 +24,17 @@ def launcher_named(kind: str) -> Launcher:
 
 
 def default_config(kind: str) -> LaunchConfig:
-    """The config of a launcher with its defaults."""
-    config: LaunchConfig = schema_of("launch", kind)()
+    """The config of a launcher with its defaults.
+
+    Raises:
+        ConfigError: no installed package has this kind, or its config has a field without a default.
+    """
+    try:
+        config: LaunchConfig = schema_of("launch", kind)()
+    except TypeError as error:
+        raise ConfigError(
+            "launch", kind, f"cannot be made without settings ({error})", "its fields need defaults"
+        ) from error
     return config
 
 
