@@ -25,6 +25,10 @@ class ConfigError(TitanlabError):
         return (type(self), (self.key, self.value, self.rule, self.cure))
 
 
+class DamagedPosition(ConfigError):
+    """A value of a checkpoint's position that no run saves; a run resumes from the checkpoint before it."""
+
+
 def _shown(value: object) -> str:
     """The value as text for an override, in one line of bounded length."""
     if value is None:

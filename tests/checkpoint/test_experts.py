@@ -30,8 +30,8 @@ def loaded(made, run):
     averages = {}
     unpatched = train.load_start
 
-    def load_start(recipe, run, attempt, model, optimizer, world):
-        found = unpatched(recipe, run, attempt, model, optimizer, world)
+    def load_start(recipe, run, attempt, model, optimizer, world, **given):
+        found = unpatched(recipe, run, attempt, model, optimizer, world, **given)
         flat = store._state(model, optimizer)["optimizer"]
         own = {name: value for name, value in flat.items() if name.endswith(AVERAGES)}
         averages.update(parity._everywhere(own, recipe.layout))

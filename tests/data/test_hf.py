@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from titanlab.data.corpus import hf_documents
 from titanlab.data.corpus.held_out import is_held_out
 from titanlab.data.hf_schema import HuggingFace
 from titanlab.data.tokenizers.tokenizer import load
-from titanlab.errors import ConfigError
+from titanlab.errors import ConfigError, DamagedPosition
 
 TEXTS = {text(100 * file + row, 5 + 7 * row) for file in range(5) for row in range(12)}
 
@@ -251,3 +254,43 @@ assert "torch" not in sys.modules
         check=False,
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def _places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The places of all values in a state, without those that hold a name."""
+    if path and path[-1] != "type":
+        yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from _places(each, (*path, key))
+
+
+def test_a_position_that_no_stream_saves_is_one_error(config: HuggingFace) -> None:
+    config = changed(config, streams=2, prefetch=0)
+    _, state = global_steps(config, ranks=1, steps=3)
+    refused = 0
+    for place in _places({"parts": {"0": state["parts"]["0"]}}):
+        for value in ("x", -1, [], 2**61):
+            crafted = copy.deepcopy(state)
+            at = crafted
+            for key in place[:-1]:
+                at = at[key]
+            at[place[-1]] = value
+            # Whatever is of the right type may be a position; nothing but one line may refuse it.
+            with contextlib.suppress(ConfigError):
+                try:
+                    global_steps(config, ranks=1, steps=1, state=crafted)
+                except DamagedPosition:
+                    refused += 1
+    assert refused > 20
+    for missing in ("samples", "parts", "seq_len", "fingerprint", "streams"):
+        with pytest.raises(DamagedPosition, match=rf"^data\.{missing}=null: must "):
+            global_steps(config, ranks=1, steps=1, state={key: state[key] for key in state if key != missing})
+
+
+def test_an_offset_beyond_its_document_is_refused_before_the_first_step(config: HuggingFace) -> None:
+    config = changed(config, streams=2, prefetch=0)
+    _, state = global_steps(config, ranks=1, steps=3)
+    state["parts"]["1"]["offset"] = 2**40
+    with pytest.raises(DamagedPosition, match="has an offset that its document does not have"):
+        global_steps(config, ranks=1, steps=0, state=state)

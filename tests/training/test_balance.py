@@ -90,7 +90,7 @@ def test_without_biases_nothing_else_is_saved(tmp_path, balance):
 
 def test_the_state_of_another_model_is_one_line():
     balance = Balance([], MODEL.account(), torch.device("cpu"), counts=True, parts=1, scale=1.0, seq_len=8)
-    with pytest.raises(ConfigError, match="has 3 numbers of the balance of block 0, which has 8 experts"):
+    with pytest.raises(ConfigError, match="has 3 numbers, and block 0 has 8 experts"):
         balance.restore({"layers.0": [0.0] * 3})
 
 

@@ -207,6 +207,11 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
+def _is_data(value: Any) -> bool:
+    # Whatever else the stream has saved is checked by the stream that resumes from it.
+    return isinstance(value, dict) and _is_count(value.get("samples", 0))
+
+
 def _is_mapping(value: Any, is_valid: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(is_valid(inner) for inner in value.values())
 
@@ -259,7 +264,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "contents": (lambda value: value == MODEL, f"must be {MODEL}, or not be there"),
     "step": (_is_count, _COUNT),
     "tokens": (_is_count, _COUNT),
-    "data": (lambda value: isinstance(value, dict), "must be a mapping"),
+    "data": (_is_data, "must be a mapping, and its samples a whole number from 0"),
     "tracker": (lambda value: value is None or isinstance(value, str), "must be text or null"),
     "layout": (lambda value: _is_mapping(value, _is_count), "must be a mapping to whole numbers"),
     "loss_scale": (_is_loss_scale, "must be a mapping to numbers, and its scale a factor that float32 has"),

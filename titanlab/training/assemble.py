@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titanlab.checkpoint.position import Position
 from titanlab.compile.graph_memory import GraphMemory
 from titanlab.costs.layout import hidden_shape
 from titanlab.data.source import Batch
@@ -67,6 +68,12 @@ class Assembled:
     after_update: Callable[[], None] = lambda: None
     after_first_step: Callable[[], None] = lambda: None
     messages: Callable[[], Mapping[str, Any] | None] = lambda: None
+
+    def restore(self, position: Position) -> None:
+        """Go on from a position, when the model has its parameters."""
+        self.loss_scale.restore(position.loss_scale)
+        self.balance.restore(position.routing)
+        self.after_update()
 
 
 def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing) -> Assembled:

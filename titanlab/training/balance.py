@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titanlab.costs.account import ModelAccount, RoutedExperts
 from titanlab.costs.block_names import BLOCKS, block_name
-from titanlab.errors import ConfigError
+from titanlab.errors import DamagedPosition
 from titanlab.model.mixture_of_experts import Auxiliary, Router
 
 # In a run, beside those of its first and its last step.
@@ -176,8 +176,9 @@ class Balance(NoBalance):
         for layer, values in enumerate(self._values):
             known = state.get(block_name(layer), ())
             if len(known) != len(values):
-                rule = f"has {len(known)} numbers of the balance of block {layer}, which has {len(values)} experts"
-                raise ConfigError("run", "its checkpoint", rule, "choose the model that it was trained as")
+                rule = f"has {len(known)} numbers, and block {layer} has {len(values)} experts"
+                cure = "choose the model that it was trained as"
+                raise DamagedPosition(f"routing.{block_name(layer)}", list(known), rule, cure)
             values.copy_(torch.tensor(known, dtype=torch.float32))
 
 

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from titanlab.checkpoint.contract import Target
+from titanlab.checkpoint.position import Position
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.data import source
+from titanlab.data.streams.stream import Stream
 from titanlab.distributed.flight_recorder import topology
 from titanlab.distributed.mesh import build_mesh
 from titanlab.distributed.ranks import Ranks
@@ -118,20 +120,21 @@ def train(
         optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
         start_up.begin("state", "loading the state to start from")
-        position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
-        assembled.loss_scale.restore(position.loss_scale)
-        assembled.balance.restore(position.routing)
-        assembled.after_update()
-        start_up.begin("data", "opening the data")
-        stream = source.open_train(
-            recipe.data,
-            seed=recipe.seed,
-            seq_len=recipe.training.seq_len,
-            global_batch=recipe.training.global_batch,
-            rank=mesh.data_rank,
-            ranks=recipe.layout.data,
-            state=position.data or None,
-        )
+
+        def open_stream(start: Position) -> Stream:
+            assembled.restore(start)
+            start_up.begin("data", "opening the data")
+            return source.open_train(
+                recipe.data,
+                seed=recipe.seed,
+                seq_len=recipe.training.seq_len,
+                global_batch=recipe.training.global_batch,
+                rank=mesh.data_rank,
+                ranks=recipe.layout.data,
+                state=start.data or None,
+            )
+
+        position, stream, warnings = load_start(recipe, run, attempt, model, optimizer, world, restore=open_stream)
         stack.callback(stream.close)
         start_up.begin("recorder")
         start_up.show_no_more()
@@ -234,11 +237,10 @@ def train(
             if saves.at(step):
                 settle(lag=0)
             if outcome.kind is OutcomeKind.NAN and rollbacks.may_follow(outcome, after=saves.wait):
-                position, warnings = load_start(recipe, run, attempt, model, optimizer, world)
+                position, _, warnings = load_start(
+                    recipe, run, attempt, model, optimizer, world, restore=assembled.restore
+                )
                 position = replace(position, tracker=recorder.tracker_id, layout=recipe.layout.degrees())
-                assembled.loss_scale.restore(position.loss_scale)
-                assembled.balance.restore(position.routing)
-                assembled.after_update()
                 outcome = rollbacks.note(outcome, warnings, to=position.step)
                 step = position.step
                 recorder.go_back(step)

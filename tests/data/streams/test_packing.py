@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from titanlab.data.streams.packing import PackedStream, Position
 from titanlab.data.streams.stream import State, merge_states
 from titanlab.data.streams.streaming import ReadAhead, StreamingStream
-from titanlab.errors import ConfigError
+from titanlab.errors import ConfigError, DamagedPosition
 
 SEQ = 5
 LENGTHS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
@@ -193,7 +193,7 @@ def test_streams_must_divide_among_the_ranks() -> None:
 def test_a_part_of_a_state_is_refused() -> None:
     _, state = global_order([3], ranks=1, steps=1)
     del state["parts"]["3"]
-    with pytest.raises(ValueError, match="merge"):
+    with pytest.raises(DamagedPosition, match="must map the numbers of all 12 streams to their states"):
         global_order([3], ranks=1, steps=1, state=state)
     with pytest.raises(ConfigError, match="the checkpoint stands in the data of streams 24"):
         global_order([3], ranks=1, steps=1, state=state | {"streams": 24})

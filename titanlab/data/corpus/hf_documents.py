@@ -17,6 +17,7 @@ from titanlab.data.corpus.held_out import is_held_out
 from titanlab.data.corpus.text_files import whole_characters
 from titanlab.data.hf_schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.streams.packing import Position
+from titanlab.data.streams.stream import damaged, is_count
 from titanlab.data.tokenizers.tokenizer import Tokenizer
 from titanlab.errors import ConfigError
 from titanlab.system.hub import check_reachable, is_offline
@@ -46,6 +47,7 @@ class StreamDocuments:
         self._turn = number // self._files
         self._epoch = self._seen = self._kept = 0
         if position is not None:
+            _check_position(number, position)
             self._epoch, self._seen, self._kept = position["epoch"], position["seen"], position["kept"]
         self._open(position["dataset"] if position is not None else None)
 
@@ -85,6 +87,24 @@ class StreamDocuments:
         if state is not None:
             self._part.load_state_dict(copy.deepcopy(state))
         self._rows: Any = _rows(self._part)
+        if state is not None:
+            self._rows = self._after_first(self._rows, state)
+
+    def _after_first(self, rows: Any, state: dict[str, Any]) -> Any:
+        """The rows, of which the first is read now: `datasets` reads a state only then.
+
+        Raises:
+            DamagedPosition: `datasets` does not understand the state.
+        """
+        try:
+            first = _next(rows, self._config)
+        except ConfigError as error:
+            # Other errors can come from the files too.
+            if not isinstance(error.__cause__, (TypeError, LookupError, AttributeError, OverflowError)):
+                raise
+            rule = f"datasets does not understand it ({type(error.__cause__).__name__})"
+            raise damaged(f"parts.{self._number}.position.dataset", state, rule) from error
+        return _with_first(first, rows)
 
     def _begin_epoch(self) -> None:
         if not self._kept:
@@ -104,6 +124,15 @@ class StreamDocuments:
         bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
         ids = self._tokenizer.encode(text)
         return np.array([*([] if bos is None else [bos]), *ids, *([] if eos is None else [eos])], dtype=np.uint32)
+
+
+def _check_position(number: int, position: Position) -> None:
+    for name in ("epoch", "seen", "kept"):
+        if not is_count(position.get(name)):
+            raise damaged(f"parts.{number}.position.{name}", position.get(name), "must be a whole number from 0")
+    state = position.get("dataset")
+    if "dataset" not in position or not isinstance(state, dict | None):
+        raise damaged(f"parts.{number}.position.dataset", state, "must be a mapping or null")
 
 
 def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
@@ -190,6 +219,13 @@ def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any]
 def _rows(dataset: Any) -> Any:
     # A generator, so that the caller can close it: an iterator has no `close`.
     yield from dataset
+
+
+def _with_first(first: dict[str, Any] | None, rows: Any) -> Any:
+    with contextlib.closing(rows):
+        if first is not None:
+            yield first
+            yield from rows
 
 
 def _library() -> Any:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from titanlab.data.streams.stream import damaged
+
 Position = dict[str, Any]
 
 
@@ -37,6 +39,9 @@ class PackedStream:
         documents: opened at the position of a state, or at the beginning.
         seq_len: tokens of a sequence.
         offset: tokens of the first document that were used before; from a state.
+
+    Raises:
+        DamagedPosition: the first document has no more tokens than `offset`.
     """
 
     def __init__(self, documents: Documents, *, seq_len: int, offset: int = 0) -> None:
@@ -45,20 +50,27 @@ class PackedStream:
         self._open: deque[tuple[Position, npt.NDArray[np.uint32]]] = deque()
         self._offset = offset
         self._ready = -offset
+        if offset:
+            self._read()
+            if self._ready <= 0:
+                raise damaged("parts", offset, "has an offset that its document does not have")
 
     def next_sequence(self) -> npt.NDArray[np.uint32]:
         """The next sequence and the label of its last token, uint32 `[seq + 1]`."""
         while self._ready < self._seq_len + 1:
-            position = self._documents.position()
-            tokens = self._documents.next()
-            self._open.append((position, tokens))
-            self._ready += len(tokens)
+            self._read()
         sequence = self._first(self._seq_len + 1)
         self._offset += self._seq_len
         self._ready -= self._seq_len
         while self._offset >= len(self._open[0][1]):
             self._offset -= len(self._open.popleft()[1])
         return sequence
+
+    def _read(self) -> None:
+        position = self._documents.position()
+        tokens = self._documents.next()
+        self._open.append((position, tokens))
+        self._ready += len(tokens)
 
     def _first(self, count: int) -> npt.NDArray[np.uint32]:
         first = np.empty(count, dtype=np.uint32)

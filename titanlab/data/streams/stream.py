@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from titanlab.errors import ConfigError
+from titanlab.errors import ConfigError, DamagedPosition
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,18 +89,31 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
         now: values of the stream that resumes, under their names in the state.
 
     Raises:
-        ConfigError: one of the values differs, or the state has no number of samples.
+        DamagedPosition: a value, or the number of samples, is missing or of another type.
+        ConfigError: one of the values differs.
     """
     keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
     for name, value in now.items():
-        if state.get(name) != value:
+        if type(state.get(name)) is not type(value):
+            raise damaged(name, state.get(name), f"must be of the type of {value}")
+    for name, value in now.items():
+        if state[name] != value:
             raise ConfigError(
                 keys.get(name, "data"),
                 value,
-                f"the checkpoint stands in the data of {name} {state.get(name)}",
+                f"the checkpoint stands in the data of {name} {state[name]}",
                 "resume with the data, seed and sequence length it was made with, or start a new run",
             )
     samples = state.get("samples")
-    if not isinstance(samples, int) or isinstance(samples, bool) or not 0 <= samples < 2**62:
-        rule = "the checkpoint's position in the data has no whole number of samples from 0"
-        raise ConfigError("data.samples", samples, rule, "resume from another checkpoint of the run")
+    if not is_count(samples):
+        raise damaged("samples", samples, "must be a whole number from 0")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value of a state is a whole number from 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def damaged(name: str, value: object, rule: str) -> DamagedPosition:
+    """The error about a value that no stream saves in its state."""
+    return DamagedPosition(f"data.{name}", value, rule, "resume from another checkpoint of the run")

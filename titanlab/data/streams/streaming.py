@@ -13,7 +13,7 @@ import numpy as np
 from titanlab.data.rules import check_streams
 from titanlab.data.streams.indexed import rank_samples
 from titanlab.data.streams.packing import Documents, PackedStream, Position
-from titanlab.data.streams.stream import Batch, State, Stream, check_state
+from titanlab.data.streams.stream import Batch, State, Stream, check_state, damaged, is_count
 
 Opener = Callable[[int, Position | None], Documents]
 _POLL_SECONDS = 0.1
@@ -50,9 +50,7 @@ class StreamingStream:
         parts: dict[str, Any] = {}
         if state is not None:
             check_state(state, **self._identity)
-            self._samples, parts = int(state["samples"]), state["parts"]
-            if len(parts) != streams:
-                raise ValueError(f"the state has {len(parts)} of {streams} streams: merge those of all ranks")
+            self._samples, parts = int(state["samples"]), _checked_parts(state.get("parts"), streams)
         self._count = streams
         self._streams: dict[int, PackedStream] = {}
         for number in range(rank, streams, ranks):
@@ -117,6 +115,24 @@ class ReadAhead:
     def state(self) -> State:
         """The position after the batch that `next_batch` gave last, not after those that wait."""
         return self._state
+
+
+def _checked_parts(parts: Any, streams: int) -> dict[str, Any]:
+    """The states of all virtual streams, by number, as `PackedStream.state` gives them.
+
+    Raises:
+        DamagedPosition: one is missing, or no stream has such a state.
+    """
+    if not isinstance(parts, dict) or parts.keys() != {str(number) for number in range(streams)}:
+        raise damaged("parts", parts, f"must map the numbers of all {streams} streams to their states")
+    for number, part in parts.items():
+        if not isinstance(part, dict) or not {"position", "offset"} <= part.keys():
+            raise damaged(f"parts.{number}", part, "must have position and offset")
+        if not is_count(part["offset"]):
+            raise damaged(f"parts.{number}.offset", part["offset"], "must be a whole number from 0")
+        if not isinstance(part["position"], dict):
+            raise damaged(f"parts.{number}.position", part["position"], "must be a mapping")
+    return parts
 
 
 def _read_ahead(stream: Stream, ready: queue.Queue[_Ready], stop: threading.Event) -> None:
