@@ -49,9 +49,8 @@ def _check_launcher(kind: str, launch: LaunchConfig | None) -> Check:
         config = launch if launch is not None and is_chosen else default_config(kind)
     except ConfigError as error:
         # Of a launcher of another package, which nobody has chosen.
-        return _check(
-            kind, kind, lambda text=str(error): [warn("config", text, "mend or remove its package")], is_needed=False
-        )
+        problem = [warn("config", str(error), "mend or remove its package")]
+        return _check(kind, kind, lambda: problem, is_needed=False)
 
     def find() -> Iterator[Finding]:
         # Made inside the check: a launcher of another package may raise anything.

@@ -94,7 +94,8 @@ class StreamDocuments:
         """The rows, of which the first is read now: `datasets` reads a state only then.
 
         Raises:
-            DamagedPosition: `datasets` does not understand the state.
+            ConfigError: `datasets` does not understand the state. That is no damage: another version may have saved it,
+                and the checkpoints before it have such states too.
         """
         try:
             first = _next(rows, self._config)
@@ -103,7 +104,8 @@ class StreamDocuments:
             if not isinstance(error.__cause__, (TypeError, LookupError, AttributeError, OverflowError)):
                 raise
             rule = f"datasets does not understand it ({type(error.__cause__).__name__})"
-            raise damaged(f"parts.{self._number}.position.dataset", state, rule) from error
+            cure = "install the version of datasets that saved it, or resume from another checkpoint of the run"
+            raise ConfigError(f"data.parts.{self._number}.position.dataset", state, rule, cure) from error
         return _with_first(first, rows)
 
     def _begin_epoch(self) -> None:
