@@ -51,6 +51,7 @@ def tiny_files(size=0):
         (errno.EDQUOT, "the disk quota is used up (/x): make room, or ask for a larger quota, then"),
         (errno.EROFS, "the file system is read-only (/x): have it made writable again, then"),
         (errno.EFBIG, "a file would be larger than the limit of this process or file system (/x): raise"),
+        (errno.ENOTDIR, "a file stands where a folder was (/x): move it away, then"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(number, said):

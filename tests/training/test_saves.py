@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -103,6 +104,29 @@ def test_a_folder_that_is_moved_while_the_run_goes_on_does_not_come_back_in_its_
     assert [path.name for path in moved.parent.iterdir()] == [moved.name]
     # The thread of an asynchronous save may still be writing when the folder moves.
     assert steps(RunFolder(moved)) == [2] or mode == "async"
+
+
+class Blocker(Observer):
+    """Puts a file where the checkpoints were, after a step."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def after_step(self, step, totals):
+        if step == 3:
+            shutil.rmtree(self.run.checkpoints)
+            self.run.checkpoints.write_text("")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_file_where_the_checkpoints_were_is_told_in_a_line(tmp_path, mode):
+    made = tiny.recipe(tmp_path / "runs", steps=STEPS, saves=mode, every=2)
+    run = tiny.begin(made)
+    with pytest.raises(OSError) as failure:
+        tiny.as_rank(made, run, Blocker(run))
+    assert disk_fault(failure.value) == (
+        f"a file stands where a folder was ({run.checkpoints}): move it away, then go on with titanlab resume or retry"
+    )
 
 
 def full_disk(made, run, failing_steps):

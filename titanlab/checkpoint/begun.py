@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,10 @@ def make_part(folder: Place, final: Place) -> Place:
     part = final.with_name(final.name + PART)
     if isinstance(part, Path):
         # Without the folder of the run: if that was moved or removed, one made anew would have no records.
-        part.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            part.parent.mkdir()
+        if not part.parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(part.parent))
         part.mkdir()
         return part
     # In a store a rename copies all bytes. The folder counts as a checkpoint only when it has its index.

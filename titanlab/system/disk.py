@@ -13,12 +13,14 @@ _WORDS = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the file system is read-only",
     errno.EFBIG: "a file would be larger than the limit of this process or file system",
+    errno.ENOTDIR: "a file stands where a folder was",
 }
 _CURES = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room, or ask for a larger quota",
     errno.EROFS: "have it made writable again",
     errno.EFBIG: "raise the limit (ulimit -f)",
+    errno.ENOTDIR: "move it away",
 }
 _STORE = "the store cannot be used"
 _GONE = "the folder of the run is gone"
