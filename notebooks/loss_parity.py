@@ -26,9 +26,11 @@ from pathlib import Path
 import pandas as pd
 
 from titanlab.parity.tolerances import of_runs
+from titanlab.recipe.recipe import from_mapping
 from titanlab.report import figures, frames
 from titanlab.report.analyses import drawings
 from titanlab.report.analyses.losses import differences_frame, largest_differences
+from titanlab.sweep.sweep_folder import SweepFolder
 
 # %matplotlib inline
 
@@ -55,7 +57,8 @@ figures.loss_by_tokens(steps)
 
 # %%
 differences = differences_frame(steps, reference.run)
-tolerance = of_runs(reference.precision)
+recipe = from_mapping(SweepFolder(sweep).run(reference.run).config())
+tolerance = of_runs(recipe.precision)
 drawings.draw_differences(differences, tolerance=tolerance.loss)
 
 # %% [markdown]
