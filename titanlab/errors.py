@@ -28,6 +28,11 @@ class ConfigError(TitanlabError):
 class DamagedPosition(ConfigError):
     """A value of a checkpoint's position that no run saves; a run resumes from the checkpoint before it."""
 
+    @property
+    def problem(self) -> str:
+        """The value and the rule that it breaks, without the cure."""
+        return f"{self.key}={_shown(self.value)}: {self.rule}"
+
 
 def _shown(value: object) -> str:
     """The value as text for an override, in one line of bounded length."""

@@ -54,7 +54,7 @@ def test_what_only_the_data_can_judge_is_found_by_the_ranks(saved, name):
     assert tiny.as_rank(made, tiny.begin(made, run)).kind is OutcomeKind.DONE
     assert [row["step"] for row in run.metrics("train")][-3:] == [2, 3, 4]
     log = (run.logs / "rank-0.log").read_text()
-    assert f"goes on from step 1: step-00000002 its position.json has data.{name}=None: must be" in log
+    assert f"goes on from step 1: step-00000002 its position.json has data.{name}=null: must be" in log
     assert "Traceback" not in log
 
 
@@ -62,5 +62,5 @@ def test_without_an_older_checkpoint_it_is_one_line(saved):
     made, run = saved
     for step in (1, 2):
         spoil(run, step, lambda position: position["data"].pop("samples"))
-    with pytest.raises(DamagedCheckpoint, match=r"its position\.json has data\.samples=None: must be"):
+    with pytest.raises(DamagedCheckpoint, match=r"its position\.json has data\.samples=null: must be"):
         tiny.as_rank(made, tiny.begin(made, run))

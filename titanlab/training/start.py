@@ -76,5 +76,5 @@ def _restored(restore: Callable[[Position], T], position: Position, checkpoint: 
     try:
         return restore(position)
     except DamagedPosition as error:
-        rule = f"its {POSITION} has {error.key}={one_line(error.value)}: {error.rule}"
+        rule = f"its {POSITION} has {one_line(error.problem)}"
         raise DamagedCheckpoint(key, checkpoint, rule, another(checkpoint)) from error
