@@ -19,9 +19,8 @@ from titanlab.checkpoint.position import (
 )
 from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.errors import ConfigError
+from titanlab.optimizer.low_bit_schema import CODES
 
-CODES = "_codes"
-"""Suffix of a state that an optimizer keeps in few bits."""
 # Before the names of parameters in those of an optimizer's states.
 _STATES = "optimizer.state."
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlab.dtensor import local_part
 from titanlab.optimizer.adamw_schema import Rounded
 from titanlab.optimizer.groups import groups_by_decay
-from titanlab.optimizer.low_bit_schema import packs
+from titanlab.optimizer.low_bit_schema import CODES, SCALE, packs
 from titanlab.system.quiet_import import import_quietly
 
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
@@ -86,7 +86,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name.endswith(("_codes", "_scale")):
+                if name.endswith((CODES, SCALE)):
                     self.state[parameter][name] = value.to(parameter.device)
 
     def _step(self, parameter: nn.Parameter, group: dict[str, Any], lr: Tensor) -> None:
@@ -122,8 +122,8 @@ class LowBitAdamW(torch.optim.Optimizer):
         for name in AVERAGES:
             if self._format is not None and self._packs(parameter):
                 columns = parameter.shape[-1]
-                state[f"{name}_codes"] = _zeros(parameter, columns // self._format.per_code, self._format.dtype)
-                state[f"{name}_scale"] = _zeros(parameter, columns // self._block_size, torch.float32)
+                state[f"{name}{CODES}"] = _zeros(parameter, columns // self._format.per_code, self._format.dtype)
+                state[f"{name}{SCALE}"] = _zeros(parameter, columns // self._block_size, torch.float32)
             else:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
@@ -137,7 +137,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             view: Tensor = local_part(state[name])
             return view
         assert self._format is not None
-        codes, scale = local_part(state[f"{name}_codes"]), local_part(state[f"{name}_scale"])
+        codes, scale = local_part(state[f"{name}{CODES}"]), local_part(state[f"{name}{SCALE}"])
         return self._format.wrap(codes, scale.view(-1), local.shape, signed=AVERAGES[name])
 
     def _seed(self, parameter: nn.Parameter, step: int) -> int:

@@ -19,6 +19,8 @@ _FP8_CAPABILITY = (8, 9)
 # Elements of the smallest matrix with averages in few bits: in smaller ones scales cost more than they save, as in
 # bitsandbytes.
 SMALLEST = 4096
+# Ends of the names of an average's two tensors, in the optimizer's state and in checkpoints.
+CODES, SCALE = "_codes", "_scale"
 _SCALE_BYTES = 4
 # Rows of a reduced model are shorter than a usual block.
 _REDUCED_BLOCK = 16
