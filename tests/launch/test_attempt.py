@@ -166,6 +166,14 @@ def test_a_missing_newest_checkpoint_is_one_line(tmp_path):
     assert missed_checkpoint(run) is None
 
 
+def test_an_attempt_begins_where_the_logs_of_earlier_ones_were_removed(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe)
+    shutil.rmtree(run.logs)
+    assert begin(run, recipe, HOST, started_by="local", report=print) == 2
+    assert run.logs.is_dir()
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank-0.log", "logs/wandb.log"])
 def test_an_attempt_does_not_begin_where_it_would_append_to_the_file_behind_a_link(tmp_path, name):
     """A run of a stranger may have such a link."""

@@ -62,6 +62,8 @@ class RunFolder(RunRecords):
                 continue
             try:
                 reserve_room(self.path)
+                # Somebody may have removed the logs of earlier attempts with their folder.
+                self.logs.mkdir(exist_ok=True)
                 write_text(folder / "config.yaml", config_text(config))
                 if env is not None:
                     write_json(folder / "env.json", env)
