@@ -26,6 +26,11 @@ TWO = ["parallelism=fsdp", "world=2"]
 COPIES = ["parallelism=ddp", "world=2"]
 
 
+def complaints(err):
+    """The lines of err but for those about a slow rank: other work on the host makes a rank slow."""
+    return [line for line in err.splitlines() if " is slow in " not in line]
+
+
 def steps(run):
     return [row["step"] for row in run.metrics("train")]
 
@@ -42,7 +47,7 @@ def interrupted(command, *how):
     assert 3 <= done < 60
     assert steps(run) == list(range(1, done + 1))
     assert run.checkpoints.joinpath(f"step-{done:08d}", "index.json").exists()
-    assert err == ""
+    assert complaints(err) == []
     assert "cancelled" in out
     assert "titanlab resume" in out
     return done
@@ -141,7 +146,7 @@ def test_a_run_that_was_killed_goes_on_when_mended(command):
     run = command.only_run
     assert (code, run.result().kind, run.result().rank) == (1, OutcomeKind.CRASH, 0)
     code, _, err = command.run(*how)
-    assert (code, err) == (0, "")
+    assert (code, complaints(err)) == (0, [])
     assert run.metrics("attempt")[1]["step"] == 2
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 

@@ -24,7 +24,9 @@ EVEN = [0.1, 1.0, 2.0, 5.0]
         ([EVEN, EVEN, [0.1, 4.0, 2.0, 5.0], EVEN], (2, 1)),
         ([EVEN, [3.0, 1.0, 2.0, 5.0]], (1, 0)),
         # Twice as slow, but a hundredth of the step.
-        ([[0.0, 0.01, 2.0, 5.0], [0.0, 0.03, 2.0, 5.0]], None),
+        ([[0.0, 0.2, 2.0, 50.0], [0.0, 0.6, 2.0, 50.0]], None),
+        # Three steps of 20 ms, in which another process had the core for 30 ms.
+        ([[0.001, 0.088, 2.0, 0.1], [0.0, 0.057, 2.0, 0.1]], None),
     ],
 )
 def test_a_rank_is_slow_if_others_wait_for_it(rows, slow):

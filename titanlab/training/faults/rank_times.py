@@ -20,8 +20,9 @@ from titanlab.distributed.world import World
 from titanlab.training.memory import peak_memory_gib
 
 SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"
-# A rank is reported if it takes this much longer than the median rank, and this share of the time of the steps.
-_RATIO, _SHARE = 1.5, 0.1
+# A rank is reported if it takes this much longer than the median rank, this share of the time of the steps, and so many
+# seconds: less than that, in a few short steps, is what else runs on the host.
+_RATIO, _SHARE, _SECONDS = 1.5, 0.1, 0.25
 _PHASES = ("data", "forward and backward")
 
 
@@ -111,11 +112,11 @@ def compared(rows: list[list[float]], steps: int) -> tuple[dict[str, float], tup
         MEMORY_MOST: rows[memory][2],
         MEMORY_MOST_RANK: memory,
     }
-    is_slow = busy[slowest] > _RATIO * median and busy[slowest] - median > _SHARE * rows[slowest][3]
-    if not is_slow:
+    excess = busy[slowest] - median
+    if not (busy[slowest] > _RATIO * median and excess > max(_SHARE * rows[slowest][3], _SECONDS)):
         return metrics, None
-    excess = [rows[slowest][phase] - statistics.median(row[phase] for row in rows) for phase in range(len(_PHASES))]
-    return metrics, (slowest, excess.index(max(excess)))
+    by_phase = [rows[slowest][phase] - statistics.median(row[phase] for row in rows) for phase in range(len(_PHASES))]
+    return metrics, (slowest, by_phase.index(max(by_phase)))
 
 
 def _warning(step: int, metrics: Mapping[str, float], phase: int) -> str:
