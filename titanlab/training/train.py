@@ -183,7 +183,12 @@ def train(
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
         stack.enter_context(profiled(profiler, run, world, mesh, recorder, attempt=attempt))
         stack.enter_context(named_consumers(model, optimizer))
-        rank_times = RankTimes(recipe.training.compare_ranks_every, world, report=recorder.compared)
+        rank_times = RankTimes(
+            recipe.training.compare_ranks_every,
+            world,
+            pipeline=recipe.layout.pipeline,
+            report=recorder.compared,
+        )
         rollbacks = Rollbacks(recipe.training, run, world, warn=recorder.warn)
         stack.enter_context(_no_automatic_collection())
         model.train()

@@ -1,16 +1,20 @@
 """The slowest rank is named with the phase in which it is slow, and the rank with the most memory."""
 
 import os
+import re
 import time
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests import tiny
 from titanlab.costs import meter
+from titanlab.distributed.world import World
 from titanlab.model import llama
 from titanlab.training.faults import rank_times
-from titanlab.training.faults.rank_times import compared
+from titanlab.training.faults.rank_times import RankTimes, compared
 
 EVEN = [0.1, 1.0, 2.0, 5.0]
 
@@ -30,14 +34,58 @@ EVEN = [0.1, 1.0, 2.0, 5.0]
     ],
 )
 def test_a_rank_is_slow_if_others_wait_for_it(rows, slow):
-    metrics, found = compared(rows, 10)
+    metrics, found = compared(rows, 10, peers=len(rows))
     assert found == slow
     assert metrics[rank_times.SLOWEST] == (slow[0] if slow else metrics[rank_times.SLOWEST])
     assert metrics[meter.MEMORY_MOST] == 2.0
 
 
+LAST = [0.1, 3.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "peers", "slow"),
+    [
+        ([EVEN, EVEN, LAST, LAST], 4, (2, 1)),
+        ([EVEN, EVEN, LAST, LAST], 2, None),
+        ([EVEN, [0.1, 2.9, 2.0, 5.0], LAST, LAST], 2, (1, 1)),
+        ([EVEN, EVEN, LAST, [4.0, 3.0, 2.0, 5.0]], 2, (3, 0)),
+    ],
+)
+def test_ranks_of_one_stage_are_compared_with_each_other(rows, peers, slow):
+    assert compared(rows, 10, peers=peers)[1] == slow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Others(World):
+    """Rank 0, and what the other ranks have measured."""
+
+    rows: list[list[float]]
+
+    def sum(self, values):
+        return torch.tensor(self.rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "pipeline", "warning"),
+    [
+        ([EVEN, EVEN, LAST, LAST], 1, "rank 2 is slow in forward and backward: .* 182% more than the others"),
+        ([EVEN, EVEN, LAST, LAST], 2, ""),
+        ([EVEN, LAST], 2, r".* than the others, which have other layers \(parallelism.split\)"),
+        ([EVEN, [4.0, 1.0, 2.0, 5.0]], 2, "rank 1 is slow in data: .* than the others"),
+    ],
+)
+def test_a_stage_with_more_layers_is_no_slow_rank(rows, pipeline, warning):
+    world = Others(rank=0, world=len(rows), local_rank=0, device=torch.device("cpu"), rows=rows)
+    warnings = []
+    times = RankTimes(2, world, pipeline=pipeline, report=lambda metrics, text: warnings.append(text))
+    for step in (1, 2):
+        times.after_step(step, last=False)
+    assert re.fullmatch(f"step 2: {warning}" if warning else "", warnings[0])
+
+
 def test_the_rank_with_the_most_memory_is_named():
-    metrics, _ = compared([EVEN, [0.1, 1.0, 7.0, 5.0], EVEN], 10)
+    metrics, _ = compared([EVEN, [0.1, 1.0, 7.0, 5.0], EVEN], 10, peers=3)
     assert (metrics[meter.MEMORY_MOST], metrics[meter.MEMORY_MOST_RANK]) == (7.0, 1)
 
 

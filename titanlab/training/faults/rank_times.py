@@ -3,6 +3,7 @@
 Every rank measures two phases of its steps. `data` is the time in which it waits for its batch. `compute` is the time
 in which its threads compute in forward and backward, or wait for a core; on a GPU, which computes
 itself, the time that the host takes. Waiting for other ranks is in neither, so a rank that others wait for stands out.
+Ranks of one pipeline stage are compared with each other: those of another stage have other layers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "strag
 # seconds: less than that, in a few short steps, is what else runs on the host.
 _RATIO, _SHARE, _SECONDS = 1.5, 0.1, 0.25
 _PHASES = ("data", "forward and backward")
+_COMPUTE = 1
 
 
 class RankTimes:
@@ -31,11 +33,17 @@ class RankTimes:
 
     Args:
         every: steps between two comparisons; 0: only one, after the last step.
+        pipeline: degree of the pipeline, whose ranks lie farthest apart.
         report: on rank 0, gets the metrics and a warning, which is empty if no rank is slow.
     """
 
-    def __init__(self, every: int, world: World, *, report: Callable[[Mapping[str, float], str], None]) -> None:
+    def __init__(
+        self, every: int, world: World, *, pipeline: int, report: Callable[[Mapping[str, float], str], None]
+    ) -> None:
         self._every, self._world, self._report = every, world, report
+        # A rank that is alone with its layers is compared with those that have others.
+        self._alone = pipeline == world.world
+        self._peers = world.world if self._alone else world.world // pipeline
         self._is_cpu = world.device.type == "cpu"
         self._steps, self._begin = 0, time.monotonic()
         self._data = self._compute = 0.0
@@ -76,12 +84,20 @@ class RankTimes:
         rows = self._world.sum(table).tolist()
         if self._world.logs:
             steps = max(1, self._steps - 1)
-            metrics, slow = compared(rows, steps)
+            metrics, slow = compared(rows, steps, peers=self._peers)
             # One warning for a rank and phase; the metric goes on telling.
             is_new = slow is not None and slow not in self._warned
             if slow is not None:
                 self._warned.add(slow)
-            self._report(metrics, _warning(step, metrics, slow[1]) if slow is not None and is_new else "")
+            self._report(metrics, self._warning(step, metrics, slow[1]) if slow is not None and is_new else "")
+
+    def _warning(self, step: int, metrics: Mapping[str, float], phase: int) -> str:
+        text = (
+            f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[phase]}: a step takes it "
+            f"{metrics[DATA]:.3g} s for data and {metrics[COMPUTE]:.3g} s of computing, {metrics[SLOWER]:.0f}% more "
+            "than the others"
+        )
+        return f"{text}, which have other layers (parallelism.split)" if self._alone and phase == _COMPUTE else text
 
     def _restart(self) -> None:
         self._steps, self._begin, self._data, self._compute = 1, time.monotonic(), 0.0, 0.0
@@ -93,16 +109,23 @@ class RankTimes:
         return time.process_time() + _queued_seconds()
 
 
-def compared(rows: list[list[float]], steps: int) -> tuple[dict[str, float], tuple[int, int] | None]:
+def compared(rows: list[list[float]], steps: int, *, peers: int) -> tuple[dict[str, float], tuple[int, int] | None]:
     """Metrics, and the rank and phase that are slow; None: no rank is.
 
     Args:
         rows: by rank: seconds of data and of compute, GiB of memory, seconds in all.
+        peers: how many neighbouring ranks are compared with each other.
     """
     busy = [data + compute for data, compute, *_ in rows]
-    slowest = max(range(len(rows)), key=busy.__getitem__)
-    others = [seconds for rank, seconds in enumerate(busy) if rank != slowest] or busy
-    median = max(statistics.median(others), 1e-9)
+    groups = [range(first, first + peers) for first in range(0, len(rows), peers)]
+    # By rank: the median of its peers.
+    usual = [
+        statistics.median([busy[peer] for peer in group if peer != rank] or [busy[rank]])
+        for group in groups
+        for rank in group
+    ]
+    slowest = max(range(len(rows)), key=lambda rank: busy[rank] - usual[rank])
+    median = max(usual[slowest], 1e-9)
     memory = max(range(len(rows)), key=lambda rank: rows[rank][2])
     metrics = {
         SLOWEST: slowest,
@@ -115,15 +138,11 @@ def compared(rows: list[list[float]], steps: int) -> tuple[dict[str, float], tup
     excess = busy[slowest] - median
     if not (busy[slowest] > _RATIO * median and excess > max(_SHARE * rows[slowest][3], _SECONDS)):
         return metrics, None
-    by_phase = [rows[slowest][phase] - statistics.median(row[phase] for row in rows) for phase in range(len(_PHASES))]
+    group = groups[slowest // peers]
+    by_phase = [
+        rows[slowest][phase] - statistics.median(rows[peer][phase] for peer in group) for phase in range(len(_PHASES))
+    ]
     return metrics, (slowest, by_phase.index(max(by_phase)))
-
-
-def _warning(step: int, metrics: Mapping[str, float], phase: int) -> str:
-    return (
-        f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[phase]}: a step takes it {metrics[DATA]:.3g} s "
-        f"for data and {metrics[COMPUTE]:.3g} s of computing, {metrics[SLOWER]:.0f}% more than the others"
-    )
 
 
 def _queued_seconds() -> float:
