@@ -1,10 +1,13 @@
-"""Kills processes that submit: `python -m tests.sweep.killed FOLDER slurm|local|force ROUNDS`, prints JSON of what is left.
+"""Kills processes that submit: `python -m tests.sweep.killed FOLDER slurm|local|nohup|force ROUNDS`, prints JSON of what is left.
 
 Each round forks a process that submits, kills it at a random moment, and submits again, until as many as were asked for
-have died of it. With `force`, it is a sweep of Slurm's that is done, and the killed process was to do it anew. It is a program of its own because a process that has threads, as pytest's may, does not fork well.
+have died of it. With `nohup`, the launcher is one of another package. With `force`, it is a sweep of Slurm's that is
+done, and the killed process was to do it anew. It is a program of its own because a process that has threads, as
+pytest's may, does not fork well.
 """
 
 import functools
+import importlib
 import json
 import os
 import random
@@ -13,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.launch.third import install_third
 from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import SLURM, seeds, study
@@ -45,15 +49,23 @@ def done(wanted, slurm):
         slurm.put(number, "COMPLETED")
 
 
+def launch_of_another_package(folder):
+    installed = str(install_third(folder))
+    sys.path.insert(0, installed)
+    os.environ["PYTHONPATH"] = installed
+    return importlib.import_module("nohup_jobs.launch_schema").Nohup()
+
+
 def main(folder, launcher, rounds):
     chance = random.Random(5)
     force = launcher == "force"
-    launch = Local(at_once=8) if launcher == "local" else SLURM
-    if launcher != "local":
+    if launcher in ("slurm", "force"):
+        launch = SLURM
         slurm = FakeSlurm(folder / "slurm")
         slurm.set(before=0.05, after=0.05)
         os.environ.update(slurm.environment)
     else:
+        launch = Local(at_once=8) if launcher == "local" else launch_of_another_package(folder)
         package = stub_package(folder / "stub", seconds=0.0)
         snapshot.take = functools.partial(snapshot.take, package=package)
     begun = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlab.launch.local.wake import has_work
+from tests.until import until
 from titanlab.sweep.sweep_folder import SweepFolder
 
 ROOT = Path(__file__).parents[2]
@@ -72,15 +72,15 @@ def test_what_is_done_anew_is_put_aside_and_has_a_new_job_or_stays_as_it_is(tmp_
         assert all(job.state == "submitted" for job in folder.submissions())
 
 
+# With `nohup`, a launcher of another package, each submission has a process of its own: fewer rounds.
 @pytest.mark.full
-def test_this_host_runs_every_job_once(tmp_path):
-    found = killed(tmp_path, "local", ROUNDS)
+@pytest.mark.parametrize(("launcher", "rounds"), [("local", ROUNDS), ("nohup", 4)])
+def test_this_host_runs_every_job_once(tmp_path, launcher, rounds):
+    found = killed(tmp_path, launcher, rounds)
     for each in found["rounds"]:
         folder = SweepFolder(Path(each["folder"]))
         submitted_once(folder, found["runs"])
-        until = time.monotonic() + 120
-        while has_work(folder.path) and time.monotonic() < until:
-            time.sleep(0.1)
+        until(lambda folder=folder: all(run.result() for run in folder.runs()), 120)
         ran = [line.split()[:2] for line in (folder.path / "ran.txt").read_text().splitlines()]
         starts = collections.Counter(run for run, rank in ran if rank == "0")
         assert len(starts) == found["runs"]
