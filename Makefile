@@ -55,7 +55,7 @@ test-full: $(READY) ## run the slower layer of tests
 	@$(BIN)/python -m pytest -m "full and not matrix and not slurm and not browser" $(TWO_WORKERS) $(ARGS)
 
 test-matrix: $(READY) ## run whole products of layouts and techniques, and write their pages (PART=3/8: the third eighth)
-	@TITANLAB_WRITE_PARITY=1 $(BIN)/python -m pytest $(if $(PART),-m matrix --part $(PART),-m "matrix or on_page") $(ARGS)
+	@TITANLAB_WRITE_PARITY=1 $(BIN)/python -m pytest $(if $(PART),-m matrix --part $(PART),-m "matrix or on_page") $(TWO_WORKERS) $(ARGS)
 
 test-slurm: $(READY) ## run sweeps on a real Slurm, started on this host; installs it if it is missing (Debian, as root)
 	@launch/dev-slurm/install

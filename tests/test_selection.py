@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.conftest import select_part
-from tests.rotated import FILES
+from tests.rotated import EXECUTED, FILES, PAGES, TESTS
 
 PLANTED = {
     "test_planted.py": """
@@ -170,27 +170,23 @@ def test_the_makefile_starts_the_workers_so():
     assert f"TWO_WORKERS := {' '.join(TWO_WORKERS)}\n" in makefile
 
 
+def collected(marks, *tests):
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    assert done.returncode in (0, 5), done.stdout
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
 @pytest.mark.full
 def test_slower_rows_of_listed_files_are_rows_of_the_matrix():
     """And each of these files keeps rows for `make test`."""
-    root = Path(__file__).parent.parent
+    assert collected("full and not matrix", *FILES) == []
+    assert {test.partition("::")[0] for test in collected("not full", *FILES)} == set(FILES)
 
-    def collected(marks):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--collect-only",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            marks,
-            *FILES,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
-        assert done.returncode in (0, 5), done.stdout
-        return {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
 
-    assert collected("full and not matrix") == set()
-    assert collected("not full") == set(FILES)
+@pytest.mark.full
+def test_listed_tests_and_pages_are_rows_of_the_matrix():
+    files = sorted({test.partition("::")[0] for test in TESTS})
+    rows = collected("matrix", *files, EXECUTED)
+    assert set(TESTS) <= {row.partition("[")[0] for row in rows}
+    assert {f"{EXECUTED}[docs/{page}.md]" for page in PAGES} <= set(rows)
