@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from titanlab.checkpoint.folders import latest, of_step
 from titanlab.checkpoint.remote.run_place import checkpoints_of
@@ -19,6 +20,7 @@ from titanlab.launch.execute import continue_run, prepare
 from titanlab.launch.launchers import directly, joined
 from titanlab.recipe.composition.next_attempt import LAYOUT, adapted, next_recipe
 from titanlab.recipe.recipe import Recipe, from_mapping
+from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.resubmit import resubmit, submitted_with
 from titanlab.terminal.console import Console
@@ -68,6 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         if checkpoint is not None:
             raise ConfigError("--step", args.step, f"{checkpoint} is of a step already", "leave one of the two out")
         checkpoint = of_step(checkpoints_of(run), args.step, "--step", args.step)
+    done = run.result()
+    if checkpoint is not None and done is not None and done.kind is OutcomeKind.DONE:
+        rule = f"is a checkpoint of a run that is done: {done.steps} steps"
+        shown = shown_path(checkpoint) if isinstance(checkpoint, Path) else str(checkpoint)
+        raise ConfigError("checkpoint", shown, rule, f"for a new run from there: titanlab train --from {shown}")
     newest = checkpoint or latest(checkpoints_of(run))
     with Console() as console:
         console.phase("checking the recipe and its data")
