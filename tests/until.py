@@ -1,4 +1,4 @@
-"""Waiting for what other processes do."""
+"""Waiting for what other processes do, which may take minutes where other work has the cores."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 def until(
     true: Callable[[], Any],
-    seconds: float = 60.0,
+    seconds: float = 180.0,
     *,
     told: Callable[[], str] = lambda: "nothing happened",
     pause_seconds: float = 0.05,

