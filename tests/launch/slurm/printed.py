@@ -1,0 +1,39 @@
+"""A submission, and what squeue and sacct print of its jobs; no program is started."""
+
+from titanlab.launch.shape import Shape
+from titanlab.launch.slurm import command as slurm_command
+from titanlab.launch.slurm import queue as slurm_queue
+from titanlab.launch.slurm import states as slurm_states
+from titanlab.launch.slurm.command import Reply
+from titanlab.launch.submission import Submission
+from titanlab.sweep.queue import job_states
+
+LONG_AGO = 1_700_000_000.0
+
+
+def submission(token="aa", runs=("one", "two", "three"), *, launcher="slurm", state="submitted", created=LONG_AGO):
+    shape = Shape(processes=1, tasks_per_node=1)
+    given = {"code": "code", "shape": shape, "launch": {}, "runs": runs, "created": created, "state": state}
+    return Submission(token=token, launcher=launcher, job_id="12", **given)
+
+
+class Answers(dict):
+    """What each command prints, None where it does not answer; and what they were asked."""
+
+    def __init__(self, monkeypatch):
+        super().__init__(squeue="", sacct="")
+        self.asked = []
+        for module in (slurm_states, slurm_command, slurm_queue):
+            monkeypatch.setattr(module, "ask_slurm", self.ask)
+
+    def ask(self, *words, seconds=0.0):
+        self.asked.append(words)
+        said = self[words[0]]
+        if isinstance(said, Reply):
+            return said
+        return Reply(output=said, problem=f"{words[0]} says: nothing" if said is None else None)
+
+
+def states(tmp_path, *submitted):
+    found = job_states(submitted or (submission(),), tmp_path)
+    return [found[key] for key in sorted(found)]
