@@ -126,6 +126,7 @@ def test_local_is_this_host(plan, monkeypatch):
         (["world=8", "--plot", "a.svg"], "draws the timeline of one recipe; add --explain"),
         (["--explain", "--why"], "is about one recipe"),
         (["--explain", "--top", "3"], "is about one recipe, and --top about many"),
+        (["--explain", "--top", "0"], "is about one recipe, and --top about many"),
         (["--explain", "parallelism.pipeline=64", "parallelism.shard=1", "world=64"], "parallelism.pipeline=64: "),
         # No layout could change it, and a search would ask each of them.
         (["world=8", "precision=mxfp8"], "precision=mxfp8: NVIDIA H100 80GB HBM3 is too old for mxfp8 products"),

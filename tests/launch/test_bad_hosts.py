@@ -64,14 +64,6 @@ def test_a_later_job_of_the_run_leaves_them_out_and_others_do_not(run):
     assert batch._bad(Slurm(), sweep, [name]) == []
 
 
-def test_a_submission_without_enough_hosts_says_which_were_left_out():
-    text = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
-    assert str(batch._refused(text, [])).endswith("is not available; mend the keys of launch, and submit again")
-    said = str(batch._refused(text, ["n3", "n1"]))
-    assert "left out were hosts on which these runs have failed: n3, n1" in said
-    assert "`titanlab hosts --clear n3`" in said
-
-
 def test_names_that_are_flags_and_damaged_lines_are_skipped(run):
     runs = run.path.parent.parent
     note_bad_host(run, KILLED, "--wrap=touch x")

@@ -1,5 +1,4 @@
 import dataclasses
-import errno
 import json
 import re
 import shlex
@@ -10,7 +9,6 @@ import pytest
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
-from titanlab.launch.slurm import batch
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.enqueue import settle
@@ -143,19 +141,6 @@ def test_variables_of_a_shell_do_not_override_the_batch_file(slurm, tmp_path, mo
     # On whose behalf is a matter of the shell's, where launch does not say it.
     assert [name for name in job["environment"] if name.startswith(("SBATCH_", "MASTER_"))] == ["SBATCH_QOS"]
     assert "export MASTER_PORT=29500" in job["script"].splitlines()
-
-
-@pytest.mark.parametrize(("error", "held"), [(None, True), (errno.EWOULDBLOCK, True), (errno.ENOSYS, False)])
-def test_sbatch_is_called_under_a_lock_where_there_are_locks(tmp_path, monkeypatch, error, held):
-    def flock(descriptor, how):
-        if error is not None:
-            raise OSError(error, "no")
-
-    monkeypatch.setattr(batch.fcntl, "flock", flock)
-    words = batch._sbatch(SLURM, tmp_path / "batch.sh", tmp_path / "intent.json", tmp_path / "lock")
-    assert (words[0] == "flock") is held
-    # Also without one: an intent that is gone is not submitted.
-    assert ["sh", "-c", 'test -e "$0" && exec "$@"', str(tmp_path / "intent.json"), "env"] == words[2 * held :][:5]
 
 
 # Only what is missing

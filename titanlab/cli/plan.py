@@ -137,20 +137,23 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
         raise ConfigError("--trace", "true", "has an answer of its own, and so has --explain", "leave one out")
     for about_one in (name for name in ("explain", "trace") if getattr(args, name)):
         for about_many in ("why", "vary", "top"):
-            if getattr(args, about_many) not in (False, None, []):
+            if _is_given(getattr(args, about_many)):
                 rule = f"is about one recipe, and --{about_many} about many"
                 raise ConfigError(f"--{about_one}", "true", rule, "leave one out")
     _check_machine_flags(args, rest)
     return args, rest
 
 
+def _is_given(value: Any) -> bool:
+    """Whether a flag has a value that is not its default; 0 is one, though it equals False."""
+    return value is not None and value is not False and value != []
+
+
 def _check_machine_flags(args: Any, rest: Sequence[str]) -> None:
     """Check that --calibrate and --measure stand without flags of a plan, and --out and --runs with them."""
     verb = "--calibrate" if args.calibrate is not None else "--measure" if args.measure else None
     other = [
-        name
-        for name in ("top", "why", "explain", "trace", "json", "vary", "plot")
-        if getattr(args, name) not in (False, None, [])
+        name for name in ("top", "why", "explain", "trace", "json", "vary", "plot") if _is_given(getattr(args, name))
     ]
     if verb is None:
         for name in ("out", "runs"):

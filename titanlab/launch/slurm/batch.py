@@ -98,7 +98,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "setup": _setup(config, submission.environment(sweep), shape),
         "srun_args": _srun(config, shape),
     }
-    flags = {name: value for name, value in config.extra.items() if value not in (None, False)}
+    flags = {name: value for name, value in config.extra.items() if value is not None and value is not False}
     if _survives(config, shape):
         flags = {"no-kill": True, **flags}
     return {**parameters, "additional_parameters": {"requeue" if config.requeue else "no-requeue": True, **flags}}
