@@ -10,7 +10,6 @@ import pytest
 from tests.records.test_hang_file import values
 from tests.sweep.made import Made, begin, end, train
 from titanlab.cli import main
-from titanlab.launch.submission import submissions
 from titanlab.records.hang_file import write_hang
 from titanlab.records.outcome import Outcome, OutcomeKind
 
@@ -102,22 +101,3 @@ def test_no_verb_trusts_a_file(made, tmp_path, capsys, part):
             shutil.rmtree(made)
             shutil.copytree(kept, made)
     assert not faults, "\n".join(faults)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"runs": ["../../elsewhere"]},
-        {"runs": [3]},
-        {"job_id": "--user=me"},
-        {"job_id": 7},
-        {"shape": 3},
-        {"created": "x"},
-    ],
-    ids=str,
-)
-def test_names_of_a_submission_are_no_paths_and_no_flags(made, changes):
-    (path,) = (made / "submissions").glob("*.json")
-    assert len(submissions(made)) == 1
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    assert submissions(made) == []

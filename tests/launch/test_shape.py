@@ -66,25 +66,6 @@ def test_a_cluster_has_to_be_named_and_large_enough(tmp_path, cluster, told):
         shape_of(recipe(tmp_path, cluster=cluster, shard=16))
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"minutes": 0}, "launch.minutes=0: must be at least 1; try 60, or null"),
-        ({"signal_seconds": 0}, "launch.signal_seconds=0: must be at least 1; try 120$"),
-        ({"minutes": 2}, "launch.signal_seconds=120: leaves nothing of the 2 minutes that a job has; try 20"),
-        ({"memory_gib": -1.0}, "launch.memory_gib=-1.0: must not be negative"),
-        ({"max_requeues": -1}, "launch.max_requeues=-1: must not be negative"),
-        ({"partition": " "}, "launch.partition= *: must be a name"),
-        ({"environment": {"A-B": "1"}}, "launch.environment=A-B: is no name of a variable"),
-        ({"extra": {"--x": 1}}, "launch.extra=--x: is no flag of sbatch; write it long, without the dashes"),
-        ({"extra": {"ntasks_per_node": 1}}, "launch.extra.ntasks_per_node=1: is titanlab's own"),
-    ],
-)
-def test_keys_of_slurm(given, told):
-    with pytest.raises(ConfigError, match=told):
-        Slurm(**given)
-
-
 def test_keys_of_local_and_cluster():
     with pytest.raises(ConfigError, match=r"launch.at_once=0: must be at least 1"):
         Local(at_once=0)

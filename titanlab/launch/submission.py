@@ -29,7 +29,7 @@ HANDING_OVER = ".sbatch"
 # A submission of many runs takes some seconds.
 _CLAIM_SECONDS = 60.0
 # In a job name, Slurm's lists of names end at commas; other characters may be special to a shell or a file system.
-# Names of runs and numbers of jobs become paths and arguments of a scheduler's commands.
+# Tokens, names of runs and numbers of jobs become paths and arguments of a scheduler's commands.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+/-]")
 
@@ -110,9 +110,9 @@ def submissions(sweep: Path) -> list[Submission]:
 def _submission(value: Mapping[str, Any]) -> Submission:
     """The submission in a file; an error of any of Python's kinds for one that titanlab has not written."""
     values = {known.name: value[known.name] for known in fields(Submission) if known.name in value}
-    texts = (value["launcher"], values.get("token", ""), values.get("code") or "")
+    texts = (value["launcher"], value["token"], values.get("code") or "")
     # They become paths and arguments of a scheduler's commands.
-    names = [*value["runs"], *([] if value.get("job_id") is None else [value["job_id"]])]
+    names = [value["token"], *value["runs"], *([] if value.get("job_id") is None else [value["job_id"]])]
     if not all(isinstance(text, str) for text in texts) or not all(_NAME.fullmatch(name) for name in names):
         raise ValueError("a name is none")
     numbers = {"created": float(values["created"])} if "created" in values else {}

@@ -2,6 +2,7 @@
 
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm import command as slurm_command
+from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.slurm import queue as slurm_queue
 from titanlab.launch.slurm import states as slurm_states
 from titanlab.launch.slurm.command import Reply
@@ -23,7 +24,7 @@ class Answers(dict):
     def __init__(self, monkeypatch):
         super().__init__(squeue="", sacct="")
         self.asked = []
-        for module in (slurm_states, slurm_command, slurm_queue):
+        for module in (slurm_states, slurm_command, slurm_queue, slurm_launcher):
             monkeypatch.setattr(module, "ask_slurm", self.ask)
 
     def ask(self, *words, seconds=0.0):

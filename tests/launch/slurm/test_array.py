@@ -1,9 +1,8 @@
-"""Names of jobs and elements of arrays, as Slurm 22.05 writes them."""
+"""Elements of arrays, as Slurm 22.05 writes them."""
 
 import pytest
 
 from titanlab.launch.slurm.array import elements_of, expression_of
-from titanlab.launch.submission import job_name, token_of
 
 
 @pytest.mark.parametrize(
@@ -35,13 +34,3 @@ def test_elements(text, elements):
 def test_an_expression_names_its_elements(elements, text):
     assert expression_of(elements) == text
     assert elements_of(text) == sorted(set(elements))
-
-
-def test_a_job_is_called_by_its_sweep_and_run_and_found_by_its_token():
-    assert job_name("layouts", "fsdp-0123abcd", "aa11") == "layouts/fsdp-0123abcd-aa11"
-    assert job_name("layouts", None, "aa11") == "layouts-aa11"
-    # A folder that somebody has renamed: squeue's lists of names end at commas, and its own columns at bars.
-    assert job_name("a,b|c d'e", "ü", "aa11") == "a_b_c_d_e/_-aa11"
-    assert len(job_name("s" * 300, "r" * 300, "0123456789")) < 255
-    # As earlier versions called them.
-    assert token_of("titanlab-aa11") == token_of("layouts/fsdp-0123abcd-aa11") == "aa11"

@@ -1,0 +1,192 @@
+"""What Slurm's queue is asked and told: partitions, sizes of arrays, the jobs of a token, and cancellation."""
+
+import re
+
+import pytest
+
+from tests.launch.slurm.printed import LONG_AGO
+from titanlab.errors import ConfigError
+from titanlab.launch.shape import Shape
+from titanlab.launch.slurm import queue
+from titanlab.launch.slurm.command import Reply
+from titanlab.launch.slurm_schema import Slurm
+
+COMMANDS = ("sbatch", "srun", "squeue", "sinfo")
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Installs empty programs, and nothing else is on PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def install(*names):
+        for name in names:
+            (tmp_path / name).write_text("")
+            (tmp_path / name).chmod(0o755)
+
+    return install
+
+
+def refusal(problem="no answer", errors=""):
+    return Reply(output=None, errors=errors, problem=problem)
+
+
+# Whether jobs can be submitted
+
+
+def test_slurm_is_here_if_all_of_its_commands_are(installed):
+    assert not queue.is_here()
+    installed(*COMMANDS[:-1])
+    assert not queue.is_here()
+    installed(COMMANDS[-1])
+    assert queue.is_here()
+
+
+def test_a_command_that_is_missing_is_named(installed, slurm):
+    installed("sbatch", "srun")
+    told = "launch=slurm: Slurm is not here: there is no squeue on PATH; submit from a login node"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        queue.check([])
+    assert slurm.asked == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "partition", "nodes", "told"),
+    [
+        ("small 2\nlarge* 8\n", None, 8, None),
+        ("small 2\nlarge* 8\n", None, 9, "world=36: needs 9 nodes, and the default partition has 8; try world=32"),
+        ("small 2\nlarge* 8\n", "large", 8, None),
+        ("small 2\nlarge* 8\n", "small", 3, "world=12: needs 3 nodes, and partition small has 2; try world=8"),
+        # Slurm takes the first of several partitions that fits.
+        ("small 2\nlarge* 8\n", "small,large", 8, None),
+        ("small 2\nlarge* 8\n", "small,large", 9, "partition small,large has 8"),
+        ("small 2\nlarge* 8\n", "small,fast", 1, "launch.partition=small,fast: Slurm knows no such partition"),
+        ("small 2\nlarge* 8\n", "fast", 1, "known: large, small"),
+        # One line for each group of equal nodes.
+        ("mixed 2\nmixed 3\n", "mixed", 5, None),
+        ("mixed* 2\nmixed* 3\n", None, 6, "the default partition has 5"),
+        # A site without a default partition: sbatch says what it thinks of it.
+        ("small 2\n", None, 99, None),
+        ("PARTITION NODES\nsmall 2\n\nsmall\n", "small", 2, None),
+    ],
+)
+def test_a_job_needs_a_partition_that_is_there_and_large_enough(installed, slurm, listed, partition, nodes, told):
+    installed(*COMMANDS)
+    slurm["sinfo"] = listed
+    jobs = [(Slurm(partition=partition), Shape(processes=4 * nodes, nodes=nodes, tasks_per_node=4))]
+    if told is None:
+        queue.check(jobs)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            queue.check(jobs)
+    # Also partitions that are hidden from this user's own listings.
+    assert slurm.asked == [("sinfo", "--noheader", "--all", "--format=%P %D")]
+
+
+def test_an_sinfo_that_does_not_answer_is_told(installed, slurm):
+    installed(*COMMANDS)
+    slurm["sinfo"] = None
+    told = "launch=slurm: Slurm does not answer (sinfo says: nothing); try again when `sinfo` answers"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        queue.check([])
+
+
+@pytest.mark.parametrize(
+    ("settings", "jobs"),
+    [
+        (None, 1000),
+        ("", 1000),
+        ("MaxArraySize            = 1001\n", 1000),
+        ("MaxArraySize            = 200\n", 200),
+        ("MaxArraySize            = 4000001\n", 1000),
+        # Arrays are off; sbatch says so.
+        ("MaxArraySize            = 0\n", 1),
+        ("MaxArraySize = 1001\nSchedulerParameters = bf_interval=2,max_array_tasks=50\n", 50),
+        ("MaxArraySize = 30\nSchedulerParameters = max_array_tasks=50\n", 30),
+    ],
+)
+def test_an_array_has_at_most_as_many_jobs_as_the_site_allows(slurm, settings, jobs):
+    slurm["scontrol"] = settings
+    assert queue.max_array() == jobs
+
+
+# The jobs of a token
+
+
+@pytest.mark.parametrize(
+    ("squeue", "sacct", "number"),
+    [
+        ("", "", None),
+        ("sweep-aa|12|PENDING|None\n", None, "12"),
+        ("sweep-bb|11|PENDING|None\nsweep/one-aa|12|RUNNING|None\n", None, "12"),
+        ("aa-sweep|12|PENDING|None\n", "", None),
+        # What sbatch has refused was never a job, and another one that failed was.
+        ("sweep-aa|12|FAILED|BadConstraints\n", "", None),
+        ("sweep-aa|12|FAILED|BadConstraints\nsweep-aa|13|PENDING|None\n", "", "13"),
+        ("sweep-aa|12|FAILED|NonZeroExitCode\n", "", "12"),
+        # The queue has forgotten them.
+        ("", "sweep-bb|11\nsweep/one-aa|12_0\nsweep/two-aa|12_1\n", "12"),
+        ("", "sweep-aa|12_[0-3]\n", "12"),
+        ("", "an error\nsweep-aa|12|more\n\n", None),
+    ],
+)
+def test_jobs_are_found_by_their_token(slurm, squeue, sacct, number):
+    slurm.update(squeue=squeue, sacct=sacct)
+    assert queue.find("aa", since=LONG_AGO) == number
+
+
+def test_a_site_without_accounting_has_no_older_jobs(slurm):
+    slurm["sacct"] = Reply(output=None, problem="there is no sacct on PATH", is_here=False)
+    assert queue.find("aa", since=LONG_AGO) is None
+    slurm["sacct"] = refusal(errors="Slurm accounting storage is disabled\n")
+    assert queue.find("aa", since=LONG_AGO) is None
+
+
+@pytest.mark.parametrize("silent", ["squeue", "sacct"])
+def test_while_slurm_does_not_answer_it_is_open_whether_there_are_jobs(slurm, silent):
+    slurm[silent] = None
+    told = f"Slurm does not answer, and an earlier submission may have reached it ({silent} says: nothing)"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        queue.find("aa", since=LONG_AGO)
+
+
+# Cancellation
+
+
+def test_elements_of_all_arrays_are_cancelled_by_one_call(slurm):
+    slurm["scancel"] = ""
+    queue.cancel({"12": [2, 0, 1], "15": {4}}, is_gentle=False)
+    queue.cancel({"12": [7, 5]}, is_gentle=True)
+    assert slurm.asked == [("scancel", "12_[0-2]", "15_[4]"), ("scancel", "--signal=INT", "12_[5,7]")]
+
+
+def test_without_jobs_scancel_is_not_called(slurm):
+    queue.cancel({}, is_gentle=True)
+    assert slurm.asked == []
+
+
+def test_many_arrays_are_cancelled_by_several_calls(slurm):
+    slurm["scancel"] = ""
+    queue.cancel({str(number): [0] for number in range(1001)}, is_gentle=True)
+    assert [len(words) for words in slurm.asked] == [502, 502, 3]
+    assert [word for words in slurm.asked for word in words[2:]] == [f"{number}_[0]" for number in range(1001)]
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        "scancel: error: Kill job error on job id 12_0: Invalid job id specified",
+        "scancel: error: Job/step already completing or completed",
+        "Access/permission denied\nJob can not be altered now, try again later",
+    ],
+)
+def test_jobs_that_have_ended_already_are_no_error_of_cancelling(slurm, errors):
+    slurm["scancel"] = refusal(errors=errors)
+    queue.cancel({"12": [0]}, is_gentle=False)
+
+
+def test_an_scancel_that_does_not_answer_is_told(slurm):
+    slurm["scancel"] = refusal("scancel gave no answer within 60 s")
+    told = "launch=slurm: Slurm does not answer, and the jobs may go on (scancel gave no answer within 60 s); try again"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        queue.cancel({"12": [0]}, is_gentle=True)
