@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import pytest
@@ -10,10 +9,6 @@ import pytest
 from tests.schedule.conftest import KINDS, Schedule
 from titanlab.cli import main
 from titanlab.schedule.action_file import read_actions
-from titanlab.schedule.grid import rows
-from titanlab.schedule.timeline import simulate
-
-ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.fixture
@@ -146,23 +141,3 @@ def test_a_mistake_is_one_line(schedule, tmp_path, line, complaint):
     assert err.startswith(f"error: {complaint}")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("coloured", [True, False])
-@pytest.mark.parametrize("width", [12, 40, 80, 200])
-@pytest.mark.parametrize(("kind", "ranks", "microbatches"), [("1f1b", 4, 8), ("zbv", 12, 40), ("gpipe", 1, 1)])
-def test_a_timeline_fits_its_width(kind, ranks, microbatches, width, coloured):
-    schedule = Schedule(kind)
-    timeline = simulate(schedule.actions(ranks, microbatches), schedule.placement(ranks))
-    lines = rows(timeline, width=width, coloured=coloured)
-    grid = [ESCAPE.sub("", line) for line in lines if line.startswith("rank")]
-    assert all(len(line) <= max(width, 20) for line in grid)
-    assert len(grid) % ranks == 0
-    assert coloured == any(ESCAPE.search(line) for line in lines)
-
-
-def test_where_it_is_narrow_colours_say_the_kind():
-    schedule = Schedule("1f1b")
-    timeline = simulate(schedule.actions(2, 12), schedule.placement(2))
-    narrow = rows(timeline, width=50, coloured=True)
-    assert ESCAPE.sub("", narrow[0]) == "rank 0 01  B02B13B24B35B46B57B68B79B80B9110 11"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titanlab.options import discover, schema_of
-from titanlab.schedule.action import Action
+from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.contract import PipelineSchedule
 
 LOOPED = ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs")
@@ -27,6 +27,16 @@ class Schedule:
     def actions(self, ranks: int, microbatches: int) -> list[list[Action]]:
         self.config.check_pipeline(ranks=ranks, microbatches=microbatches)
         return self.config.actions(ranks=ranks, microbatches=microbatches)
+
+
+def orders(*ranks: str) -> list[list[Action]]:
+    """`orders("0F0 0B0", "1F0 1B0")`: microbatches and stages of one digit."""
+    return [[Action(int(a[0]), Kind(a[1]), int(a[2])) for a in rank.split()] for rank in ranks]
+
+
+def words(lists: list[list[Action]]) -> list[str]:
+    """The inverse of `orders`."""
+    return [" ".join(map(str, order)) for order in lists]
 
 
 @pytest.fixture(scope="session")

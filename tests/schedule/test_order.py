@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.conftest import KINDS, Schedule
-from titanlab.schedule.action import Action, ActionList, Kind
+from tests.schedule.conftest import KINDS, Schedule, orders
+from titanlab.schedule.action import ActionList, Kind
 from titanlab.schedule.order import OrderError, placement_of, validate
-from titanlab.schedule.timeline import peak_in_flight, simulate
-
-
-def orders(*ranks: str) -> list[list[Action]]:
-    """`orders("0F0 0B0", "1F0 1B0")`: microbatches and stages of one digit."""
-    return [[Action(int(a[0]), Kind(a[1]), int(a[2])) for a in rank.split()] for rank in ranks]
+from titanlab.schedule.timeline import simulate
 
 
 def refusal(*ranks: str, placement: tuple[int, ...] = (0, 1), microbatches: int = 1) -> str:
@@ -112,30 +107,6 @@ def test_without_one_of_its_actions_no_schedule_is_valid(kind, ranks, more, data
 def test_the_error_goes_from_process_to_process():
     error = pickle.loads(pickle.dumps(OrderError(1, 2, "why")))
     assert (error.rank, error.index, error.rule, str(error)) == (1, 2, "why", "rank 1, action 3: why")
-
-
-def test_a_timeline():
-    timeline = simulate(
-        orders("0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1B1"),
-        [0, 1],
-        {Kind.FORWARD: [1.0, 2.0], Kind.BACKWARD: 3.0, Kind.INPUT: 1.0, Kind.WEIGHT: 0.5},
-        transfer=0.25,
-    )
-    found = [[(str(event.action), event.begin, event.end) for event in row] for row in timeline.events]
-    assert found == [
-        [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 4.5, 7.5), ("0B1", 10, 13)],
-        [("1F0", 1.25, 3.25), ("1I0", 3.25, 4.25), ("1W0", 4.25, 4.75), ("1F1", 4.75, 6.75), ("1B1", 6.75, 9.75)],
-    ]
-    assert timeline.duration == 13
-    assert timeline.bubble_share == pytest.approx(1 - (8 + 8.5) / 26)
-    assert timeline.peak_in_flight == [2, 1]
-
-
-def test_activations_are_kept_until_the_weights_have_their_gradient():
-    assert peak_in_flight(orders("0F0 0I0 0F1 0I1 0W0 0W1")[0]) == 2
-    assert peak_in_flight(orders("0F0 0I0 0W0 0F1 0B1")[0]) == 1
-    assert peak_in_flight(orders("0F0 3F0 3B0 0B0")[0]) == 1
-    assert peak_in_flight(orders("0F0 0F1 3F0 3B0 0B0")[0]) == 1.5
 
 
 def test_a_list_counts_microbatches():

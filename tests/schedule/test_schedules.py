@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.conftest import KINDS, LOOPED, V_SHAPED, Schedule
-from titanlab.errors import ConfigError
+from tests.schedule.conftest import KINDS, LOOPED, Schedule
 from titanlab.schedule.action import Kind
-from titanlab.schedule.interleaved_schema import rounds
 from titanlab.schedule.order import placement_of, validate
 from titanlab.schedule.timeline import peak_in_flight, simulate
 
@@ -69,14 +67,6 @@ def test_several_stages_divide_the_idle_time(kind, ranks, stages_per_rank, round
 
 
 @given(RANKS, MICROBATCHES)
-def test_zbv_idles_only_before_its_first_and_after_its_last_action(ranks, more):
-    schedule = Schedule("zbv")
-    timeline = simulate(schedule.actions(ranks, 2 * ranks - 2 + more), schedule.placement(ranks), EQUAL)
-    for events in timeline.events:
-        assert all(event.end == following.begin for event, following in zip(events, events[1:], strict=False))
-
-
-@given(RANKS, MICROBATCHES)
 def test_activations_kept(ranks, microbatches):
     def peaks(kind: str) -> list[float]:
         schedule = Schedule(kind)
@@ -87,52 +77,3 @@ def test_activations_kept(ranks, microbatches):
     assert peaks("1f1b") == [min(microbatches, ranks - rank) for rank in range(ranks)]
     # The paper's promise: no more than 1F1B keeps on its first rank.
     assert max(peaks("zbv")) <= min(microbatches, ranks)
-
-
-@given(RANKS, st.integers(1, 4), st.integers(1, 5))
-def test_interleaved_keeps_what_its_warm_up_takes(ranks, stages_per_rank, rounds_):
-    schedule = Schedule("interleaved_1f1b", stages_per_rank)
-    timeline = simulate(schedule.actions(ranks, ranks * rounds_), schedule.placement(ranks))
-    total = stages_per_rank * ranks * rounds_
-    taken = [(stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
-    assert timeline.peak_in_flight == pytest.approx([min(total, each + 1) / stages_per_rank for each in taken])
-
-
-@given(RANKS, MICROBATCHES)
-def test_rounds_share_microbatches_out(ranks, microbatches):
-    found = rounds(ranks=ranks, microbatches=microbatches)
-    sizes = [len(each) for each in found]
-    assert [microbatch for each in found for microbatch in each] == list(range(microbatches))
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
-    assert min(sizes) >= min(ranks, microbatches)
-
-
-def test_placements():
-    assert Schedule("1f1b").placement(3) == [0, 1, 2]
-    assert Schedule("looped_bfs", 2).placement(3) == [0, 1, 2, 0, 1, 2]
-    assert Schedule("zbv").placement(3) == [0, 1, 2, 2, 1, 0]
-
-
-@pytest.mark.parametrize("kind", V_SHAPED)
-@pytest.mark.parametrize("stages_per_rank", [1, 3])
-def test_a_v_has_two_stages_a_rank(kind, stages_per_rank):
-    schema = type(Schedule(kind).config)
-    with pytest.raises(ConfigError, match=f"schedule.stages_per_rank={stages_per_rank}: .*two a rank; try 2"):
-        schema(stages_per_rank=stages_per_rank)
-
-
-@pytest.mark.parametrize("kind", LOOPED)
-def test_a_rank_has_a_stage(kind):
-    with pytest.raises(ConfigError, match="schedule.stages_per_rank=0: every rank has at least one stage; try 2"):
-        Schedule(kind, 0)
-
-
-@pytest.mark.parametrize(("microbatches", "factor"), [(7, 2), (4, 2), (3, 3), (1, 8)])
-def test_dualpipe_v_needs_a_microbatch_for_each_stage(microbatches, factor):
-    rule = f"schedule=dualpipe_v: needs at least 8 microbatches, .* a step has {microbatches}; "
-    with pytest.raises(ConfigError, match=rule + f"try schedule=zbv, or training.global_batch times {factor}"):
-        Schedule("dualpipe_v").actions(4, microbatches)
-    # Both ways out are ways out.
-    Schedule("dualpipe_v").actions(4, microbatches * factor)
-    Schedule("zbv").actions(4, microbatches)
