@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,8 @@ from titanlab.precision.account import EMBEDDING, HEAD, matched
 from titanlab.precision.contract import PrecisionConfig
 
 KEY = "precision.fp32_parts"
-_LAYER = re.compile(r"layers\.(\d+)")
+# A block's number in a name, or a pattern of numbers.
+_LAYER = re.compile(r"layers\.([^.]+)")
 
 
 def check_reduce(reduce: str, known: tuple[str, ...], why: str) -> None:
@@ -73,7 +75,8 @@ def parts_within(layers: int, names: list[str], *, key: str, note: Callable[[str
         key: the config key of the names.
         note: is called with a line if the model lacks one.
     """
-    kept = [part for part in names if (match := _LAYER.search(part)) is None or int(match[1]) < layers]
+    numbers = [str(number) for number in range(layers)]
+    kept = [part for part in names if (match := _LAYER.search(part)) is None or fnmatch.filter(numbers, match[1])]
     if kept != names:
         note(f"{key} names blocks that the reduced model lacks")
     return kept

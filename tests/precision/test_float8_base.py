@@ -1,5 +1,6 @@
-"""What float8 cannot do is refused in one line, and what the line advises works."""
+"""Which layers multiply in 8 bits and how; what cannot is refused in one line, and what the line advises works."""
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,8 @@ from tests import tiny
 from tests.parity.parity_rows import SCHEDULES
 from titanlab.costs.layout import Layout
 from titanlab.errors import ConfigError
+from titanlab.precision.account import Product
+from titanlab.precision.float8_base_schema import Conversion
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.recipe.recipe_rules import setting
@@ -124,3 +127,146 @@ def test_what_may_work_is_not_refused(kind):
 )
 def test_where_it_is_emulated(config, capability, emulated):
     assert config.emulates(capability) == emulated
+
+
+def model(**given):
+    return setting(tiny.recipe("runs", **given)).model
+
+
+NAMES = (
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "feed_forward.w1",
+    "feed_forward.w2",
+    "feed_forward.w3",
+)
+
+
+def test_linear_layers_are_converted_but_for_the_head():
+    found = Float8Rowwise().conversion(model(layers=1))
+    assert sorted(found.converted) == sorted(f"layers.0.{name}" for name in NAMES)
+    assert found.converted["layers.0.attention.wk"] == (32, 64)
+    assert (found.skipped, found.uneven) == (("output",), {})
+    assert str(found) == "7 linear layers, not output"
+
+
+def test_what_is_skipped_or_uneven_is_told():
+    found = Float8Rowwise(skip=["wk", "layers.1"]).conversion(
+        model(ffn_dim=200, vocab_size=100, data=tiny.Synthetic(vocab_size=100))
+    )
+    assert list(found.converted) == [f"layers.0.attention.{name}" for name in ("wq", "wv", "wo")]
+    assert found.skipped == (
+        "layers.0.attention.wk",
+        *(f"layers.1.{name}" for name in NAMES[:4]),
+        *(f"layers.1.feed_forward.w{number}" for number in (1, 2, 3)),
+    )
+    assert found.uneven == {
+        "layers.0.feed_forward.w1": (200, 64),
+        "layers.0.feed_forward.w2": (64, 200),
+        "layers.0.feed_forward.w3": (200, 64),
+        "output": (100, 64),
+    }
+    # Many are counted.
+    assert str(found) == "3 linear layers, not layers.0.attention.wk, layers.1.attention.wq, 10 more"
+
+
+@pytest.mark.parametrize(
+    ("skipped", "uneven", "text"),
+    [
+        ((), {}, "1 linear layers"),
+        (("a",), {"b": (3, 5)}, "1 linear layers, not a, b (3×5)"),
+        (("a", "b"), {"c": (3, 5)}, "1 linear layers, not a, b, c (3×5)"),
+        (("a", "b", "c"), {"d": (3, 5)}, "1 linear layers, not a, b, 2 more"),
+    ],
+)
+def test_a_conversion_in_one_line(skipped, uneven, text):
+    assert str(Conversion(converted={"x": (16, 16)}, skipped=skipped, uneven=uneven)) == text
+
+
+def test_a_pattern_skips_by_steps_of_a_path():
+    config = Float8Rowwise(skip=["w2", "layers.1"])
+    assert [
+        name for name in ("layers.0.w1", "layers.0.w2", "layers.1.w1", "layers.10.w1", "w22") if config.skips(name)
+    ] == [*["layers.0.w2", "layers.1.w1"]]
+
+
+def test_products_are_those_of_the_converted_layers():
+    account = model(layers=1)
+    eights = "float8_e4m3fn"
+    products = Float8Rowwise(skip=["output", "feed_forward"]).products(account)
+    assert list(products) == [f"layers.0.{name}" for name in NAMES[:4]]
+    assert set(products.values()) == {
+        Product(forward=eights, input_gradient=eights, weight_gradient=eights, cast_bytes=10.0, cast_kernels=4)
+    }
+    assert Float8RowwiseWithGwHp().product() == Product(
+        forward=eights, input_gradient=eights, weight_gradient="bfloat16", cast_bytes=6.0, cast_kernels=2
+    )
+    assert Float8Rowwise().product_bits() == 8
+
+
+def test_only_tensorwise_weights_are_gathered_in_float8_and_only_if_they_are_converted():
+    account = model(layers=1)
+    assert Float8Tensorwise(skip=["output", "w*"]).float8_gathered(account) == frozenset()
+    gathered = Float8Tensorwise(skip=["output", "feed_forward"]).float8_gathered(account)
+    assert gathered == {f"layers.0.{name}.weight" for name in NAMES[:4]}
+    assert Float8Tensorwise(all_gather=False).float8_gathered(account) == frozenset()
+    assert Float8Rowwise().float8_gathered(account) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "text"),
+    [
+        (Float8Rowwise(), "cpu", "float8_rowwise: 7 linear layers, not output, emulated"),
+        (Float8Rowwise(), H100, "float8_rowwise: 7 linear layers, not output"),
+        (Float8Rowwise(), A100, "float8_rowwise: 7 linear layers, not output, emulated"),
+        (Float8Rowwise(emulate="true"), H100, "float8_rowwise: 7 linear layers, not output, emulated"),
+        (Float8Rowwise(), "NVIDIA of tomorrow", "float8_rowwise: 7 linear layers, not output"),
+        (Mxfp8(skip=[]), B200, "mxfp8: 8 linear layers"),
+    ],
+)
+def test_the_table_tells_the_layers_and_whether_they_are_emulated(config, device, text):
+    accelerator = "cpu" if device == "cpu" else "cuda"
+    assert config.describe(model(layers=1), accelerator=accelerator, device=device) == text
+
+
+def test_in_a_proof_it_is_emulated_and_names_no_blocks_that_are_not_there():
+    notes = []
+    config = Float8Rowwise(emulate="false", skip=["output", "layers.0", "layers.7"], fp32_parts=["norm", "layers.9"])
+    reduced = config.reduced(layers=2, note=notes.append)
+    assert (reduced.emulate, reduced.skip, reduced.fp32_parts) == ("auto", ["output", "layers.0"], ["norm"])
+    assert notes == [
+        "precision=float8_rowwise is emulated: the same rounding, in 32 bits",
+        "precision.skip names blocks that the reduced model lacks",
+        "precision.fp32_parts names blocks that the reduced model lacks",
+    ]
+    assert Float8Rowwise(emulate="true").reduced(layers=2, note=notes.append).emulate == "true"
+    assert config.emulated() == replace(config, emulate="true")
+
+
+def test_layers_that_are_multiplied_as_one_are_all_converted_or_none():
+    fused = {"model": {"fused": "true"}}
+    Float8Rowwise().check(given(**fused))
+    Float8Rowwise(skip=["output", "wq", "wk", "wv"]).check(given(**fused))
+    with pytest.raises(ConfigError) as refused:
+        Float8Rowwise(skip=["output", "wk"]).check(given(**fused))
+    assert str(refused.value) == (
+        "model.fused=true: multiplies wq, wk, wv as one, and precision=float8_rowwise does not convert "
+        "layers.0.attention.wk; "
+        "try false, or name all of them in precision.skip: wq, wk, wv"
+    )
+
+
+def test_without_torchao_it_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="precision=float8_rowwise: needs torchao; pip install torchao"):
+        Float8Rowwise().check(given())
+
+
+def test_a_model_without_the_head_in_its_list_needs_no_other_list():
+    """The default names `output`, which a model with tied embeddings lacks."""
+    tied = {"tied_embeddings": True}
+    Float8Rowwise().check(given(model=tied))
+    with pytest.raises(ConfigError, match=r"precision.skip=\[lm_head\]: lm_head fits no linear layer"):
+        Float8Rowwise(skip=["lm_head"]).check(given(model=tied))
