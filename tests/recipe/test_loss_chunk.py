@@ -1,11 +1,10 @@
-"""The choice of chunks of the loss: by the size of logits, and what is refused."""
+"""Chunks of the loss in a recipe: the number that it has, and what is refused."""
 
 import dataclasses
 
 import pytest
 
 from tests import tiny
-from titanlab.costs.loss_chunk import automatic, chunk_bytes, chunks_of, part_rows
 from titanlab.errors import ConfigError
 from titanlab.model.llama_schema import Llama
 from titanlab.precision.mxfp8_schema import Mxfp8
@@ -24,32 +23,6 @@ def large(folder, **given):
 
 def hash_of(made):
     return identify(made, data="tiny", hardware="cpu").sha256
-
-
-@pytest.mark.parametrize(
-    ("tokens", "columns", "chunk"),
-    [(4096, 128_256, 1024), (2048, 128_256, 0), (4096, 65_536, 0), (4097, 65_536, 2048), (2, 2**29, 1), (9, 2**27, 1)],
-)
-def test_the_rule_of_the_default(tokens, columns, chunk):
-    assert automatic(tokens=tokens, columns=columns) == chunk
-
-
-def test_bytes_of_chunks():
-    shape = {"tokens": 4096, "columns": 128_256, "dim": 1024, "accelerator": "cpu"}
-    rows = part_rows(128_256, "cpu") * 128_256 * 4
-    assert rows <= 2**23
-    found = chunk_bytes(**shape, chunk=1024, width=4, compiled=False)
-    assert found == 1024 * 128_256 * 4 + rows + 4096 * 1024 * 4
-    assert chunk_bytes(**shape, chunk=1024, width=2, compiled=False) == (found - rows) // 2 + 2 * rows
-    assert chunk_bytes(**shape, chunk=1024, width=4, compiled=True) == 2 * 1024 * 128_256 * 4 + 4096 * 1024 * 4
-    # A chunk is no larger than the microbatch.
-    assert chunk_bytes(**shape, chunk=2**20, width=4, compiled=False) == (4096 * 128_256 * 4 + rows + 4096 * 1024 * 4)
-
-
-def test_sizes_of_chunks():
-    assert chunks_of(10, 0, pads=False) == [10]
-    assert chunks_of(10, 4, pads=False) == [4, 4, 2]
-    assert chunks_of(10, 4, pads=True) == [4, 4, 4]
 
 
 def test_a_resolved_recipe_has_the_number(tmp_path):
