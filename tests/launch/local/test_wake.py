@@ -1,0 +1,79 @@
+"""Whether there is work for a sweep's supervisor, and with which code it starts."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.launch.slurm.printed import submission
+from titanlab.launch.local.local_job import LocalJob, write_local_job
+from titanlab.launch.local.wake import LOCK, has_work, local_submissions, python_environment, wake
+from titanlab.launch.submission import write_submission
+from titanlab.records.claim import claimed
+
+
+def local(token="aa", *runs, created=1.0):
+    return submission(token, runs=runs or ("one",), launcher="local", created=created)
+
+
+def test_only_submissions_to_this_launcher_count(tmp_path):
+    for each in (local("bb", created=2.0), local("aa"), submission("cc")):
+        write_submission(tmp_path, each)
+    assert [each.token for each in local_submissions(tmp_path)] == ["aa", "bb"]
+    assert local_submissions(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("states", "work"),
+    [
+        ((None,), True),
+        (("starting",), True),
+        (("running",), True),
+        (("ended",), False),
+        (("cancelled",), False),
+        (("ended", None), True),
+        (("ended", "cancelled"), False),
+    ],
+)
+def test_there_is_work_until_every_job_has_ended(tmp_path, states, work):
+    write_submission(tmp_path, local("aa", *(f"run{index}" for index in range(len(states)))))
+    for index, state in enumerate(states):
+        if state is not None:
+            write_local_job(tmp_path, "aa", index, LocalJob(state=state))
+    assert has_work(tmp_path) is work
+
+
+def test_jobs_of_another_launcher_are_no_work(tmp_path):
+    write_submission(tmp_path, submission())
+    assert not has_work(tmp_path)
+    assert not wake(tmp_path)
+
+
+def test_a_supervisor_that_runs_reads_new_submissions_itself(tmp_path):
+    write_submission(tmp_path, local())
+    with claimed(tmp_path, "sweep", file=LOCK):
+        assert not wake(tmp_path)
+    assert not (tmp_path / "jobs").exists()
+
+
+@pytest.mark.parametrize(
+    ("inherited", "others"),
+    [
+        (None, []),
+        ("", []),
+        ("/mine:/other", ["/mine", "/other"]),
+        (":/mine:", ["/mine"]),
+        # Snapshots of earlier submissions of this sweep must not be found after the newest.
+        ("{sweep}/code/older:/mine", ["/mine"]),
+        ("{sweep}/codex:{sweep}/code", ["{sweep}/codex", "{sweep}/code"]),
+    ],
+)
+def test_the_snapshot_is_before_the_users_own_modules(tmp_path, monkeypatch, inherited, others):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("PYTHONPATH", inherited.format(sweep=tmp_path))
+    environment = python_environment(tmp_path, replace(local(), code="code/1"))
+    assert environment == {
+        "PYTHONPATH": os.pathsep.join([f"{tmp_path}/code/1", *(each.format(sweep=tmp_path) for each in others)]),
+        "PYTHONSAFEPATH": "1",
+    }
