@@ -161,10 +161,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = _rope_type(rope)
     if kind not in ("default", "llama3"):
         raise _wrong("rope_type", kind, "is a scaling that is not computed here", "known: default, llama3")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
         rule = "turns only part of a head, which is not computed here"
         raise _wrong("partial_rotary_factor", rope["partial_rotary_factor"], rule, "import a Llama without it")
-    theta = _number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
+    theta = _number(rope if rope.get("rope_theta") is not None else config, "rope_theta", 10000.0)
     if kind == "default":
         return {"rope_theta": theta}
     fields: dict[str, Any] = {"rope_theta": theta}
@@ -218,4 +218,4 @@ def _wrong(name: str, value: object, rule: str, cure: str) -> ConfigError:
 
 
 def _json(value: object) -> str:
-    return {False: "false", None: "null"}.get(value, str(value)) if isinstance(value, bool | None) else str(value)
+    return {False: "false", True: "true", None: "null"}[value] if isinstance(value, bool | None) else str(value)
