@@ -1,0 +1,146 @@
+"""Python, packages against those that were tested, the code's commit, and trackers."""
+
+import importlib.metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.doctor.programs import states
+from titanlab.doctor import software
+from titanlab.terminal.finding import FAIL
+
+
+def test_this_machine_can_be_read():
+    for check in (software.check_python, software.check_code, software.check_wandb):
+        assert all(each.text and each.name for each in check())
+
+
+def test_packages_that_differ_are_missing_or_are_too_old(monkeypatch):
+    tested = software.tested_versions()
+    assert tested["torch"].startswith("2.")
+    installed = {"torch": "2.10.0+cu128", "numpy": tested["numpy"], "PyYAML": tested["pyyaml"]}
+    monkeypatch.setattr(software, "versions", lambda names: {k: v for k, v in installed.items() if k in names})
+    found = {each.name: each for each in software.check_python()}
+    assert found["torch"].state == found["pandas"].state == FAIL
+    assert found["torch"].text == "2.10.0+cu128 is older than 2.11"
+    assert found["packages"].text == f"torch 2.10.0+cu128 (tested: {tested['torch']})"
+
+
+@pytest.mark.parametrize(
+    ("environ", "state", "text"),
+    [
+        ({"WANDB_API_KEY": "secret"}, "ok", "an API key is there"),
+        ({"WANDB_MODE": "offline"}, "ok", "WANDB_MODE=offline: files"),
+        ({"WANDB_MODE": "disabled"}, "warn", "WANDB_MODE=disabled"),
+        ({"HOME": "/nowhere"}, "ok", "no API key"),
+    ],
+)
+def test_wandb(environ, state, text):
+    (finding,) = software.check_wandb(environ)
+    assert finding.state == state
+    assert finding.text.startswith(text)
+    assert "secret" not in finding.text
+
+
+@pytest.mark.parametrize(
+    ("state", "level", "text"),
+    [
+        (None, "ok", "no git repository"),
+        (SimpleNamespace(sha="a" * 40, dirty=False, patch_complete=True), "ok", f"commit {'a' * 12}, as committed"),
+        (
+            SimpleNamespace(sha="a" * 40, dirty=True, patch_complete=True),
+            "ok",
+            f"commit {'a' * 12}, changed; runs keep",
+        ),
+        (
+            SimpleNamespace(sha="a" * 40, dirty=True, patch_complete=False),
+            "warn",
+            f"commit {'a' * 12}, changed by more",
+        ),
+    ],
+)
+def test_code_that_runs_cannot_keep_is_a_warning(monkeypatch, state, level, text):
+    monkeypatch.setattr(software, "git_state", lambda folder: state)
+    (found,) = software.check_code()
+    assert (found.name, found.state) == ("code", level)
+    assert found.text.startswith(text)
+
+
+def test_an_old_python_is_a_failure(monkeypatch):
+    monkeypatch.setattr(software.sys, "version_info", (3, 10, 14))
+    assert states(software.check_python())["Python"] == FAIL
+
+
+def packaged(monkeypatch, tmp_path, constraints):
+    """A package of titanlab with these constraints inside, beside none."""
+    package = tmp_path / "site" / "titanlab"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(software.titanlab, "__file__", str(package / "__init__.py"))
+    if constraints is not None:
+        (package / "constraints.txt").write_text(constraints)
+    return package
+
+
+@pytest.mark.parametrize(
+    ("text", "versions"),
+    [
+        ("torch==2.11.0\nHydra_Core==1.3.2\nruamel.yaml==1\n", {"torch": "2.11.0", "hydra-core": "1.3.2", "ruamel-yaml": "1"}),
+        ("# torch==1\n\n--index-url https://x\ntorch>=2\ntorch==2.11.0 ; python_version > '3'\n", {"torch": "2.11.0"}),
+        ("", {}),
+        (None, {}),
+    ],
+)  # fmt: skip
+def test_the_versions_that_were_tested_are_read_from_the_constraints(monkeypatch, tmp_path, text, versions):
+    packaged(monkeypatch, tmp_path, text)
+    assert software.tested_versions() == versions
+
+
+def test_the_constraints_in_a_package_go_before_those_beside_it(monkeypatch, tmp_path):
+    package = packaged(monkeypatch, tmp_path, None)
+    (package.parent / "constraints.txt").write_text("torch==1.0\n")
+    assert software.tested_versions() == {"torch": "1.0"}
+    (package / "constraints.txt").write_text("torch==2.0\n")
+    assert software.tested_versions() == {"torch": "2.0"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "required", "found"),
+    [
+        ({"torch": "2.11.0+cpu"}, ["torch>=2.11"], {}),
+        ({"torch": "2.9.1"}, ["torch>=2.11"], {"torch": "2.9.1 is older than 2.11"}),
+        ({"torch": "2.11.0a1"}, ["torch>=2.11"], {}),
+        ({"PyYAML": "6.0"}, ["pyyaml >= 6.0.2"], {"pyyaml": "6.0 is older than 6.0.2"}),
+        # Requirements of extras, and those without a lower bound, are nobody's concern.
+        ({"torch": "1.0"}, ['torch>=2.11; extra == "gpu"', "torch", "torch<3"], {}),
+        ({"torch": "1.0"}, ['torch>=2.11; python_version >= "3"'], {"torch": "1.0 is older than 2.11"}),
+        ({}, ["no-such-package-at-all>=1"], {"no-such-package-at-all": "is not installed"}),
+        ({}, None, {}),
+    ],
+)
+def test_packages_are_held_against_what_the_installation_requires(monkeypatch, installed, required, found):
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    findings = list(software._check_bounds(installed))
+    assert {each.name: each.text for each in findings} == found
+    assert all(each.state == FAIL for each in findings)
+
+
+def test_code_that_runs_from_a_folder_has_no_requirements(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert states(software._check_bounds({})) == {"installation": "ok"}
+
+
+def test_without_constraints_nothing_is_said_of_other_versions(monkeypatch):
+    monkeypatch.setattr(software, "tested_versions", dict)
+    found = {each.name: each for each in software.check_python()}
+    assert found["packages"].text == "the set that was tested is not in this installation"
+    assert found["titanlab"].text.endswith(str(Path(software.__file__).parents[1]))
+
+
+def test_only_the_tracker_needs_wandb(monkeypatch):
+    monkeypatch.setattr(software, "versions", lambda names: {})
+    (found,) = software.check_wandb({"WANDB_MODE": "disabled"})
+    assert (found.state, found.text) == ("ok", "is not installed; only tracker=wandb needs it")
