@@ -3,7 +3,6 @@
 import pytest
 
 from tests.sweep.made import begin, end, train, word
-from titanlab.sweep.table.comparison import comparison, groups
 from titanlab.sweep.table.listing import aligned, cells, counts, dropped, failures, text
 from titanlab.sweep.table.rows import Table
 
@@ -117,51 +116,3 @@ def test_columns_without_a_word_are_left_out():
 
 def test_nothing_is_said_of_nothing(made):
     assert text("empty", [], now=0.0) == "empty\n0 runs"
-    assert comparison([]) == []
-
-
-def test_recipes_are_compared_by_layout_and_what_else_differs(made):
-    for name, given in [("fsdp", {"shard": 2}), ("fsdp_tp", {"shard": 2, "tensor": 2})]:
-        for bf16 in (False, True):
-            run = made.run(f"{name}-{bf16}", bf16=bf16, point={"parallelism": name, "precision": bf16}, **given)
-            begin(run)
-            end(run)
-    lines = comparison(Table(made.folder).rows())
-    # The microbatch follows from the layout: nobody has chosen it.
-    assert lines == [
-        "layout     processes  precision  tokens/s  of all    MFU   GiB    loss  outcome",
-        "dp_s2              2  fp32         1,000   2,000   41.5%  0.75  4.2500  done",
-        "dp_s2              2  bf16         1,000   2,000   41.5%  0.75  4.2500  done",
-        "dp_s2·tp2          4  fp32         1,000*  4,000*  41.5%  0.75  4.2500  done",
-        "dp_s2·tp2          4  bf16         1,000*  4,000*  41.5%  0.75  4.2500  done",
-        "* oversubscribed: more processes than cores, so that the speed says nothing",
-    ]
-
-
-def test_repeats_are_one_line_and_what_is_not_done_has_no_figures(made):
-    for repeat, speed in enumerate((900.0, 1000.0, 5000.0)):
-        run = made.run("fsdp", shard=2, repeat=repeat)
-        begin(run)
-        end(run, metrics={"throughput(tps)": speed})
-    failed = made.run("fsdp", shard=2, repeat=3)
-    begin(failed)
-    train(failed)
-    end(failed, "hang", metrics={"throughput(tps)": 1.0})
-    (group,) = groups(Table(made.folder).rows())
-    assert (group.label, group.median("tokens_per_second")) == ("dp_s2", 1000.0)
-    assert comparison(Table(made.folder).rows())[1].split() == [
-        "dp_s2",
-        "2",
-        "1,000",
-        "2,000",
-        *"3 done, 1 hang".split(),
-    ]
-
-
-def test_what_no_column_shows_is_told_by_the_sweeps_key(made):
-    for rate in (1e-3, 3e-3):
-        run = made.run("a", lr=rate, point={"optimizer.lr": rate, "training.steps": 10})
-        begin(run)
-        end(run)
-    compared = groups(Table(made.folder).rows())
-    assert [group.label for group in compared] == ["single · optimizer.lr 0.001", "single · optimizer.lr 0.003"]

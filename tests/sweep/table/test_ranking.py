@@ -6,18 +6,12 @@ import random
 
 import pytest
 
-from titanlab.sweep.table.columns import NAMES
+from tests.sweep.table.plain import row
 from titanlab.sweep.table.ranking import rank
 
 # Noise of a run: the standard deviation of the logarithm of tokens/s. Equal recipes on a shared host of two cores differed
 # by 3 to 6 % in quiet minutes, and by 20 to 31 % while seven others computed (AMD EPYC, 2026-11-24).
 NOISE = 0.03
-
-
-def row(recipe, speed, **given):
-    values = {"state": "ended", "outcome": "done", "layout.label": recipe, "world": 2, "oversubscribed": False}
-    figures = {"tokens_per_second": speed, "memory_gib": 1.0, "mfu_percent": 40.0, "started": 0.0}
-    return {**dict.fromkeys(NAMES), **values, **figures, **given}
 
 
 def simulated(rng, recipes, *, repeats=3, noise=NOISE, slower=0.0):

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.sweep.made import begin, end, train, word
 from titanlab.costs.layout import AXES
-from titanlab.recipe.recipe import to_mapping
 from titanlab.sweep.table.columns import COLUMNS, NAMES, point_keys
 from titanlab.sweep.table.rows import Table
-from titanlab.sweep.table.run_columns import recipe_columns
 
 PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
 
@@ -243,26 +240,6 @@ def test_a_table_sees_what_changes(made):
     assert table.rows()[0]["step"] == 4
     end(run)
     assert table.rows()[0]["outcome"] == "done"
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"shard": 2, "microbatch": 3},
-        {"pipeline": 2},
-        {"pipeline": 2, "replicate": 2, "context": 2, "microbatch": 2},
-        {"blocks": True, "loss": True, "backend": "eager"},
-    ],
-)
-def test_sizes_are_those_of_the_recipe(tmp_path, given):
-    recipe = tiny.recipe(tmp_path, **given)
-    row = recipe_columns(to_mapping(recipe))
-    assert row["microbatch"] == recipe.microbatch
-    assert row["tokens_per_step"] == recipe.tokens_per_step
-    assert row["layout.label"] == recipe.layout.label
-    assert row["compile"] == ("blocks+loss" if given.get("blocks") else "off")
-    assert row["schedule"] == ("1f1b" if "pipeline" in given else None)
 
 
 def test_a_thousand_runs_take_a_second_or_two(made):
