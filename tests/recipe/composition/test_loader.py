@@ -11,7 +11,6 @@ from hydra.core.hydra_config import HydraConfig
 import titanlab
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
-from titanlab.recipe.composition.keys import unknown_key
 from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.recipe import Recipe
 
@@ -93,10 +92,3 @@ def test_an_option_in_quotes_is_chosen(tmp_path):
     recipe = loader("--config-dir", str(tmp_path), "+recipe=mine").recipe()
     assert recipe is not None
     assert recipe.checkpoint.kind == "off"
-
-
-def test_a_key_below_a_list_that_is_not_chosen_says_where_it_is_a_key():
-    error = unknown_key("tracker.wandb.project", "a")
-    assert "only where a list of options is chosen that has wandb" in error.rule
-    assert error.cure == "with tracker=wandb alone, write tracker.project=a"
-    assert unknown_key("tracker.wandb.projects", "a").rule == "is no key of this recipe"

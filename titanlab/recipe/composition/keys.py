@@ -88,6 +88,8 @@ def advice(name: str) -> str:
     group, _, end = name.rpartition(".")
     siblings = [known.rpartition(".")[2] for known in names if group and known.rpartition(".")[0] == group]
     near = [known for known in names if known.endswith(f".{name}")]  # Users may remember only the end of a key.
+    if len(near) > 1:
+        return f"did you mean {' or '.join(near)}?"
     near += difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     near += [f"{group}.{sibling}" for sibling in difflib.get_close_matches(end, siblings, n=1)]
     if not near and not siblings:

@@ -1,0 +1,127 @@
+"""All keys of recipes: which values they take, and what is said of a key that is none."""
+
+import pytest
+
+from titanlab.recipe.composition.keys import advice, find_key, known_keys, unknown_key
+
+
+def test_the_keys_of_the_recipe_come_before_those_of_options():
+    keys = known_keys()
+    own = [key.name for key in keys if key.option is None]
+    assert own == [key.name for key in keys][: len(own)]
+    assert {"seed", "name", "runs", "training", "model"} <= set(own)
+    # A name occurs once for each option that has it.
+    assert {key.option.kind for key in keys if key.name == "optimizer.lr"} >= {"adamw", "muon"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "default"),
+    [
+        ("seed", "a whole number", "0"),
+        ("name", "text", "run"),
+        ("world", "a whole number or null", "null"),
+        ("training", "keys of its own", None),
+        ("training.steps", "a whole number", "1000"),
+        ("compile.blocks", "true or false", "false"),
+        ("optimizer.lr", "a number", "0.0003"),
+        ("optimizer.betas", "a list of numbers", "[0.9,0.95]"),
+        ("optimizer.schedule", "keys of its own", None),
+        ("checkpoint.load_from", "text or null", "null"),
+        ("launch.environment", "a value of the key's type", None),
+    ],
+)
+def test_what_a_key_accepts_is_said_in_words(name, words, default):
+    key = find_key(name)
+    assert (key.name, key.accepted_values, key.default) == (name, words, default)
+
+
+def test_a_key_of_several_options_is_that_of_the_schema_in_question():
+    schemas = [key.option.schema for key in known_keys() if key.name == "optimizer.lr"]
+    assert len(schemas) > 1
+    for schema in schemas:
+        assert find_key("optimizer.lr", schema).option.schema is schema
+    assert find_key("optimizer.lr", int).option.schema is schemas[0]
+
+
+def test_of_several_options_each_has_its_keys_under_its_name():
+    key = find_key("tracker.wandb.project")
+    assert (key.name, key.option.kind) == ("tracker.project", "wandb")
+    assert find_key("tracker.project", kind="wandb").option.kind == "wandb"
+    assert find_key("tracker.project", kind="jsonl") is None
+    assert find_key("tracker.jsonl.project") is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "nope", "training.", "training.steps.x", "model.", "Seed"])
+def test_what_is_no_key_is_not_found(name):
+    assert find_key(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("trainig.steps", "did you mean training.steps?"),
+        ("optimizer.lrr", "did you mean optimizer.lr?"),
+        ("optimizer.schedule.flor", "did you mean optimizer.schedule.floor?"),
+        ("optimizer.lr.x", "did you mean optimizer.lr?"),
+        ("modell", "did you mean model?"),
+        # The end of a key; where several keys have it, all of them.
+        ("lr", "did you mean optimizer.lr?"),
+        ("seq_len", "did you mean training.seq_len?"),
+        ("steps", "did you mean profiler.steps or training.steps?"),
+        ("every", "did you mean ac.every or checkpoint.every or profiler.every?"),
+        ("tracker.wandb.projct", "did you mean tracker.wandb.project?"),
+        ("model.experts", "it belongs to another model: try model=mixtral"),
+        ("launch.environment.A", "new keys of launch.environment are added with a plus: +launch.environment.A=…"),
+        ("nope", "see `titanlab train --cfg job` for all keys"),
+        ("", "see `titanlab train --cfg job` for all keys"),
+    ],
+)
+def test_advice_for_a_key_that_the_recipe_does_not_have(name, text):
+    assert advice(name) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("training.zzz", "keys of training: steps, seq_len, "),
+        ("tracker.wandb.zzz", "keys of tracker.wandb: "),
+        ("optimizer.zzz", "keys of optimizer: lr, "),
+    ],
+)
+def test_where_nothing_is_similar_the_keys_of_the_group_are_listed(name, begin):
+    assert advice(name).startswith(begin)
+
+
+def test_a_kind_is_never_suggested():
+    assert ".kind" not in advice("model.kindd")
+    assert ".kind" not in advice("knd")
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ("optimizer.lrr", "optimizer.lrr=3: is no key of this recipe; did you mean optimizer.lr?"),
+        (
+            "hydra.sweeper.where",
+            "hydra.sweeper.where=3: is a key of a sweep's file; add hydra/sweeper=space to have hydra.sweeper.where",
+        ),
+        ("hydra.foo", "hydra.foo=3: is no key of Hydra's; see `titanlab train --cfg hydra`"),
+        ("hydra/launcher", "hydra/launcher=3: is no key of Hydra's; see `titanlab train --cfg hydra`"),
+        (
+            "tracker.wandb.project",
+            (
+                "tracker.wandb.project=3: is a key only where a list of options is chosen that has wandb; "
+                "with tracker=wandb alone, write tracker.project=3"
+            ),
+        ),
+    ],
+)
+def test_the_error_for_an_unknown_key(key, error):
+    assert str(unknown_key(key, 3)) == error
+
+
+def test_a_key_below_a_list_that_is_not_chosen_says_where_it_is_a_key():
+    error = unknown_key("tracker.wandb.project", "a")
+    assert "only where a list of options is chosen that has wandb" in error.rule
+    assert error.cure == "with tracker=wandb alone, write tracker.project=a"
+    assert unknown_key("tracker.wandb.projects", "a").rule == "is no key of this recipe"
