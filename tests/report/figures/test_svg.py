@@ -10,7 +10,6 @@ from tests.report.sweeps import mixed
 from titanlab.errors import ConfigError
 from titanlab.report.figures import svg
 from titanlab.report.figures.bars import throughput_by_layout
-from titanlab.report.figures.style import label_text, printable
 from titanlab.report.figures.timelines import Pipeline, pipeline_timelines
 from titanlab.schedule.one_f_one_b_schema import OneFOneB
 from titanlab.schedule.timeline import simulate
@@ -79,12 +78,3 @@ def test_a_panel_for_each_pipeline():
     assert [axis.get_xlim()[1] for axis in figure.axes] == [timeline.duration for timeline in timelines]
     assert {mark.runs for mark in figure.marks.values()} == {("r0",), ("r1",)}
     assert "bubble 33.3 %" in figure.axes[0].get_title(loc="left")
-
-
-def test_labels_are_printable_and_short():
-    assert printable("a\x07b‮c\ud800") == "a�b�c�"
-    assert printable("👩‍🔬 é\n", kept="\n") == "👩‍🔬 é\n"
-    long = label_text("a" * 60 + "end")
-    assert len(long) == 44
-    assert long.endswith("end")
-    assert label_text("cost\n$5") == r"cost \$5"

@@ -1,0 +1,99 @@
+"""Labels, titles and sizes that all figures share."""
+
+import pytest
+from matplotlib.colors import to_hex
+
+from titanlab.report.figures import style
+from titanlab.report.figures.style import label_bars, label_text, new_figure, printable, set_title
+
+
+def test_labels_are_printable_and_short():
+    assert printable("a\x07b‮c\ud800") == "a�b�c�"
+    assert printable("👩‍🔬 é\n", kept="\n") == "👩‍🔬 é\n"
+    long = label_text("a" * 60 + "end")
+    assert len(long) == 44
+    assert long.endswith("end")
+    assert label_text("cost\n$5") == r"cost \$5"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("plain", "plain"),
+        ("a\tb\nc", "a�b�c"),
+        ("\x00\x1b[31m", "��[31m"),
+        # Marks that turn the direction of writing, and those that have no width.
+        ("a\u202eb\u2066c\u200b", "a�b�c�"),
+        # What joins letters or parts of an emoji stays.
+        ("न\u200dई \u200c", "न\u200dई \u200c"),
+        ("日本 é 🚀", "日本 é 🚀"),
+    ],
+)
+def test_characters_without_a_shape_are_replaced(text, shown):
+    assert printable(text) == shown
+
+
+def test_characters_that_are_kept_stay():
+    assert printable("a\nb\tc", kept="\n\t") == "a\nb\tc"
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("", ""),
+        ("  a \n b  ", "a b"),
+        ("a" * 44, "a" * 44),
+        ("a" * 45, "a" * 29 + "…" + "a" * 14),
+        # No text is read as a formula.
+        ("$x$ $", r"\$x\$ \$"),
+        # The groups of keys go before letters do.
+        ("dp_s2·tp2 · optimizer.schedule.warmup_steps 100", "dp_s2·tp2 · warmup_steps 100"),
+        ("dp_s2 · optimizer.lr 0.1", "dp_s2 · optimizer.lr 0.1"),
+    ],
+)
+def test_a_label_is_one_line_that_is_not_too_long(text, label):
+    assert label_text(text) == label
+
+
+@pytest.mark.parametrize("most", [10, 11, 12, 34])
+def test_a_label_has_at_most_so_many_letters(most):
+    label = label_text("abcdefghijklmnopqrstuvwxyz" * 3, most=most)
+    assert len(label) == most
+    assert (label[0], label[-1]) == ("a", "z")
+
+
+def test_bars_are_labelled_from_top_to_bottom():
+    _, axis = new_figure(4, 2)
+    label_bars(axis, ["first", "second$"], 2)
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["first", r"second\$"]
+    assert axis.get_ylim() == (1.5, -0.5)
+    assert axis.get_ylabel() == ""
+
+
+def test_bars_that_are_left_out_are_counted():
+    _, axis = new_figure(4, 2)
+    label_bars(axis, ["a"], 70)
+    assert axis.get_ylabel() == "the first 1 of 70"
+
+
+def test_axes_without_bars_say_so():
+    _, axis = new_figure(4, 2)
+    label_bars(axis, [], 0)
+    assert [text.get_text() for text in axis.texts] == ["no run"]
+    assert list(axis.get_yticks()) == []
+    assert axis.get_ylim() == (0.5, -0.5)
+
+
+def test_a_figure_has_its_size_and_no_frame_above_and_on_the_right():
+    figure, axis = new_figure(3, 2)
+    assert tuple(figure.get_size_inches()) == (3, 2)
+    assert [side for side, spine in axis.spines.items() if spine.get_visible()] == ["left", "bottom"]
+    set_title(axis, "title")
+    assert axis.get_title(loc="left") == "title"
+
+
+def test_colours_of_series_differ():
+    assert len(set(style.SERIES)) == len(style.SERIES)
+    assert [to_hex(colour) for colour in style.SERIES] == list(style.SERIES)
+    assert len(style.SERIES) * len(style.LINE_STYLES) >= style.MOST_LINES
