@@ -80,17 +80,3 @@ def test_tensor_parallelism_stays_in_a_node_if_something_does():
 
 def test_the_summary_counts_what_it_leaves_out():
     assert summary({"a": 3, "b": 5, "c": 1}, 2) == ["5: b", "3: a", "1: 1 other rules"]
-
-
-def test_a_recipes_own_choices_come_first_and_once():
-    choices = choices_of(planned())
-    assert next(choice.name for choice in choices.acs) == "none"
-    assert len({choice.name for choice in choices.acs}) == len(choices.acs)
-    assert [choice.name for choice in choices.precisions] == ["bf16"]
-    assert len(choices_of(planned(), vary=("precision", "compile")).precisions) > 3
-
-
-@pytest.mark.parametrize("name", ["optimizer", "", "Precision"])
-def test_other_groups_do_not_vary(name):
-    with pytest.raises(ConfigError, match="--vary"):
-        choices_of(planned(), vary=(name,))

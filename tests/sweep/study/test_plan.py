@@ -10,8 +10,6 @@ from titanlab.distributed.host import Host
 from titanlab.errors import ConfigError
 from titanlab.sweep.study import plan as studies
 from titanlab.sweep.study.point import Point
-from titanlab.sweep.study.prune import Unfit
-from titanlab.sweep.study.sieve import Sieve
 
 SMALL = ("data=synthetic", "optimizer.schedule.warmup_steps=0")
 
@@ -63,31 +61,6 @@ def test_a_mistake_that_all_points_share_is_told_after_a_few(monkeypatch):
     # The last point and the recipe alone are among them.
     assert {"seed": 499} in asked
     assert {} in asked
-
-
-@pytest.mark.parametrize(
-    ("key", "words", "fits"),
-    [
-        # The recipe without any point is as it should be: it is the points' own.
-        ("world", lambda point: "does not fit", [{}]),
-        # Each is told with its own value.
-        ("world", lambda point: f"does not fit {point.get('seed')}", []),
-        # It is what is swept that does not fit, in whatever words.
-        ("seed", lambda point: "does not fit", []),
-        ("world", lambda point: "does not fit", [{"seed": 0}]),
-    ],
-)
-def test_what_may_be_some_points_mistake_is_not_taken_for_one_that_all_share(key, words, fits):
-    asked = []
-
-    def stage(point):
-        asked.append(point)
-        if point not in fits:
-            raise Unfit("rule", ConfigError(key, 3, words(point), "try 4"))
-
-    Sieve([{"seed": number} for number in range(30)], whole=False).check_shared(stage)
-    # It has looked, and has ended nothing.
-    assert {"seed": 0} in asked
 
 
 def test_hydras_own_sweeps_are_a_product():
