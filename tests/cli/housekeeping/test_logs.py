@@ -1,6 +1,5 @@
 """`titanlab logs`: what ranks have printed, of runs that run, end, start again, or never started."""
 
-import io
 import os
 import subprocess
 import sys
@@ -13,9 +12,7 @@ import pytest
 from tests import tiny
 from tests.sweep.made import Made, begin, end
 from titanlab.cli.housekeeping import logs
-from titanlab.cli.housekeeping.log_output import LogOutput
 from titanlab.cli.verbs import main
-from titanlab.records.logs.order import Line
 from titanlab.records.run_status import Status
 
 
@@ -59,18 +56,6 @@ def test_the_bytes_of_a_log_are_unchanged_in_a_pipe(run, capfdbinary):
     write(run, 0, content)
     assert main(["logs", str(run.path), "--rank", "0"]) == 0
     assert capfdbinary.readouterr().out == content + b"\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_gets_no_control_characters():
-    stream = Terminal()
-    with LogOutput(width=1, stream=stream) as output:
-        assert output.line(Line(time=0.0, rank=0, text=b"\x1b]0;title\x07 \xff\x1b[2J"))
-    assert stream.getvalue() == "[rank 0] ^[]0;title^G \N{REPLACEMENT CHARACTER}^[[2J\n"
 
 
 def test_each_attempt_has_its_part(run, say):

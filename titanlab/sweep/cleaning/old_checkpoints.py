@@ -70,5 +70,5 @@ def _newest_full(place: Place, whole: Sequence[ListedCheckpoint]) -> ListedCheck
 def _is_named(place: Place, row: ListedCheckpoint, named: Collection[str]) -> bool:
     path = place / row.name
     text = str(path) if isinstance(path, StorePath) else str(Path(path).resolve())
-    # `load_from` may also name the run, or its folder of checkpoints.
-    return any(text == name or text.startswith(name.rstrip("/") + "/") for name in named)
+    # `load_from` may also name the run, or its folder of checkpoints; an address may end with a slash.
+    return any(f"{text}/".startswith(f"{name.rstrip('/')}/") for name in named)

@@ -1,0 +1,126 @@
+"""Lines of logs on standard output: harmless on a terminal, unchanged into a pipe, and an end that is noticed."""
+
+import io
+import os
+
+import pytest
+
+from titanlab.cli.housekeeping.log_output import LogOutput
+from titanlab.records.logs.order import Line
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_no_control_characters():
+    stream = Terminal()
+    with LogOutput(width=1, stream=stream) as output:
+        assert output.line(Line(time=0.0, rank=0, text=b"\x1b]0;title\x07 \xff\x1b[2J"))
+    assert stream.getvalue() == "[rank 0] ^[]0;title^G \N{REPLACEMENT CHARACTER}^[[2J\n"
+
+
+def line(text, rank=0):
+    return Line(time=0.0, rank=rank, text=text)
+
+
+def pipe():
+    """A text stream over bytes, as standard output is."""
+    return io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+
+def written(stream):
+    return stream.buffer.getvalue()
+
+
+def test_bytes_are_unchanged_in_a_pipe_whatever_its_encoding():
+    stream = pipe()
+    with LogOutput(width=None, stream=stream) as output:
+        assert output.line(line(b"\xff\xfe\x1b[31m red\r"))
+        assert output.line(line(b""))
+        assert output.line(line("é".encode()))
+    assert written(stream) == b"\xff\xfe\x1b[31m red\r\n\n\xc3\xa9\n"
+
+
+@pytest.mark.parametrize(
+    ("width", "rank", "head"),
+    [(None, 3, b""), (1, 3, b"[rank 3] "), (2, 3, b"[rank  3] "), (1, 12, b"[rank 12] ")],
+)
+def test_the_number_of_the_rank_is_before_each_line(width, rank, head):
+    stream = pipe()
+    with LogOutput(width=width, stream=stream) as output:
+        output.line(line(b"a", rank))
+    assert written(stream) == head + b"a\n"
+
+
+def test_numbers_get_room_and_never_lose_it():
+    stream = pipe()
+    with LogOutput(width=1, stream=stream) as output:
+        for width in (2, 1):
+            output.widen(width)
+            output.line(line(b"a", 3))
+    assert written(stream) == b"[rank  3] a\n" * 2
+    stream = pipe()
+    with LogOutput(width=None, stream=stream) as output:
+        output.widen(3)
+        output.line(line(b"a", 3))
+    assert written(stream) == b"a\n"
+
+
+def test_lines_wait_until_they_are_many_or_are_wanted():
+    stream = pipe()
+    output = LogOutput(width=None, stream=stream)
+    output.line(line(b"a"))
+    assert written(stream) == b""
+    assert output.flush()
+    assert written(stream) == b"a\n"
+    output.line(line(b"b" * (1 << 16)))
+    assert len(written(stream)) == 2
+    output.line(line(b"c"))
+    assert written(stream).endswith(b"b\nc\n")
+    # Nothing waits: nothing is written.
+    assert output.flush()
+
+
+def test_a_note_is_on_standard_error_after_the_lines_before_it(capsys):
+    stream = pipe()
+    output = LogOutput(width=None, stream=stream)
+    output.line(line(b"a"))
+    output.note("a word \x1b]0;t\x07")
+    assert written(stream) == b"a\n"
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "a word ^[]0;t^G" in said.err
+
+
+def test_a_stream_of_text_alone_gets_what_can_be_read():
+    stream = io.StringIO()
+    with LogOutput(width=None, stream=stream) as output:
+        output.line(line(b"a\xff\x1b"))
+    assert stream.getvalue() == "a\N{REPLACEMENT CHARACTER}\x1b\n"
+
+
+def test_a_reader_that_has_gone_ends_it():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        output = LogOutput(width=None, stream=stream)
+        assert output.line(line(b"a"))
+        assert not output.flush()
+        assert not output.line(line(b"b"))
+        assert not output.flush()
+        # The interpreter's own flush at the end does not fail.
+        stream.write("more")
+        stream.flush()
+
+
+def test_a_full_disk_ends_it():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    output = LogOutput(width=None, stream=Full())
+    assert output.line(line(b"a"))
+    assert not output.flush()
+    assert not output.line(line(b"b"))
