@@ -1,0 +1,57 @@
+"""Configs of checkpoints: each names its saver, and what makes no sense is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import tiny
+from titanlab.checkpoint.savers.background import AsyncSaver
+from titanlab.checkpoint.savers.blocking import NoSaver, SyncSaver
+from titanlab.checkpoint.schema import Async, AsyncPinned, Off, Sync
+from titanlab.errors import ConfigError
+from titanlab.recipe.composition.frozen import overridden
+from titanlab.recipe.recipe import from_mapping, to_mapping
+from titanlab.records.identity import canonical
+
+
+def test_a_config_names_its_saver(target):
+    assert isinstance(Off().implementation(target()), NoSaver)
+    assert isinstance(Sync().implementation(target()), SyncSaver)
+    assert isinstance(Async().implementation(target()), AsyncSaver)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Off(every=5), r"checkpoint.every=5: checkpoint=off saves nothing"),
+        (lambda: Off(minutes=5), r"checkpoint.minutes=5: checkpoint=off saves nothing"),
+        (lambda: Sync(minutes=-1), r"checkpoint.minutes=-1: must not be negative"),
+        (lambda: Sync(every=300, keep_every=1000), r"keep_every=1000: no multiple of checkpoint.every=300.*try 900"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_pinned_memory_is_refused_on_cpu():
+    class Setting:
+        accelerator = "cpu"
+
+    with pytest.raises(ConfigError, match="checkpoint=async_pinned: pinned memory is for GPUs; try checkpoint=async"):
+        AsyncPinned().check(Setting())
+
+
+def test_a_config_of_before_there_were_kinds_saves_synchronously(tmp_path):
+    config = to_mapping(tiny.recipe(tmp_path, every=3))
+    for name in ("kind", "minutes", "keep_every", "last", "last_dtype"):
+        config["checkpoint"].pop(name)
+    made = from_mapping(config)
+    assert made.checkpoint == Sync(every=3)
+    assert canonical(made) == canonical(tiny.recipe(tmp_path, every=3, saves="async"))
+
+
+def test_how_a_run_saves_may_change_between_its_attempts(tmp_path):
+    config = to_mapping(tiny.recipe(tmp_path, every=3))
+    made = overridden(config, ["checkpoint.kind=async", "checkpoint.minutes=10"], file=tmp_path / "config.yaml")
+    assert made.checkpoint == Async(every=3, minutes=10.0)
