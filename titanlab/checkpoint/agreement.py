@@ -51,7 +51,7 @@ def _portable(error: Exception) -> Exception:
         pickle.loads(pickle.dumps(error))
     except Exception:
         # Any exception class may be impossible to pickle, and then no rank would learn of the failure.
-        portable = RuntimeError(f"{type(error).__name__}: {first_line(error)}")
+        portable = RuntimeError(first_line(error))
         portable.__cause__ = error
         return portable
     return error

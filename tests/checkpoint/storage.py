@@ -1,0 +1,61 @@
+"""Writes states as checkpoints and reads them, without a model, an optimizer and a run."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.checkpoint.one_process import ALONE
+from titanlab.checkpoint.index.format import ITEM_BYTES
+from titanlab.checkpoint.index.reader import read_index
+from titanlab.checkpoint.reader import JsonPlanner
+from titanlab.checkpoint.savers.host_buffer import HostBuffer
+from titanlab.checkpoint.savers.saving import Plans, write_and_publish
+from titanlab.checkpoint.shard_reader import ShardReader
+
+
+def write(state, folder, *, copies=False, world=ALONE):
+    folder.mkdir(exist_ok=True)
+    planned = Plans().plan(state, folder, world)
+    staged = planned.stage(HostBuffer() if copies else None)
+    write_and_publish(lambda: staged, planned.writer, world)
+
+
+def read(state, folder):
+    """Fill a state dict in this process. Returns the number of blocks that were read."""
+    reader = ShardReader(folder, read_index(folder), "run")
+    planner = JsonPlanner()
+    planner.set_up_planner(state, reader.read_metadata(), is_coordinator=True)
+    (made,) = planner.create_global_plan([planner.create_local_plan()])
+    reader.read_data(planner.finish_plan(made), planner).wait()
+    return reader.blocks_read
+
+
+def of_every_dtype():
+    """Tensors of every dtype and of shapes that are easy to get wrong, with random bytes."""
+    torch.manual_seed(0)
+    state = {}
+    for name, size in ITEM_BYTES.items():
+        for shape in [(), (0,), (3, 0, 2), (5,), (3, 4)]:
+            count = size * int(torch.tensor(shape).prod()) if shape else size
+            raw = torch.randint(0, 2 if name == "bool" else 256, (count,), dtype=torch.uint8)
+            state[f"{name} {list(shape)}"] = raw.view(getattr(torch, name)).view(shape)
+    return state
+
+
+def sharded_state(mesh, sharding, *, filled):
+    """Two matrices of 6 MiB, a vector that two ranks cannot share equally, and an empty one."""
+    shapes = {"rows": (1024, 1536), "columns": (1536, 1024), "odd": (3, 5), "replicated": (7,)}
+    state = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + number
+        whole = whole if filled else torch.full_like(whole, -1)
+        state[name] = distribute_tensor(whole, mesh, [sharding.get(name, Replicate())])
+    return state, shapes
+
+
+SHARDINGS = {
+    "rows": {"rows": Shard(0), "columns": Shard(0), "odd": Shard(0)},
+    "columns": {"rows": Shard(1), "columns": Shard(1), "odd": Shard(1)},
+    "none": {},
+}

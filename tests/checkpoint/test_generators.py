@@ -1,0 +1,140 @@
+"""States of the random generators: they come back exactly, and what is no state is damage."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.generators import (
+    generator_states,
+    restore_generators,
+    saved_states,
+    set_generators,
+    state_bytes,
+    states_of_bytes,
+)
+from titanlab.checkpoint.older.metadata import SavedState, SavedTensor
+from titanlab.distributed.world import World
+
+ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
+HERE = Path("here")
+
+
+@pytest.fixture(autouse=True)
+def kept():
+    """The generators of the tests after these stand where they stood."""
+    states = generator_states(ALONE)
+    yield
+    set_generators(states, ALONE)
+
+
+def drawn():
+    return random.random(), np.random.random_sample(), torch.rand(3).tolist()  # noqa: NPY002
+
+
+def packed(state):
+    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def test_each_generator_goes_on_where_its_state_was_taken():
+    random.gauss(0, 1)
+    np.random.standard_normal()  # noqa: NPY002
+    states = generator_states(ALONE)
+    assert list(states) == ["cpu", "python", "numpy"]
+    first = (drawn(), random.gauss(0, 1), np.random.standard_normal())  # noqa: NPY002
+    set_generators(states, ALONE)
+    assert (drawn(), random.gauss(0, 1), np.random.standard_normal()) == first  # noqa: NPY002
+
+
+def test_states_become_bytes_and_come_back():
+    states = generator_states(ALONE)
+    back = states_of_bytes(state_bytes(states), states)
+    assert all(torch.equal(back[name], states[name]) for name in states)
+    first = drawn()
+    set_generators(back, ALONE)
+    assert drawn() == first
+
+
+def test_a_state_that_a_checkpoint_lacks_is_left_out():
+    current = {"cpu": torch.zeros(1), "python": torch.zeros(1)}
+    assert states_of_bytes({}, current) == {}
+    assert states_of_bytes({"cpu": b""}, current) == {}
+    # This rank has no such generator.
+    assert states_of_bytes({"cuda": b"12"}, current) == {}
+    assert states_of_bytes({"python": b"12", "cuda": b"3"}, current)["python"].tolist() == [49, 50]
+
+
+def test_generators_without_a_state_stay():
+    states = generator_states(ALONE)
+    set_generators({}, ALONE)
+    set_generators({"python": states["python"]}, ALONE)
+    now = generator_states(ALONE)
+    assert all(torch.equal(now[name], states[name]) for name in states)
+
+
+BAD = {
+    "no bytes of a generator": {"cpu": torch.zeros(7, dtype=torch.uint8)},
+    "another dtype": {"cpu": torch.zeros(7)},
+    "no JSON": {"python": torch.tensor([1, 2, 3], dtype=torch.uint8)},
+    "a number": {"python": packed(5)},
+    "too few values": {"python": packed([3, []])},
+    "too few words": {"python": packed([3, [1, 2], None])},
+    "words of text": {"python": packed([3, ["a"] * 625, None])},
+    "another version": {"python": packed([9, [0] * 625, None])},
+    "words that are too large": {"numpy": packed(["MT19937", [2**40] * 624, 0, 0, 0.0])},
+    "a word too few": {"numpy": packed(["MT19937", [0] * 623, 0, 0, 0.0])},
+    "a position behind the words": {"numpy": packed(["MT19937", [0] * 624, 625, 0, 0.0])},
+    "a negative position": {"numpy": packed(["MT19937", [0] * 624, -1, 0, 0.0])},
+    "a position of text": {"numpy": packed(["MT19937", [0] * 624, "a", 0, 0.0])},
+    "another generator": {"numpy": packed(["PCG64", [0] * 624, 0, 0, 0.0])},
+    "a mapping": {"numpy": packed({"a": 1})},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_state_is_damage(name):
+    with pytest.raises(DamagedCheckpoint, match=r"^run=here: holds no state of a generator \(\w+Error\)"):
+        restore_generators(BAD[name], ALONE, HERE, "run")
+
+
+def older(objects=(), **tensors):
+    return SavedState(
+        tensors={
+            f"generators.{name}": SavedTensor(dtype=dtype, size=size, boxes=())
+            for name, (dtype, size) in tensors.items()
+        },
+        objects=frozenset(objects),
+        places={},
+        version=None,
+    )
+
+
+CURRENT = {"cpu": torch.zeros(2, dtype=torch.uint8), "python": torch.zeros(2, dtype=torch.uint8)}
+
+
+def test_room_is_made_for_what_an_older_checkpoint_has_of_a_rank():
+    assert saved_states(CURRENT, older(), 0, HERE, "run") == {}
+    saved = older(["generators.1.python"], **{"1.cpu": ("uint8", (5056,)), "0.cpu": ("uint8", (3,))})
+    made = saved_states(CURRENT, saved, 1, HERE, "run")
+    assert list(made) == ["cpu", "python"]
+    assert (made["cpu"].dtype, made["cpu"].shape, made["python"]) == (torch.uint8, (5056,), None)
+    assert list(saved_states(CURRENT, saved, 0, HERE, "run")) == ["cpu"]
+    assert saved_states(CURRENT, saved, 2, HERE, "run") == {}
+    # torch's own state is never an object.
+    assert saved_states(CURRENT, older(["generators.0.cpu"]), 0, HERE, "run") == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", (5,)), ("uint8", ()), ("uint8", (2, 2)), ("uint8", ((1 << 16) + 1,))]
+)
+def test_an_entry_that_is_no_state_is_damage(dtype, size):
+    with pytest.raises(DamagedCheckpoint, match=r"^run=here: generators\.0\.cpu is no state of a generator"):
+        saved_states(CURRENT, older(**{"0.cpu": (dtype, size)}), 0, HERE, "run")
+    made = saved_states(CURRENT, older(**{"0.cpu": ("uint8", (1 << 16,))}), 0, HERE, "run")
+    assert made["cpu"].shape == (1 << 16,)
