@@ -136,15 +136,6 @@ def test_shards_are_cut_between_documents(corpus: Path, cache: Path, monkeypatch
     assert len(documents_in(folder_in(cache), "train")) == sum(shard.documents for shard in index.train)
 
 
-def test_long_documents_are_encoded_in_pieces_and_stay_whole() -> None:
-    from titanlab.data.shards.writer import pieces_of
-
-    for written in ("a\nbb\n\nccc" * 50, "x" * 95, "", "\n" * 40, "ab\n"):
-        pieces = list(pieces_of(written, 10))
-        assert "".join(pieces) == written
-        assert all(len(piece) <= 10 for piece in pieces)
-
-
 def test_second_time_nothing_is_done(corpus: Path, cache: Path) -> None:
     lines: list[str] = []
     source.prepare(config(corpus), report=lines.append)

@@ -48,7 +48,7 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
         biases = biases_of(model, _lists(manifest.get("biases", {})), key, path)
         if manifest["schema"] != SCHEMA:
             raise ValueError("another version of titanlab's")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         rule = f"its {MANIFEST} cannot be used ({type(error).__name__}: {error})"
         raise ConfigError(key, path, rule, "import the weights again") from error
     entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
@@ -97,9 +97,10 @@ def indexed_files(path: Path, index: str, single: str, key: str) -> list[Path]:
     if not (path / index).is_file():
         return [path / single]
     weight_map = read_object(path / index, key).get("weight_map")
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) and weight_map else []
-    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+    named = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not named or not all(isinstance(name, str) and name == Path(name).name for name in named):
         raise ConfigError(key, path / index, "names no files of this folder", "fetch the file again")
+    names = sorted(set(named))
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         rule = f"names {len(names)} files, and {len(missing)} are missing: {missing[0]}"
@@ -117,7 +118,7 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(key, path.parent, f"has no {path.name}", "name a folder that has one") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:80]
         raise ConfigError(key, path, f"cannot be read ({reason})", "fetch the file again") from error
     if not isinstance(value, dict):

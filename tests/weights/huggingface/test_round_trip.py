@@ -11,11 +11,10 @@ from safetensors.torch import save_file
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.system.disk import StoreFault
 from titanlab.weights import copy
 from titanlab.weights.folder import open_weights
 from titanlab.weights.folder_writer import whole_folder
-from titanlab.weights.source import CHUNK_BYTES, Entry, chunks, in_halves, in_pairs
+from titanlab.weights.source import in_halves, in_pairs
 
 
 def run(*arguments):
@@ -151,12 +150,6 @@ def test_two_imports_into_one_folder(tmp_path, capsys):
     assert "is being written by another process; wait for it" in capsys.readouterr().err
 
 
-def test_a_store_that_is_down_while_it_is_read_is_not_blamed_on_the_folder_to_write(tmp_path):
-    with pytest.raises(StoreFault), whole_folder(tmp_path / "one"):
-        raise StoreFault("s3://bucket/run", "it does not answer")
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_is_there_is_replaced_where_a_person_says_so(tmp_path, capsys):
     first, second = (made.folder(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
     run("import", first, "--into", tmp_path / "one", "--shard-size", "50KB")
@@ -172,14 +165,6 @@ def test_what_is_there_is_replaced_where_a_person_says_so(tmp_path, capsys):
     assert main(["import", str(second), "--into", str(tmp_path / "mine"), "--force"]) == 2
     assert "holds something else than weights" in capsys.readouterr().err
     assert (tmp_path / "mine" / "thesis.txt").exists()
-
-
-def test_pieces_are_whole_heads_and_bounded():
-    entry = Entry(dtype="BF16", shape=(128256, 16384))
-    found = list(chunks(entry, rows=128))
-    assert sum(sizes[0] for _, sizes in found) == 128256
-    assert all(sizes[0] * 16384 * 2 <= CHUNK_BYTES and sizes[0] % 128 == 0 for _, sizes in found[:-1])
-    assert [offsets[0] for offsets, _ in found][:2] == [0, found[0][1][0]]
 
 
 MEASURE = """

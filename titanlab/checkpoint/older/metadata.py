@@ -184,7 +184,9 @@ def _place(node: Any) -> SavedPlace:
     state = _fields(node, f"{_FILES}._StorageInfo")
     file = _text(state.get("relative_path"))
     # This file is opened later: it must be inside the checkpoint's folder.
-    _expect(PurePath(file).name == file and "\0" not in file, "the name of a file beside it")
+    # PurePath takes ".." for a name too.
+    is_name = file not in ("", "..") and PurePath(file).name == file and "\0" not in file
+    _expect(is_name, "the name of a file beside it")
     _expect(not state.get("transform_descriptors"), "bytes that are not compressed")
     return SavedPlace(relative_path=file, offset=_count(state.get("offset")), length=_count(state.get("length")))
 

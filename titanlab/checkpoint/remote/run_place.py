@@ -62,7 +62,7 @@ def claim_place(run: RunRecords) -> None:
         owner = json.loads(objects.read_all(place / OWNER, _MOST_BYTES))
     except FileNotFoundError:
         owner = None
-    except ValueError:
+    except (ValueError, RecursionError):
         owner = {}
     if owner == own:
         return

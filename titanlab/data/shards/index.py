@@ -87,11 +87,11 @@ def read_index(folder: Path, key: str = "data.folder") -> Index:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(key, folder, f"has no {INDEX}", cure) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(key, path, f"cannot be read ({error})", cure) from error
     try:
         index = _parsed(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(key, path, f"is no index of token shards ({error})", cure) from error
     for shard in (*index.train, *index.validation):
         expected = shard.tokens * BYTES[index.dtype]

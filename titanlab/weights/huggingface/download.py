@@ -48,7 +48,7 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
         raise explained(error, repo, key) from error
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(key, repo, f"its {CONFIG} is no JSON", "name another revision") from error
     family_for(content if isinstance(content, dict) else {})
     report(f"fetching {repo}")
