@@ -11,9 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.data.conftest import text
-from titanlab.data.tokenizers.tokenizer import Tokenizer, keep, load
-from titanlab.data.tokenizers.training import train
+from titanlab.data.tokenizers.tokenizer import keep, load
 from titanlab.errors import ConfigError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -87,19 +85,6 @@ def test_folder_with_a_tokenizer(model_file: Path, json_file: Path) -> None:
     assert load(json_file).fingerprint != load(model_file).fingerprint
 
 
-def test_training_is_repeatable(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        train((text(number) for number in range(30)), vocab_size=330, file=tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-def test_training_reads_texts_of_any_kind(tmp_path: Path) -> None:
-    texts = ["\t\ttabs\n" * 20, "x" * 50_000, "\u2581 \x00 \r\n" * 20, "中文" * 500, *(text(n) for n in range(30))]
-    train(texts, vocab_size=330, file=tmp_path / "any.model")
-    tokenizer: Tokenizer = load(tmp_path / "any.model")
-    assert all(tokenizer.decode(tokenizer.encode(each)) == each for each in texts)
-
-
 @pytest.mark.parametrize(
     ("content", "rule"),
     [
@@ -128,24 +113,6 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
         load(tmp_path / "none.model")
     with pytest.raises(ConfigError, match=r"has neither tokenizer\.json nor tokenizer\.model"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("texts", "vocab_size", "key", "message"),
-    [
-        (["a few words"], 400, "data.vocab_size", r"too small for it: it has \d+ pieces; give more text"),
-        ([text(n) for n in range(20)], 5000, "data.vocab_size", r"it has \d+ pieces; try \d+"),
-        (["".join(map(chr, range(0x4E00, 0x5200)))], 400, "data.vocab_size", r"it needs \d+; try \d+"),
-        ([], 400, "data", "no text to train a tokenizer on"),
-    ],
-)
-def test_texts_that_cannot_train_a_tokenizer(
-    tmp_path: Path, texts: list[str], vocab_size: int, key: str, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        train(texts, vocab_size=vocab_size, file=tmp_path / "t.model")
-    assert caught.value.key == key
-    assert not (tmp_path / "t.model").exists()
 
 
 def test_a_tokenizer_of_two_tokens_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""Random sequences: each depends on its number only, documents end as often as asked, and held-out rows are others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titanlab.data.streams.random_tokens import RandomRows, RandomStream, sequences
+from titanlab.data.streams.stream import IGNORE
+from titanlab.errors import ConfigError, DamagedPosition
+
+
+def numbered(*numbers: int, **given: Any) -> np.ndarray:
+    return sequences(np.array(numbers, dtype=np.int64), **{"seed": 3, "seq_len": 5, "vocab_size": 97, **given})
+
+
+def stream(**given: Any) -> RandomStream:
+    usual = {"fingerprint": "f", "seed": 3, "seq_len": 4, "global_batch": 6, "rank": 0, "ranks": 1, "state": None}
+    return RandomStream(given.pop("vocab_size", 97), **{**usual, **given})
+
+
+def test_the_tokens_are_fixed_for_all_time() -> None:
+    found = numbered(0, 1, seed=0, vocab_size=1000).tolist()
+    assert found == [[338, 269, 271, 480, 597, 433], [138, 971, 277, 902, 657, 315]]
+
+
+@given(numbers=st.lists(st.integers(0, 2**40), min_size=1, max_size=5), seed=st.integers(0, 2**31))
+def test_a_sequence_does_not_depend_on_its_company(numbers: list[int], seed: int) -> None:
+    together = numbered(*numbers, seed=seed)
+    assert together.dtype == np.int64
+    assert together.shape == (len(numbers), 6)
+    assert (together == np.concatenate([numbered(number, seed=seed) for number in numbers])).all()
+
+
+def test_a_longer_sequence_begins_as_a_shorter_one() -> None:
+    assert numbered(7, seq_len=20)[0, :6].tolist() == numbered(7, seq_len=5)[0].tolist()
+    assert numbered(seq_len=5).shape == (0, 6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 97, 2**17, 2**32])
+def test_tokens_are_in_the_vocabulary(size: int) -> None:
+    tokens = numbered(*range(50), seq_len=200, vocab_size=size)
+    assert tokens.min() >= 0
+    assert tokens.max() < size
+    assert tokens.max() >= (size - 1) * 0.9
+
+
+def test_one_token_in_so_many_ends_a_document() -> None:
+    tokens = numbered(*range(100), seq_len=499, document_tokens=10)
+    # 50,000 draws with a chance of 1 in 10: 5,000 ± 5 sigma.
+    assert abs(int((tokens == 0).sum()) - 5000) < 5 * np.sqrt(4500)
+    plain = numbered(*range(100), seq_len=499)
+    inside = tokens != 0
+    assert (tokens[inside] == np.maximum(plain, 1)[inside]).all()
+    assert (numbered(*range(9), document_tokens=1) == 0).all()
+
+
+def test_a_label_is_the_next_token() -> None:
+    whole = numbered(0, 1, 2, 3, 4, 5, seq_len=4)
+    tokens, labels = stream().next_batch()
+    assert (tokens.tolist(), labels.tolist()) == (whole[:, :-1].tolist(), whole[:, 1:].tolist())
+    labels.fill(IGNORE)
+    assert (tokens == whole[:, :-1]).all()
+
+
+def test_ranks_share_the_samples_of_each_step() -> None:
+    alone = stream()
+    for _ in range(3):
+        whole = alone.next_batch().tokens
+    ranks = [stream(rank=rank, ranks=3) for rank in range(3)]
+    for each in ranks:
+        for _ in range(3):
+            last = each.next_batch().tokens
+        assert last.tolist() == whole[ranks.index(each) :: 3].tolist()
+    assert [each.state() for each in ranks] == [alone.state()] * 3
+    assert alone.state() == {"fingerprint": "f", "seed": 3, "seq_len": 4, "samples": 18}
+
+
+def test_a_stream_goes_on_from_a_state() -> None:
+    whole = stream()
+    whole.next_batch()
+    state = whole.state()
+    # With another global batch the samples go on at the same place.
+    assert stream(state=state, global_batch=2).next_batch().tokens.tolist() == whole.next_batch().tokens[:2].tolist()
+    whole.close()
+
+
+def test_a_state_of_another_stream_is_refused() -> None:
+    state = stream().state()
+    with pytest.raises(ConfigError, match="the checkpoint stands in the data of seed 3"):
+        stream(state=state, seed=4)
+    with pytest.raises(DamagedPosition, match=r"data\.samples=-1"):
+        stream(state={**state, "samples": -1})
+
+
+def test_labels_of_gaps_do_not_count() -> None:
+    plain, gaps = stream(), stream(gaps=True)
+    tokens, labels = gaps.next_batch()
+    assert (tokens == plain.next_batch().tokens).all()
+    # Of sample g, g % 4 quarters.
+    assert (labels == IGNORE).sum(axis=1).tolist() == [0, 1, 2, 3, 0, 1]
+    assert [row.tolist().index(IGNORE) for row in labels[1:4]] == [0, 0, 0]
+    assert (labels[5, 1:] != IGNORE).all()
+
+
+@pytest.mark.parametrize(("count", "ranks", "each"), [(5, 2, 3), (4, 2, 2), (1, 3, 1), (0, 2, 0), (7, 1, 7)])
+def test_held_out_rows_are_shared_and_padded(count: int, ranks: int, each: int) -> None:
+    parts = [RandomRows(97, seq_len=4, sequences=count, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert [len(part) for part in parts] == [each] * ranks
+    rows = {}
+    for rank, part in enumerate(parts):
+        found = list(part)
+        assert len(found) == each
+        assert [tokens.tolist() for tokens, _ in found] == [tokens.tolist() for tokens, _ in part]
+        rows |= {rank + ranks * place: row for place, row in enumerate(found)}
+    whole = numbered(*range(each * ranks), seed=-1, seq_len=4)
+    for number, (tokens, labels) in rows.items():
+        assert tokens.tolist() == whole[number, :-1].tolist()
+        assert labels.tolist() == (whole[number, 1:].tolist() if number < count else [IGNORE] * 4)
+
+
+def test_held_out_rows_are_of_no_stream() -> None:
+    ((tokens, _),) = RandomRows(2**32, seq_len=50, sequences=1, rank=0, ranks=1)
+    assert not set(tokens.tolist()) & set(stream(vocab_size=2**32, seq_len=50).next_batch().tokens.ravel().tolist())

@@ -1,0 +1,216 @@
+"""The training stream over virtual streams: one order for any ranks, read ahead or not, and any place to resume from."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.streams.test_packing import LENGTHS, SEQ, Counted
+from titanlab.data.streams.packing import Position
+from titanlab.data.streams.stream import State, merge_states
+from titanlab.data.streams.streaming import ReadAhead, StreamingStream
+from titanlab.errors import ConfigError, DamagedPosition
+
+
+def opener(lengths: list[int]) -> Callable[[int, Position | None], Counted]:
+    return lambda number, position: Counted([*lengths[number % len(lengths) :], *lengths], number, position)
+
+
+def global_order(
+    lengths: list[int], *, ranks: int, steps: int, batch: int = 12, ahead: int = 0, state: State | None = None
+) -> tuple[list[list[list[int]]], State]:
+    """Each global batch in the global order, and the merged state after them."""
+    streams = []
+    for rank in range(ranks):
+        plain = StreamingStream(
+            opener(lengths), streams=12, fingerprint="f", seq_len=SEQ, global_batch=batch, rank=rank, ranks=ranks, state=state
+        )  # fmt: skip
+        streams.append(ReadAhead(plain, ahead) if ahead else plain)
+    start = 0 if state is None else state["samples"]
+    found = []
+    for step in range(steps):
+        rows = {}
+        for rank, stream in enumerate(streams):
+            mine = [g for g in range(start + step * batch, start + (step + 1) * batch) if g % ranks == rank]
+            batches = stream.next_batch()
+            assert batches.tokens.shape == batches.labels.shape == (batch // ranks, SEQ)
+            assert batches.tokens.dtype == batches.labels.dtype == np.int64
+            rows |= dict(zip(mine, zip(batches.tokens.tolist(), batches.labels.tolist(), strict=True), strict=True))
+        found.append([rows[g] for g in sorted(rows)])
+    merged = merge_states([json.loads(json.dumps(stream.state())) for stream in streams])
+    for stream in streams:
+        stream.close()
+    return found, merged
+
+
+@given(lengths=LENGTHS, ranks=st.sampled_from([2, 3, 4, 6]))
+def test_order_is_the_same_for_any_number_of_ranks(lengths: list[int], ranks: int) -> None:
+    alone, one = global_order(lengths, ranks=1, steps=4)
+    together, many = global_order(lengths, ranks=ranks, steps=4)
+    assert together == alone
+    assert many == one
+    # Sample g is the next sequence of stream g % 12.
+    for g, (tokens, labels) in enumerate(row for step in alone for row in step):
+        first = 1_000_000 * (g % 12) + g // 12 * SEQ
+        assert tokens == list(range(first, first + SEQ))
+        assert labels == list(range(first + 1, first + SEQ + 1))
+
+
+@given(
+    lengths=LENGTHS,
+    before=st.sampled_from([1, 2, 3, 4]),
+    after=st.sampled_from([1, 2, 3, 4]),
+    stop=st.integers(0, 4),
+    batch=st.sampled_from([12, 24, 36]),
+)
+def test_resumes_at_any_step_with_any_number_of_ranks(
+    lengths: list[int], before: int, after: int, stop: int, batch: int
+) -> None:
+    whole, end = global_order(lengths, ranks=1, steps=5, batch=batch)
+    first, state = global_order(lengths, ranks=before, steps=stop, batch=batch)
+    second, same_end = global_order(lengths, ranks=after, steps=5 - stop, batch=batch, state=state)
+    assert first + second == whole
+    assert same_end == end
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_reading_ahead_changes_neither_order_nor_position(ahead: int) -> None:
+    lengths = [3, 17, 8]
+    whole, _ = global_order(lengths, ranks=1, steps=8)
+    first, state = global_order(lengths, ranks=2, steps=3, ahead=ahead)
+    assert state == global_order(lengths, ranks=1, steps=3)[1]
+    second, _ = global_order(lengths, ranks=3, steps=5, ahead=ahead, state=state)
+    assert first + second == whole
+
+
+def made(documents: Counted, ahead: int = 2) -> ReadAhead:
+    plain = StreamingStream(
+        lambda number, position: documents, streams=1, fingerprint="f", seq_len=SEQ, global_batch=1, rank=0, ranks=1, state=None
+    )  # fmt: skip
+    return ReadAhead(plain, ahead)
+
+
+def readers() -> int:
+    return sum(thread.name == "titanlab-data" for thread in threading.enumerate())
+
+
+def test_close_ends_the_thread_and_lets_go_of_the_documents() -> None:
+    documents = Counted([7])
+    stream = made(documents)
+    stream.next_batch()
+    stream.close()
+    stream.close()
+    assert documents.closed
+    assert readers() == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        stream.next_batch()
+
+
+def test_a_forgotten_stream_ends_its_thread() -> None:
+    documents = Counted([7])
+    stream = made(documents)
+    gone = weakref.ref(stream)
+    del stream
+    gc.collect()
+    assert gone() is None
+    assert documents.closed
+    assert readers() == 0
+
+
+def test_an_error_while_reading_ahead_reaches_whoever_asks() -> None:
+    class Failing(Counted):
+        def next(self) -> npt.NDArray[np.uint32]:
+            if self.document == 3:
+                raise ConfigError("data.path", "x", "broke", "mend it")
+            return super().next()
+
+    stream = made(Failing([SEQ]))
+    assert stream.next_batch().tokens.tolist() == [list(range(SEQ))]
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="broke"):
+            for _ in range(5):
+                stream.next_batch()
+    stream.close()
+
+
+def test_streams_must_divide_among_the_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"data\.streams=12: must be a multiple of the 5 .*; try 10 or 15"):
+        global_order([3], ranks=5, steps=1, batch=10)
+
+
+def test_a_part_of_a_state_is_refused() -> None:
+    _, state = global_order([3], ranks=1, steps=1)
+    del state["parts"]["3"]
+    with pytest.raises(DamagedPosition, match="must map the numbers of all 12 streams to their states"):
+        global_order([3], ranks=1, steps=1, state=state)
+    with pytest.raises(ConfigError, match="the checkpoint stands in the data of streams 24"):
+        global_order([3], ranks=1, steps=1, state=state | {"streams": 24})
+
+
+DAMAGED: dict[str, tuple[Callable[[State], Any], str]] = {
+    "no parts": (lambda state: state.pop("parts"), "data.parts=null: must map the numbers of all 12 streams"),
+    "a list of parts": (lambda state: state.update(parts=[]), "must map the numbers of all 12 streams"),
+    "one part more": (lambda state: state["parts"].update({"12": {}}), "must map the numbers of all 12 streams"),
+    "a part of text": (lambda state: state["parts"].update({"3": "x"}), "data.parts.3=x: must have position and offset"),
+    "no offset": (lambda state: state["parts"]["3"].pop("offset"), "must have position and offset"),
+    "an offset of text": (lambda state: state["parts"]["3"].update(offset="1"), "data.parts.3.offset=1: must be a whole"),
+    "an offset that is true": (lambda state: state["parts"]["3"].update(offset=True), "data.parts.3.offset=true: must be"),
+    "a negative offset": (lambda state: state["parts"]["3"].update(offset=-1), "data.parts.3.offset=-1: must be"),
+    "no position": (lambda state: state["parts"]["3"].update(position=None), "data.parts.3.position=null: must be a map"),
+    "samples of text": (lambda state: state.update(samples="5"), "data.samples=5: must be a whole number from 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_value_that_no_stream_saves_is_named(name: str) -> None:
+    _, state = global_order([3], ranks=1, steps=1)
+    change, said = DAMAGED[name]
+    change(state)
+    with pytest.raises(DamagedPosition) as caught:
+        global_order([3], ranks=1, steps=1, state=state)
+    assert said in str(caught.value)
+
+
+def test_each_rank_opens_its_own_streams_only() -> None:
+    opened: list[tuple[int, Position | None]] = []
+
+    def noted(number: int, position: Position | None) -> Counted:
+        opened.append((number, position))
+        return Counted([7], number, position)
+
+    given_: dict[str, Any] = {"streams": 6, "fingerprint": "f", "seq_len": SEQ, "global_batch": 3, "ranks": 3}
+    stream = StreamingStream(noted, rank=1, state=None, **given_)
+    assert opened == [(1, None), (4, None)]
+    tokens, labels = stream.next_batch()
+    assert tokens.tolist() == [[1_000_000 + each for each in range(SEQ)]]
+    assert labels.tolist() == [[1_000_001 + each for each in range(SEQ)]]
+    # The next step has samples 3 to 5, of which this rank has the one of stream 4.
+    assert stream.next_batch().tokens[0, 0] == 4_000_000
+    state = stream.state()
+    assert state == {
+        "fingerprint": "f", "seq_len": SEQ, "streams": 6, "samples": 6, "parts": {
+            "1": {"position": {"document": 0, "token": 0}, "offset": SEQ},
+            "4": {"position": {"document": 0, "token": 0}, "offset": SEQ},
+        },
+    }  # fmt: skip
+
+
+def test_a_batch_is_the_callers_own() -> None:
+    stream = StreamingStream(
+        opener([9]), streams=1, fingerprint="f", seq_len=SEQ, global_batch=2, rank=0, ranks=1, state=None
+    )
+    tokens, labels = stream.next_batch()
+    before = copy.deepcopy(tokens)
+    labels.fill(-100)
+    assert np.array_equal(tokens, before)
