@@ -98,3 +98,44 @@ def test_what_cannot_be_tokenised(
         write_token_shards(how.pop("files"), how.pop("folder"), report=silent, **how)
     assert not (tmp_path / "made").exists()
     assert not list(tmp_path.glob(".made*"))
+
+
+def test_a_file_that_may_not_be_read_is_one_line(
+    corpus: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(files: object) -> str:
+        raise PermissionError(13, "Permission denied", str(corpus / "03.txt"))
+
+    monkeypatch.setattr("titanlab.data.fingerprint.of_files", denied)
+    with pytest.raises(ConfigError) as caught:
+        write_token_shards(str(corpus), tmp_path / "made", vocab_size=330, report=silent)
+    assert str(caught.value) == f"files={corpus / '03.txt'}: cannot be read (Permission denied); check its permissions"
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_full_disk_leaves_nothing(
+    corpus: Path, tmp_path: Path, cache: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("titanlab.data.shards.writer.write_index", full)
+    with pytest.raises(ConfigError) as caught:
+        write_token_shards(str(corpus), tmp_path / "made", tokenizer=str(model_file), report=silent)
+    assert str(caught.value) == f"folder={tmp_path / 'made'}: cannot be written (No space left on device); make room"
+    assert [each.name for each in tmp_path.iterdir() if each.name != "cache"] == ["corpus"]
+
+
+def test_another_corpus_or_tokenizer_has_another_fingerprint(
+    corpus: Path, tmp_path: Path, cache: Path, model_file: Path, json_file: Path
+) -> None:
+    def of(name: str, **given: Any) -> str | None:
+        given = {"tokenizer": str(model_file), **given}
+        return write_token_shards(str(corpus), tmp_path / name, report=silent, **given).fingerprint
+
+    first = of("a")
+    assert of("b") == first
+    others = [of("c", tokenizer=str(json_file)), of("d", validation_fraction=0.1), of("e", text_field="body")]
+    (corpus / "03.txt").write_text("other")
+    others.append(of("f"))
+    assert len({first, *others}) == 5

@@ -56,12 +56,7 @@ class PreparedText(DataSource, Generic[TextConfig]):
         config = self.config
         trained = ["trained", config.vocab_size]
         tokenizer = trained if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
-        try:
-            content = fingerprint.of_files(self.corpus.files)
-        except OSError as error:
-            raise ConfigError(
-                self.corpus.key, error.filename or "", f"cannot be read ({error.strerror})", "check its permissions"
-            ) from error
+        content = content_of(self.corpus)
         return fingerprint.of_values(ORDER, content, self.corpus.text_field, tokenizer, config.validation_fraction)
 
     def fingerprint(self) -> str:
@@ -140,6 +135,19 @@ class PreparedText(DataSource, Generic[TextConfig]):
             fingerprint=self.fingerprint(),
             report=report,
         )
+
+
+def content_of(corpus: Corpus) -> str:
+    """A hash of a corpus's files; 32 hexadecimal digits.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    try:
+        return fingerprint.of_files(corpus.files)
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror})"
+        raise ConfigError(corpus.key, error.filename or "", rule, "check its permissions") from error
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:

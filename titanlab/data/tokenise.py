@@ -11,7 +11,7 @@ from pathlib import Path
 from titanlab.data import fingerprint
 from titanlab.data.corpus.text_files import Corpus, matching
 from titanlab.data.files_schema import Files
-from titanlab.data.prepared import ORDER, make_shards
+from titanlab.data.prepared import ORDER, content_of, make_shards
 from titanlab.data.shards.index import Index
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
@@ -74,7 +74,7 @@ def _write(
     )
     corpus = Corpus(files=matching(config.files), text_field=text_field)
     tokenizer_fingerprint = None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer)).fingerprint
-    content = fingerprint.of_files(corpus.files)
+    content = content_of(corpus)
     folder = folder.absolute()
     temporary = _beside(folder)
     try:
