@@ -58,3 +58,20 @@ def test_a_file_is_opened_for_writing_and_a_link_or_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is no regular file"):
         open_to_write(tmp_path / "pipe", os.O_RDWR)
+
+
+def next_descriptor():
+    """The descriptor that the next open file gets: the same if none was left open."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    return descriptor
+
+
+def test_what_is_no_file_leaves_no_descriptor_open(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    before = next_descriptor()
+    for name, reason in (("folder", "is a folder"), ("pipe", "is no regular file")):
+        with pytest.raises(OSError, match=reason):
+            read_bytes(tmp_path / name)
+        assert next_descriptor() == before

@@ -164,7 +164,7 @@ class RunRecords:
         """Numbers of all attempts, from 1."""
         try:
             names = [path.name for path in (self.path / "attempts").iterdir()]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(int(name) for name in names if name.isdecimal())
 

@@ -21,12 +21,14 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """
     # Without O_NONBLOCK the open of a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        # Before `open`, which raises for a folder and leaves the descriptor open.
+        os.close(descriptor)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    with open(descriptor, "rb") as file:
         content = read_at_most(file, most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))

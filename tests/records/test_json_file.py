@@ -1,0 +1,105 @@
+"""JSON files of runs: objects are read, and what is none is one line that names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from titanlab.errors import ConfigError
+from titanlab.records.json_file import RESTORE, check_object, loaded, read_object, read_optional
+
+
+def refusal(action, *given, **more):
+    with pytest.raises(ConfigError) as caught:
+        action(*given, **more)
+    return str(caught.value)
+
+
+def test_an_object_is_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"é": [1, null]}', encoding="utf-8")
+    assert read_object(path) == read_optional(path) == {"é": [1, None]}
+
+
+def test_without_a_file_there_is_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "a.json", tmp_path / "no" / "a.json", tmp_path / "file" / "a.json"):
+        assert read_object(path) is None
+        assert read_optional(path) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"", "is no JSON ("),
+        (b"{", "is no JSON ("),
+        (b"\xff", "is no JSON ("),
+        (b"[" * 100_000, "is no JSON ("),
+        (b"1" * 5000, "is no JSON ("),
+        (b"[]", "holds list and no object"),
+        (b"null", "holds NoneType and no object"),
+        (b'"x"', "holds str and no object"),
+    ],
+)
+def test_what_is_no_object_is_one_line(tmp_path, content, rule):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    assert refusal(read_object, path).startswith(f"run={path}: {rule}")
+    assert refusal(read_object, path).endswith(f"; {RESTORE}")
+    assert refusal(read_object, path, cure="try again").endswith("; try again")
+    assert read_optional(path) is None
+
+
+def test_what_is_no_file_is_one_line(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (("folder", "is a folder"), ("pipe", "is no regular file")):
+        path = tmp_path / name
+        assert refusal(read_object, path) == f"run={path}: cannot be read ({reason}); ask its owner for permission"
+        assert read_optional(path) is None
+
+
+def test_half_of_a_pair_of_surrogates_can_be_printed():
+    assert loaded(r'{"a": "x\ud800y", "\udc00": 1}') == {"a": "x?y", "?": 1}
+    # A whole pair is a letter.
+    assert loaded(json.dumps("🎉")) == "🎉"
+    assert loaded(r'"\u00e9"') == "é"
+
+
+KINDS = {"text": str, "count": int, "number": float, "mapping": dict, "maybe": (int, None)}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"schema": 3},
+        {"text": "", "count": 0, "number": 0.5, "mapping": {}, "maybe": 1},
+        {"number": 5, "maybe": None, "more": object},
+    ],
+)
+def test_values_of_their_types_pass(tmp_path, value):
+    check_object(tmp_path, value, schema=3, kinds=KINDS)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"text": 5}, "text=5: must be text in here; fix it"),
+        ({"text": None}, "text=null: must be text in here; fix it"),
+        ({"count": 0.5}, "count=0.5: must be a whole number in here; fix it"),
+        ({"count": True}, "count=true: must be a whole number in here; fix it"),
+        ({"number": "1"}, "number=1: must be a number in here; fix it"),
+        ({"number": False}, "number=false: must be a number in here; fix it"),
+        ({"mapping": []}, "mapping=[]: must be a mapping in here; fix it"),
+        ({"maybe": "x"}, "maybe=x: must be a whole number in here; fix it"),
+        (
+            {"schema": 4, "text": 5},
+            "schema=4: here has schema 4, and this version of titanlab reads schema 3; use the version that made it",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_named(value, said):
+    assert refusal(check_object, "here", value, schema=3, kinds=KINDS, cure="fix it") == said
