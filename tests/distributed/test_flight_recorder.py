@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sys
 import threading
 import time
 
@@ -10,11 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from titanlab.costs.layout import Layout
-from titanlab.distributed import flight_recorder, hang_record
+from titanlab.distributed import flight_recorder
 from titanlab.distributed.flight_recorder import last_collectives, topology
-from titanlab.distributed.hang_record import Topology, stack_of, stack_of_error
 from titanlab.distributed.mesh import build_mesh
-from titanlab.records.hang_file import parse_hang
 
 
 def entry(sequence, **changes):
@@ -96,41 +93,3 @@ def test_groups_and_coordinates_of_a_mesh(pool):
     coordinates, groups = pool.run(4, names_of_groups)[2]
     assert coordinates == {"shard": 1, "tensor": 0}
     assert groups == [("shard", (0, 2)), ("tensor", (2, 3)), ("world", (0, 1, 2, 3))]
-
-
-def recorded(frames, **changes):
-    how = {"rank": 1, "state": "stands", "phase": "step 2", "step": 1, "seconds": 1.0, "limit": None, **changes}
-    return parse_hang({"schema": 1, **hang_record.hang_record(frames, Topology(), **how)})
-
-
-def test_a_record_names_the_innermost_line_that_is_not_torchs():
-    frames = stack_of(sys._getframe())
-    torchs = hang_record.Frame("/venv/torch/distributed/distributed_c10d.py", 9, "wait")
-    found = recorded([torchs, *frames])
-    assert (found.source.function, found.stack[0].function) == (frames[0].function, "wait")
-    assert found.activity == ""
-    assert len(recorded(frames * 9).stack) == 60
-
-
-@pytest.mark.parametrize(
-    ("file", "function", "activity", "shown"),
-    [
-        ("data/stream.py", "read", "data", "titanlab/data/stream.py"),
-        ("checkpoint/store.py", "save", "checkpoint", "titanlab/checkpoint/store.py"),
-        ("training/train.py", "train", "", "titanlab/training/train.py"),
-        ("training/train.py", "next_batch", "data", "titanlab/training/train.py"),
-    ],
-)
-def test_what_a_rank_is_busy_with(file, function, activity, shown):
-    found = recorded([hang_record.Frame(hang_record._PACKAGE + file, 3, function)])
-    assert (found.activity, found.source.file) == (activity, shown)
-
-
-def test_the_stack_of_an_error():
-    def inner():
-        raise LookupError
-
-    with pytest.raises(LookupError) as raised:
-        inner()
-    assert next(frame.function for frame in stack_of_error(raised.value.__traceback__)) == "inner"
-    assert recorded([], state="raised").source is None

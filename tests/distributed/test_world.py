@@ -2,16 +2,12 @@
 
 import contextlib
 import os
-import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from titanlab.distributed import loopback
-from titanlab.distributed.loopback import is_loopback, is_one_host, listen, loopback_address, loopback_interface
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.distributed.world import open_world
 
@@ -83,34 +79,3 @@ def interface_of(name):
         return os.environ["GLOO_SOCKET_IFNAME"]
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
-
-
-def test_names_and_addresses_of_the_loopback_are_known():
-    assert all(map(is_loopback, ("127.0.0.1", "127.0.1.1", "::1", "localhost")))
-    assert not any(map(is_loopback, ("10.0.0.1", "0.0.0.0", "no.such.host.invalid", "")))
-    assert loopback_interface() in ("lo", "lo0")
-
-
-def test_several_hosts_are_not_taken_for_one():
-    here = replace(ALONE, world=2, local_world=2, started_by="torchrun", address="10.0.0.1")
-    # By hand, without LOCAL_WORLD_SIZE: the number of ranks here is a guess.
-    assert not is_one_host(here, {})
-    assert is_one_host(here, {"TORCHELASTIC_RUN_ID": "7"})
-    assert not is_one_host(replace(here, local_world=1), {"TORCHELASTIC_RUN_ID": "7"})
-    assert is_one_host(replace(here, is_counted=True), {})
-    assert is_one_host(replace(here, address="127.0.0.1"), {})
-
-
-def test_without_ipv4_the_loopback_is_ipv6s(monkeypatch):
-    def listen_as_without(address, port):
-        if ":" not in address:
-            raise OSError("no such family")
-        return socket.socket()
-
-    monkeypatch.setattr(loopback, "listen", listen_as_without)
-    assert loopback_address() == "::1"
-
-
-def test_a_port_that_is_taken_is_named():
-    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match=rf"127.0.0.1:{first.getsockname()[1]} \("):
-        listen("127.0.0.1", first.getsockname()[1])

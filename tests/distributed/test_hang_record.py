@@ -1,0 +1,80 @@
+"""What a rank that hangs writes: where it is in the code, what it is busy with, and its place among the others."""
+
+import sys
+
+import pytest
+
+from titanlab.distributed import hang_record
+from titanlab.distributed.hang_record import Topology, stack_of, stack_of_error
+from titanlab.records.hang_file import Collective, Group, Messages, parse_hang
+
+
+def recorded(frames, **changes):
+    how = {"rank": 1, "state": "stands", "phase": "step 2", "step": 1, "seconds": 1.0, "limit": None, **changes}
+    return parse_hang({"schema": 1, **hang_record.hang_record(frames, Topology(), **how)})
+
+
+def test_a_record_names_the_innermost_line_that_is_not_torchs():
+    frames = stack_of(sys._getframe())
+    torchs = hang_record.Frame("/venv/torch/distributed/distributed_c10d.py", 9, "wait")
+    found = recorded([torchs, *frames])
+    assert (found.source.function, found.stack[0].function) == (frames[0].function, "wait")
+    assert found.activity == ""
+    assert len(recorded(frames * 9).stack) == 60
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "activity", "shown"),
+    [
+        ("data/stream.py", "read", "data", "titanlab/data/stream.py"),
+        ("checkpoint/store.py", "save", "checkpoint", "titanlab/checkpoint/store.py"),
+        ("training/train.py", "train", "", "titanlab/training/train.py"),
+        ("training/train.py", "next_batch", "data", "titanlab/training/train.py"),
+    ],
+)
+def test_what_a_rank_is_busy_with(file, function, activity, shown):
+    found = recorded([hang_record.Frame(hang_record._PACKAGE + file, 3, function)])
+    assert (found.activity, found.source.file) == (activity, shown)
+
+
+def test_the_stack_of_an_error():
+    def inner():
+        raise LookupError
+
+    with pytest.raises(LookupError) as raised:
+        inner()
+    assert next(frame.function for frame in stack_of_error(raised.value.__traceback__)) == "inner"
+    assert recorded([], state="raised").source is None
+
+
+def test_a_record_has_the_place_of_the_rank_among_the_others():
+    call = {
+        "group": "1", "sequence": 4, "operation": "all_reduce", "sizes": [[8], []], "dtypes": ["Float"],
+        "is_message": False, "is_done": True,
+    }  # fmt: skip
+    messages = {"runs": True, "stages": [0, 2], "sent": {"1": 3}, "received": {}, "waiting": None}
+    known = Topology(
+        groups={"1": ("shard", (0, 2))},
+        coordinates={"shard": 1},
+        messages=lambda: messages,
+        collectives=lambda: [call],
+    )
+    how = {"rank": 2, "state": "waits", "phase": "step 3", "step": 2, "seconds": 1.5, "limit": 9.0}
+    written = hang_record.hang_record([], known, **how)
+    assert (written["coordinates"], written["source"]) == ({"shard": 1}, None)
+    found = parse_hang({"schema": 1, **written})
+    assert (found.rank, found.state, found.phase, found.step, found.seconds, found.limit) == tuple(how.values())
+    assert found.groups == {"1": Group("shard", (0, 2))}
+    assert found.messages == Messages(runs=True, stages=(0, 2), sent={1: 3}, received={}, waiting=None)
+    assert found.collectives == (
+        Collective("1", 4, "all_reduce", ((8,), ()), ("Float",), is_message=False, is_done=True),
+    )
+
+
+def test_a_rank_that_knows_nothing_yet_has_an_empty_place():
+    found = recorded([])
+    assert (found.groups, found.messages, found.collectives, found.stack) == ({}, None, (), ())
+
+
+def test_without_a_frame_there_is_no_stack():
+    assert (stack_of(None), stack_of_error(None)) == ([], [])
