@@ -10,7 +10,7 @@ from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError
 from titanlab.planner.efficiencies import allocator_excess
 from titanlab.planner.machine import Axis, machine_of
-from titanlab.planner.measured_machine import lines, measured_cluster
+from titanlab.planner.measured_machine import doubts, lines, measured_cluster
 
 # Figures of a core, with collectives of 200 µs and 1 GB/s.
 FIXED, BANDWIDTH = 200e-6, 1e9
@@ -66,6 +66,20 @@ def test_one_process_measures_no_collective():
     assert "latency" not in found.efficiencies
     assert found.link_gb_per_second is None
     assert lines(ROW)[-1] == "one process: no collective was measured"
+
+
+@pytest.mark.parametrize("bandwidth", [math.inf, 1e13, -1e12], ids=["equal", "hardly growing", "shrinking"])
+@pytest.mark.parametrize(("group", "name"), [("node", "link"), ("world", "network")])
+def test_a_link_whose_times_do_not_grow_has_no_bandwidth_and_that_is_said(group, name, bandwidth):
+    others = {"node": "world", "world": "node"}
+    row = ROW | exchanges(group, 4, FIXED, bandwidth) | exchanges(others[group], 2, FIXED, BANDWIDTH)
+    found = measured_cluster(on_cpu(), row)
+    assert name not in found.efficiencies
+    (line,) = doubts(row, found)
+    assert line.startswith(f"no bandwidth of the {name}: ")
+    row |= exchanges(group, 4, FIXED, BANDWIDTH)
+    assert doubts(row, measured_cluster(on_cpu(), row)) == []
+    assert doubts(ROW, measured_cluster(on_cpu(), ROW)) == []
 
 
 def test_a_known_gpu_gets_shares_of_its_datasheet():

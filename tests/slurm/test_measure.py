@@ -19,4 +19,6 @@ def test_nodes_are_measured_by_a_job(site, world, per_node, links):
     assert f"µs, {world} ranks of {'a node' if world == per_node else 'several nodes'}" in said.out
     values = yaml.safe_load(file.read_text())
     assert (values["per_node"], values["accelerator"]) == (per_node, "cpu")
-    assert links <= set(values["efficiencies"])
+    # On a busy host the times of these small messages need not grow with their sizes: then that is said.
+    for name in links:
+        assert (name in values["efficiencies"]) != (f"no bandwidth of the {name}: " in said.err)

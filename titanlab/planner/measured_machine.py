@@ -19,6 +19,8 @@ from titanlab.recipe.recipe import Recipe
 
 KEY = "--measure"
 _LOCAL = (names.PRODUCT, names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH)
+# The efficiency that collectives of a group say.
+_LINKS = {names.NODE: "link", names.WORLD: "network"}
 # How figures are shown: divisor, unit, digits.
 _UNITS: Mapping[str, tuple[float, str, int]] = {
     names.PRODUCT: (1e9, "GFLOP/s", 1),
@@ -28,6 +30,8 @@ _UNITS: Mapping[str, tuple[float, str, int]] = {
     names.LAUNCH: (1e-6, "µs", 2),
     names.PROCESS: (1e9, "GB", 2),
 }
+# By which share the largest collective must take longer than one of no bytes: a smaller one is noise.
+_LEAST_GROWTH = 0.02
 # Squares that are too small to say how fast a model's products are.
 _SMALL_SQUARES = 2
 
@@ -90,12 +94,23 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     if cluster.accelerator == "cpu":
         cluster = dataclasses.replace(cluster, process_gb=figures[names.PROCESS] / 1e9, allocator_excess=1.0)
     exchanges = _exchanges(figures)
-    for group in (names.NODE, names.WORLD):
+    for group in _LINKS:
         own = [exchange for exchange in exchanges if exchange.group == group]
         if own:
             cluster = _with_link(cluster, shares, own, machine)
     limited = {name: min(max(share, LIMITS[name][0]), LIMITS[name][1]) for name, share in shares.items()}
     return dataclasses.replace(cluster, efficiencies=limited)
+
+
+def doubts(row: Mapping[str, Any], cluster: Cluster) -> list[str]:
+    """A line for each link of a measured cluster that has no bandwidth although collectives were measured on it."""
+    groups = {exchange.group for exchange in _exchanges(_checked(row))}
+    return [
+        f"no bandwidth of the {name}: the times of its collectives do not grow with their sizes; measure again "
+        "while nothing else runs, or with larger ones: profiler.megabytes=64"
+        for group, name in _LINKS.items()
+        if group in groups and name not in cluster.efficiencies
+    ]
 
 
 def lines(row: Mapping[str, Any]) -> list[str]:
@@ -184,14 +199,14 @@ def _with_link(cluster: Cluster, shares: dict[str, float], exchanges: Sequence[E
     times = [own.seconds / nominal for own, nominal in zip(exchanges, fixed, strict=True)]
     constant, slope = fit_sum([[1.0] * len(sizes), sizes], times)
     shares["latency"] = max(shares.get("latency", 0.0), constant)
-    if slope <= 0:
+    if slope * max(sizes) <= _LEAST_GROWTH * constant:
         return cluster
     nominal = (machine.link_bytes_per_second if nodes == 1 else machine.network_bytes_per_second) / 1e9
     reached = 1 / slope / 1e9
     if nodes > 1:
         # A ring that leaves its node uses the adapters of all its ranks there.
         reached /= max(1, min(exchanges[0].ranks, machine.per_node))
-    shares["link" if nodes == 1 else "network"] = reached / max(nominal, reached)
+    shares[_LINKS[group]] = reached / max(nominal, reached)
     if nodes == 1:
         return dataclasses.replace(cluster, link_gb_per_second=max(nominal, reached))
     return dataclasses.replace(cluster, network_gb_per_second=max(nominal, reached))

@@ -10,7 +10,7 @@ from titanlab.cli.machines.cluster_out import MEASURED, check_out, write_cluster
 from titanlab.cli.sweep import SweepArguments, run_study
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
-from titanlab.planner.measured_machine import KEY, lines, measured_cluster
+from titanlab.planner.measured_machine import KEY, doubts, lines, measured_cluster
 from titanlab.profiler.rates_schema import KIND
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.frozen import frozen_recipe
@@ -70,6 +70,8 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
     processes = counted(recipe.layout.world, "process", "processes")
     with Console() as console:
         console.note("\n".join([*lines(row), ""]))
+        for doubt in doubts(row, cluster):
+            console.warn(doubt)
         machine = cluster.device if cluster.accelerator == "cuda" else (env.get("host") or {}).get("cpu")
         console.note("\n".join(write_cluster(path, cluster, f"{MEASURED} with {processes} on {machine}.")))
     return 0
