@@ -183,7 +183,7 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         check_vocabulary(vocabulary, description, self.file, self._key)
         self.vocab_size = max(vocabulary.values()) + 1
-        declared = _declared(self.file.with_name(_CONFIG))
+        declared = declared_in(self.file.with_name(_CONFIG))
         self.bos_id = _special(vocabulary, declared, "bos_token", _BOS_NAMES)
         self.eos_id = _special(vocabulary, declared, "eos_token", _EOS_NAMES)
         self._set_fingerprint(content)
@@ -247,7 +247,8 @@ def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
         raise ConfigError(key, path, f"{rule} ({' '.join(str(error).split())[:80]})", cure) from error
 
 
-def _declared(path: Path) -> dict[str, Any]:
+def declared_in(path: Path) -> dict[str, Any]:
+    """The entries of a tokenizer_config.json; none if there is no such file, or if it is damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from titanlab.data.tokenizers.tokenizer import declared_in
 from titanlab.system.atomic_file import write_json
 from titanlab.weights.huggingface.folder import TOKENIZER_FILES
 
@@ -32,10 +32,9 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | None, context: int) -> None:
     """Write the tokenizer's class and special tokens for transformers.
 
-    Entries of an existing tokenizer_config.json are kept.
+    Entries of an existing tokenizer_config.json are kept; a damaged one is replaced.
     """
     path = folder / "tokenizer_config.json"
-    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if (folder / "tokenizer.json").is_file():
         library: Any = importlib.import_module("tokenizers")
         name_of = library.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token
@@ -56,4 +55,4 @@ def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | No
     for role, token in (("bos_token", bos_id), ("eos_token", eos_id)):
         if token is not None:
             config[role] = name_of(token)
-    write_json(path, {**config, **known})
+    write_json(path, {**config, **declared_in(path)})
