@@ -13,6 +13,11 @@ from titanlab.data.tokenizers.training import train
 WORDS = "the def return self class import value tokens of a stream and its order in every rank one two".split()
 
 
+def silent(line: str) -> None:
+    """A report to nobody, of single lines."""
+    assert "\n" not in line
+
+
 def text(number: int, words: int = 40) -> str:
     """A document that no other number gives."""
     rng = np.random.default_rng(number)

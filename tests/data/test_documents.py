@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.conftest import text
+from tests.data.conftest import silent, text
 from tests.data.test_hf import made as hf_made
 from tests.data.test_hf import tokens_of_stream
 from tests.data.test_tokens import write_by_hand
@@ -25,10 +25,6 @@ from titanlab.data.tokens_schema import TokenFolder
 from titanlab.errors import ConfigError
 
 SEQ = 24
-
-
-def silent(line: str) -> None:
-    assert "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.conftest import text
+from tests.data.conftest import silent, text
 from tests.data.streams.test_indexed import global_steps
 from titanlab.data import source
 from titanlab.data.corpus import hf_documents
@@ -24,10 +24,6 @@ from titanlab.data.tokenizers.tokenizer import load
 from titanlab.errors import ConfigError, DamagedPosition
 
 TEXTS = {text(100 * file + row, 5 + 7 * row) for file in range(5) for row in range(12)}
-
-
-def silent(line: str) -> None:
-    assert "\n" not in line
 
 
 @pytest.fixture

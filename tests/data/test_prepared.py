@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.data.conftest import text
+from tests.data.conftest import silent, text
 from titanlab.data.documents import Separators
 from titanlab.data.files_schema import Files
 from titanlab.data.prepared import PreparedText, check_tokenizer, content_of, make_shards, train_tokenizer
 from titanlab.errors import ConfigError
 
 FITS = {"seq_len": 8, "vocab_size": 400, "validation_sequences": 0}
-
-
-def silent(line: str) -> None:
-    assert "\n" not in line
 
 
 @pytest.fixture

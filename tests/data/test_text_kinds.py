@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.conftest import text
+from tests.data.conftest import silent, text
 from tests.data.streams.test_indexed import SEQ, global_steps
 from titanlab.data import source, stdlib
 from titanlab.data.corpus.held_out import is_held_out
@@ -22,10 +22,6 @@ from titanlab.data.shards.index import read_index
 from titanlab.data.stdlib_schema import Stdlib
 from titanlab.data.tokenizers.tokenizer import load
 from titanlab.errors import ConfigError
-
-
-def silent(line: str) -> None:
-    assert "\n" not in line
 
 
 def folder_in(cache: Path) -> Path:

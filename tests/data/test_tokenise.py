@@ -8,17 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.conftest import text
+from tests.data.conftest import silent, text
 from tests.data.streams.test_indexed import global_steps
 from titanlab.data import source
 from titanlab.data.files_schema import Files
 from titanlab.data.tokenise import write_token_shards
 from titanlab.data.tokens_schema import TokenFolder
 from titanlab.errors import ConfigError
-
-
-def silent(line: str) -> None:
-    assert "\n" not in line
 
 
 @pytest.fixture

@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.conftest import silent
 from tests.data.streams.test_indexed import folder_of
 from titanlab.data import source
 from titanlab.data.tokens_schema import TokenFolder
 from titanlab.errors import ConfigError
-
-
-def silent(line: str) -> None:
-    assert "\n" not in line
 
 
 def write_by_hand(folder: Path, **changes: Any) -> TokenFolder:
