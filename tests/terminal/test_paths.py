@@ -1,3 +1,4 @@
+from titanlab.checkpoint.remote.address_schema import StorePath
 from titanlab.terminal.paths import shown_path
 
 
@@ -9,3 +10,7 @@ def test_a_path_is_shown_from_the_current_folder(tmp_path, monkeypatch):
     assert shown_path(tmp_path / "elsewhere") == str(tmp_path / "elsewhere")
     # The current folder's name is the real one, whatever link led to it.
     assert (tmp_path / "here" / shown_path(tmp_path / "link" / "runs")).resolve() == tmp_path / "here" / "runs"
+
+
+def test_an_address_of_a_store_is_shown_as_it_is():
+    assert shown_path(StorePath("memory://bucket/run")) == "memory://bucket/run"

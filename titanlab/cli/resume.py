@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from titanlab.checkpoint.folders import latest, of_step
 from titanlab.checkpoint.remote.run_place import checkpoints_of
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     done = run.result()
     if checkpoint is not None and done is not None and done.kind is OutcomeKind.DONE:
         rule = f"is a checkpoint of a run that is done: {done.steps} steps"
-        shown = shown_path(checkpoint) if isinstance(checkpoint, Path) else str(checkpoint)
+        shown = shown_path(checkpoint)
         raise ConfigError("checkpoint", shown, rule, f"for a new run from there: titanlab train --from {shown}")
     newest = checkpoint or latest(checkpoints_of(run))
     with Console() as console:

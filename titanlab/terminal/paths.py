@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 
-def shown_path(path: Path) -> str:
-    """The path relative to the current folder if it is inside it (links resolved); otherwise the whole path."""
-    return os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)
+def shown_path(path: object) -> str:
+    """The path relative to the current folder if it is inside it (links resolved), else whole; or a store's address."""
+    if isinstance(path, Path) and path.resolve().is_relative_to(Path.cwd()):
+        return os.path.relpath(path)
+    return str(path)

@@ -93,8 +93,7 @@ def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequen
         console.note("nothing is to be removed")
     largest = sorted(items, key=lambda item: -item.bytes)
     for item in largest if lists_all else largest[:_LARGEST]:
-        shown = shown_path(item.path) if isinstance(item.path, Path) else str(item.path)
-        console.note(f"  {data_size(item.bytes):>9}  {shown}")
+        console.note(f"  {data_size(item.bytes):>9}  {shown_path(item.path)}")
     if not lists_all and len(items) > _LARGEST:
         console.note(f"  … and {len(items) - _LARGEST} more, which --dry-run lists")
     others = [kind for kind in KINDS if kind not in kinds and counts[kind]]
