@@ -174,6 +174,21 @@ def test_an_attempt_begins_where_the_logs_of_earlier_ones_were_removed(tmp_path)
     assert run.logs.is_dir()
 
 
+@pytest.mark.parametrize("name", ["attempts", "logs"])
+@pytest.mark.parametrize("target", [None, "nowhere"], ids=["a file", "a link to nothing"])
+def test_what_stands_where_a_folder_of_the_run_was_is_one_line(tmp_path, name, target):
+    recipe = tiny.recipe(tmp_path)
+    run = stopped(recipe)
+    shutil.rmtree(run.path / name)
+    if target is None:
+        (run.path / name).touch()
+    else:
+        (run.path / name).symlink_to(tmp_path / target)
+    with pytest.raises(ConfigError, match=f"^run=.*{name}: is no folder; remove it$"):
+        begin(run, recipe, HOST, started_by="local", report=print)
+    assert run.attempts() == ([1] if name == "logs" else [])
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank-0.log", "logs/wandb.log"])
 def test_an_attempt_does_not_begin_where_it_would_append_to_the_file_behind_a_link(tmp_path, name):
     """A run of a stranger may have such a link."""

@@ -53,7 +53,13 @@ class RunFolder(RunRecords):
         Args:
             env: content of env.json; None for an attempt whose processes never started.
             patch: difference of the code to its commit, written as `code.patch`.
+
+        Raises:
+            ConfigError: something else stands where the folder of attempts or of logs was.
         """
+        for parent in (self.path / "attempts", self.logs):
+            if os.path.lexists(parent) and not parent.is_dir():
+                raise ConfigError("run", parent, "is no folder", "remove it")
         for attempt in range(self.newest_attempt() + 1, 1_000_000):
             folder = self.attempt_folder(attempt)
             try:
