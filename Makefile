@@ -8,9 +8,9 @@ ARGS ?=
 # For make test-matrix: K/N, one part of it
 PART ?=
 
-# Several pytest processes: one runs the tests of ranks, the others run what needs none and often waits for processes. A
-# worker that dies is not replaced: a test that hangs ends the run. ARGS="-n 0" runs all tests in one process, as a
-# debugger needs it.
+# Several pytest processes: two start with the tests of ranks (tests/workers.py), a third with what needs none and often
+# waits for processes. A worker that dies is not replaced: a test that hangs ends the run. ARGS="-n 0" runs all tests in
+# one process, as a debugger needs it.
 TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 THREE_WORKERS := -n 3 --dist loadfile --max-worker-restart 0
 

@@ -121,7 +121,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, run all tests of ranks on one worker."""
+    """With `--dist loadfile`, run the tests of ranks on few workers."""
     return workers.RanksTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 

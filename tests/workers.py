@@ -1,4 +1,4 @@
-"""Which tests one worker of pytest-xdist runs: all tests of ranks, or the tests of one file."""
+"""Which tests one worker of pytest-xdist runs: those of one file, or those of many files with tests of ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Fixtures by which a test starts ranks. A test that starts ranks by another fixture fails.
 RANK_FIXTURES = {"pool", "curves"}
+RANK_UNITS = 2
 
 
 class RanksTogether(LoadScopeScheduling):
-    """Files are the units of work, and all files with tests of ranks are one unit.
+    """Files are the units of work, and all files with tests of ranks are two units.
 
-    So there is one pool of ranks: it holds gigabytes, and its ranks use every core.
+    A worker that runs such a unit has a pool of ranks, which takes seconds to start and holds gigabytes: most workers
+    should have none. Two pools use the cores better than one, since ranks wait for each other most of the time.
     pytest-xdist's own groups (`--dist loadgroup`) have no effect in pytest 9.2: pytest-xdist 3.8 appends the group to
     `Item._nodeid`, which that pytest no longer reads.
     """
 
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        super().__init__(config, log)
+        self._units: dict[str, str] = {}  # of the files with tests of ranks, in the order in which they were collected
+
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "ranks" if starts_ranks(self.config.rootpath / file) else file
+        if not starts_ranks(self.config.rootpath / file):
+            return file
+        return self._units.setdefault(file, f"ranks {len(self._units) % RANK_UNITS}")
 
 
 @functools.cache
