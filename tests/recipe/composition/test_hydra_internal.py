@@ -1,9 +1,14 @@
-"""The sources from which Hydra reads configs: a file is read once, and again when it has changed."""
+"""What titanlab replaces in Hydra: files are read once, schemas converted once, and what is not needed is not collected."""
+
+import copy
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError
 
-from titanlab.recipe.composition.hydra_internal import FileConfigSource
+from titanlab.recipe.composition.hydra_internal import FileConfigSource, StructuredConfigSource, replace_sources
+from titanlab.recipe.composition.recipes import register
 
 
 def test_a_file_is_read_again_when_it_has_changed(tmp_path):
@@ -26,3 +31,29 @@ def test_a_file_that_is_gone_is_an_error(tmp_path):
     file.unlink()
     with pytest.raises(ConfigLoadError, match=r"Config not found : .*fast\.yaml"):
         source.load_config("fast")
+
+
+def test_a_schema_is_converted_once_also_in_a_copy_of_its_source():
+    register()
+    source = copy.deepcopy(StructuredConfigSource("mine", "structured://"))
+    first = source.load_config("optimizer/adamw_schema").config
+    converted = ConfigStore.instance().repo["optimizer"]["adamw_schema.yaml"].node
+    assert converted == first
+    # What Hydra does with the config does not reach the next reader.
+    first.lr = 0.125
+    assert source.load_config("optimizer/adamw_schema").config == converted != first
+    assert ConfigStore.instance().repo["optimizer"]["adamw_schema.yaml"].node is converted
+
+
+@pytest.mark.parametrize(
+    ("overrides", "port"), [([], 1), (["server=second"], 2), (["server=second", "place=first"], 1)]
+)
+def test_an_option_may_follow_the_choice_of_another_group(tmp_path, overrides, port):
+    for group in ("server", "place"):
+        (tmp_path / group).mkdir()
+        for number, name in enumerate(("first", "second"), start=1):
+            (tmp_path / group / f"{name}.yaml").write_text(f"port: {number}\n")
+    (tmp_path / "config.yaml").write_text("defaults: [_self_, {server: first}, {place: '${server}'}]\n")
+    replace_sources()
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert compose("config", overrides=overrides).place.port == port

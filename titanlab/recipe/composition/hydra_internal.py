@@ -6,6 +6,8 @@
   that Hydra does not register its own again and finds the source of schemas by its name.
 - The names of Hydra's own sweeper and launcher: no public name tells them from those of plugins.
 - The conversion of one value of a sweep: Hydra's public iterator returns it as it was parsed, with quotes.
+- What `${group}` in a defaults list can refer to: Hydra collects it again for every file that it reads, which takes a
+  fifth of a composition's time, and hardly any defaults list refers to a group.
 
 Written for Hydra 1.3. Each part can go when Hydra makes the same function public.
 """
@@ -17,6 +19,7 @@ import copy
 import os
 from typing import Any, ClassVar
 
+from hydra._internal import defaults_list
 from hydra._internal.core_plugins import (
     file_config_source,
     importlib_resources_config_source,
@@ -36,14 +39,23 @@ from titanlab.recipe.composition.combinations import choice_of
 _SCHEMA = "_schema"
 # Before the names of the classes of Hydra's own sweeper and launcher, `_target_` in their configs.
 _OWN_PLUGINS = "hydra._internal.core_plugins.basic_"
+_hydras_choices = defaults_list._create_interpolation_map
 
 
 def replace_sources() -> None:
-    """Make Hydra read configs with the classes of this file; a second call changes nothing."""
+    """Make Hydra read configs with the classes and functions of this file; a second call changes nothing."""
+    defaults_list._create_interpolation_map = _choices_if_needed  # type: ignore[assignment]
     types = SourcesRegistry.instance().types
     types["file"] = FileConfigSource
     types["pkg"] = ImportlibResourcesConfigSource
     types["structured"] = StructuredConfigSource
+
+
+def _choices_if_needed(overrides: Any, defaults: list[Any], self_added: bool) -> Any:  # noqa: FBT001 (Hydra's)
+    """What Hydra's function returns, where an entry of a defaults list refers to it; else None, which nobody reads."""
+    if any(entry.is_interpolation() for entry in defaults if not (self_added and entry.is_self())):
+        return _hydras_choices(overrides, defaults, self_added)
+    return None
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -113,6 +125,11 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
             f"{group}/{option.schema_name}": option for group, kinds in discover().items() for option in kinds.values()
         }
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StructuredConfigSource:
+        # Hydra copies its sources for every composition. A copy of the store would be slow, and would forget the
+        # schemas that have been converted. What is read from the store is a copy, so that nothing changes the store.
+        return self
+
     def is_config(self, config_path: str) -> bool:
         """Whether there is such a schema or combination."""
         return super().is_config(config_path) or _combination_at(config_path) is not None
@@ -170,9 +187,9 @@ def _name_combinations(config: Any) -> None:
     Hydra would merge the options of a list into one config.
     """
     for entry in OmegaConf.select(config, "defaults") or []:
-        if not OmegaConf.is_dict(entry):
-            continue
-        for key, value in entry.items():
+        # Unresolved: a value may refer to another group's choice, which only Hydra knows.
+        options: Any = OmegaConf.to_container(entry, resolve=False) if OmegaConf.is_dict(entry) else {}
+        for key, value in options.items():
             group = str(key).split()[-1].lstrip("/")
-            if OmegaConf.is_list(value) and group in combining_groups() and value:
-                entry[key] = choice_of(group, list(value))
+            if isinstance(value, list) and group in combining_groups() and value:
+                entry[key] = choice_of(group, value)
