@@ -54,6 +54,7 @@ def test_each_shape_is_one_array_with_its_own_resources(slurm, tmp_path):
     assert [(job, len(runs)) for job, _, runs in submitted.jobs] == [("101", 2), ("102", 2), ("103", 1), ("104", 1)]
 
 
+@pytest.mark.usefixtures("whole_snapshots")
 def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp_path):
     launch = Slurm(
         preamble=["module load cuda"],
