@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -72,6 +73,11 @@ DAMAGED = {
     "another schema": ({"schema": 2}, "ValueError: another version of titanlab's"),
     "a model of text": ({"model": "llama"}, "TypeError: "),
     "a model without a kind": ({"model": {"dim": 4}}, "KeyError: 'kind'"),
+    "half a layer": ({"model": {**dataclasses.asdict(MODEL), "layers": 1.5}}, "TypeError: layers is no whole number: 1.5"),
+    "a layer of true": ({"model": {**dataclasses.asdict(MODEL), "layers": True}}, "TypeError: layers is no whole number"),
+    "a size without end": ({"model": {**dataclasses.asdict(MODEL), "dim": 1e400}}, "TypeError: dim is no whole number"),
+    "a huge frequency": ({"model": {**dataclasses.asdict(MODEL), "rope_theta": 10**400}}, "TypeError: int too large"),
+    "a context of text": ({"about": {"max_position_embeddings": "x"}}, "ValueError: max_position_embeddings is no "),
     "an unknown size": ({"model": {**dataclasses.asdict(MODEL), "size": 4}}, "TypeError: "),
     "an about of text": ({"about": "x"}, "ValueError: "),
     "biases of a number": ({"biases": 5}, "TypeError: "),
@@ -104,6 +110,15 @@ def test_a_folder_without_its_tensors_is_refused(tmp_path):
     made(tmp_path)
     (tmp_path / "weights.safetensors").unlink()
     assert refusal(open_weights, tmp_path, "x") == f"x={tmp_path}/weights.safetensors: is missing; fetch the file again"
+
+
+def test_a_pipe_in_place_of_the_tensors_is_refused(tmp_path):
+    """To open it for reading would wait for a writer."""
+    made(tmp_path)
+    (tmp_path / "weights.safetensors").unlink()
+    os.mkfifo(tmp_path / "weights.safetensors")
+    said = f"x={tmp_path}/weights.safetensors: is no regular file; fetch the file again"
+    assert refusal(open_weights, tmp_path, "x") == said
 
 
 def test_a_model_is_made_of_plain_values():

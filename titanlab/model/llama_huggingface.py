@@ -210,7 +210,10 @@ def _number(config: Mapping[str, Any], name: str, default: float | None = None) 
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise _wrong(name, value, "must be a number", "restore the file")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise _wrong(name, value, "is too large for a number of 64 bits", "restore the file") from None
 
 
 def _wrong(name: str, value: object, rule: str, cure: str) -> ConfigError:

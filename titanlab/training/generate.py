@@ -26,7 +26,7 @@ from titanlab.training.balance import set_biases
 from titanlab.training.stage import default_dtype, dtypes_of
 from titanlab.weights.biases import biases_of
 from titanlab.weights.fill import fill
-from titanlab.weights.folder import is_weights_folder
+from titanlab.weights.folder import CONTEXT, is_weights_folder
 from titanlab.weights.huggingface.folder import is_hf_folder
 from titanlab.weights.source import usual_dtype
 from titanlab.weights.starting_weights import open_folder
@@ -60,7 +60,7 @@ def generate(
     tokenizer = tokenizers.load(_tokenizer_folder(run), "run")
     with open_world(ALONE, accelerator=device, seed=seed, deterministic=False) as world:
         if source is not None:
-            seq_len = min(int(source.about.get("max_position_embeddings") or _MOST_CONTEXT), _MOST_CONTEXT)
+            seq_len = min(int(source.about.get(CONTEXT, _MOST_CONTEXT)), _MOST_CONTEXT)
             model = _empty(source.model, seq_len, getattr(torch, usual_dtype(source)), world.device)
             fill(model, source)
             set_biases(model, source.biases)

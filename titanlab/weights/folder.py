@@ -9,6 +9,7 @@ generation_config.json           if the source has one
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ INDEX = "weights.index.json"
 STEM = "weights"
 TOKENIZER = "tokenizer"
 GENERATION = "generation_config.json"
+CONTEXT = "max_position_embeddings"
+"""The largest number of tokens in a sequence, by its name in config.json."""
 SCHEMA = 1
 
 
@@ -44,7 +47,7 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
     manifest = read_object(path / MANIFEST, key)
     try:
         model = model_of(manifest["model"])
-        about, digest = dict(manifest.get("about", {})), str(manifest["digest"])
+        about, digest = checked_about(dict(manifest.get("about", {}))), str(manifest["digest"])
         biases = biases_of(model, _lists(manifest.get("biases", {})), key, path)
         if manifest["schema"] != SCHEMA:
             raise ValueError("another version of titanlab's")
@@ -63,6 +66,20 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
         digest=digest,
         biases=biases,
     )
+
+
+def checked_about(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Values beside a model's config, whose `max_position_embeddings` is a whole number of at least 1, or absent.
+
+    Raises:
+        ValueError: it is another value; null counts as absent.
+    """
+    context = about.get(CONTEXT)
+    if context is None:
+        return {name: value for name, value in about.items() if name != CONTEXT}
+    if not isinstance(context, int) or isinstance(context, bool) or context < 1:
+        raise ValueError(f"{CONTEXT} is no whole number of at least 1")
+    return dict(about)
 
 
 def _lists(value: Any) -> dict[str, list[float]]:
@@ -84,7 +101,15 @@ def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
         KeyError, TypeError: the values are not those of a model.
         ConfigError: no installed package has this kind of model, or a value breaks a rule.
     """
-    model: ModelConfig = schema_of("model", mapping["kind"])(**mapping)
+    schema = schema_of("model", mapping["kind"])
+    for field in dataclasses.fields(schema):
+        # A config checks ranges, not types: those are checked where people write values.
+        if field.type in (int, "int") and type(value := mapping.get(field.name, 0)) is not int:
+            raise TypeError(f"{field.name} is no whole number: {value!r}")
+    try:
+        model: ModelConfig = schema(**mapping)
+    except (ValueError, OverflowError) as error:
+        raise TypeError(str(error)) from error
     return model
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.options import discover
-from titanlab.recipe.literal import literal
+from titanlab.recipe.literal import literal, path_override
 from titanlab.records.config_file import config_text
 from titanlab.system.atomic_file import write_json
 from titanlab.system.foreign import Foreign
@@ -72,9 +71,10 @@ def write_ours(origin: Origin, into: Path, *, name: str, dtype: str | None, shar
             manifest["biases"] = biases
         write_json(part / ours.MANIFEST, manifest, durable=True)
     _report_size(origin, into, report)
-    command = ["titanlab", "train", "--config-dir", str(into / "conf"), f"model={name}", _override("init_from", into)]
+    command = ["titanlab", "train", "--config-dir", str(into / "conf"), f"model={name}"]
+    command.append(path_override("init_from", into))
     if tokenizer_files:
-        command.append(_override("data.tokenizer", into / ours.TOKENIZER))
+        command.append(path_override("data.tokenizer", into / ours.TOKENIZER))
     return shlex.join(command)
 
 
@@ -154,16 +154,8 @@ def _option_text(model: ModelConfig, title: str) -> str:
         if field.name != "kind" and getattr(model, field.name) != field.default
     }
     schema = discover()["model"][model.kind].schema_name
-    return f"defaults: [{schema}, _self_]\n# From {title}.\n{config_text(literal(values))}"
-
-
-def _override(key: str, path: Path) -> str:
-    """`key=path`, quoted for Hydra's override grammar if needed."""
-    text = str(path)
-    if re.fullmatch(r"[\w./+@%-]+", text):
-        return f"{key}={text}"
-    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{key}="{quoted}"'
+    comment = " ".join(title.split())
+    return f"defaults: [{schema}, _self_]\n# From {comment}.\n{config_text(literal(values))}"
 
 
 def _report_size(origin: Origin, into: Path, report: Report) -> None:

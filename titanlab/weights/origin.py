@@ -46,7 +46,7 @@ class Origin:
     @property
     def context(self) -> int:
         """Largest number of tokens in a sequence."""
-        return int(self.about["max_position_embeddings"])
+        return int(self.about[ours.CONTEXT])
 
 
 def from_folder(path: Path, key: str) -> Origin:
@@ -62,7 +62,7 @@ def from_folder(path: Path, key: str) -> Origin:
     imported = ours.is_weights_folder(path)
     return Origin(
         source=source,
-        about={"max_position_embeddings": _USUAL_CONTEXT, **source.about},
+        about={ours.CONTEXT: _USUAL_CONTEXT, **source.about},
         tokenizer=path / ours.TOKENIZER if imported else path,
         generation=path / ours.GENERATION,
         title=path.resolve().name,
@@ -84,10 +84,10 @@ def from_run(text: str, runs: str, *, step: int | None) -> Origin:
     try:
         model = ours.model_of(config["model"])
         seq_len = int(config["training"]["seq_len"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError("run", run.path, f"its config.yaml has no model ({error})", "restore that file") from error
     check_checkpoint(checkpoint, model.account().parameters, "run")
-    about: dict[str, Any] = {"max_position_embeddings": _context(model, seq_len)}
+    about: dict[str, Any] = {ours.CONTEXT: _context(model, seq_len)}
     generation: dict[str, Any] = {}
     if run.tokenizer.is_dir():
         tokenizer = tokenizers.load(run.tokenizer, "run")
@@ -116,7 +116,7 @@ def from_dcp(folder: Path, model: ModelConfig, key: str) -> Origin:
 
     return Origin(
         source=dcp_source(folder, model, key),
-        about={"max_position_embeddings": _context(model, _USUAL_CONTEXT)},
+        about={ours.CONTEXT: _context(model, _USUAL_CONTEXT)},
         tokenizer=folder,
         generation={},
         title=folder.resolve().name,

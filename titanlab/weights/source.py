@@ -147,11 +147,14 @@ def read_entries(files: Sequence[Path], key: str) -> tuple[dict[str, Entry], dic
     """Tensors in safetensors files by name, and the file of each; does not import torch.
 
     Raises:
-        ConfigError: a file is missing or damaged.
+        ConfigError: a file is missing, damaged or no regular file.
     """
     entries: dict[str, Entry] = {}
     places: dict[str, Path] = {}
     for path in files:
+        if path.exists() and not path.is_file():
+            # To open a named pipe would wait for a writer.
+            raise ConfigError(key, path, "is no regular file", "fetch the file again")
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - `file` is not a mapping

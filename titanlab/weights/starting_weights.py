@@ -8,6 +8,7 @@ imports torch only when it fills a model.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ def check_start(recipe: Recipe) -> None:
     if recipe.checkpoint.load_from is not None:
         rule = "checkpoint.load_from says already what the run starts with"
         raise ConfigError(KEY, recipe.init_from, rule, "give one of the two")
-    path = Path(recipe.init_from).expanduser()
+    path = Path(os.path.expanduser(recipe.init_from))
     source = _folder(recipe.init_from)
     if source is None:
         checkpoint = _checkpoint(recipe.init_from)
@@ -83,7 +84,7 @@ def open_folder(path: Path, key: str) -> SafetensorsSource | None:
 
 def _folder(text: str) -> SafetensorsSource | None:
     """The weights in a folder of this host; None if `init_from` names a checkpoint."""
-    return None if is_address(text) else open_folder(Path(text).expanduser(), KEY)
+    return None if is_address(text) else open_folder(Path(os.path.expanduser(text)), KEY)
 
 
 def start_fingerprint(recipe: Recipe) -> str | None:
@@ -93,7 +94,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     """
     if recipe.init_from is None:
         return None
-    path = Path(recipe.init_from).expanduser()
+    path = Path(os.path.expanduser(recipe.init_from))
     source = _folder(recipe.init_from)
     if source is not None and source.digest:
         return source.digest
@@ -101,7 +102,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
         return _sampled([path / CONFIG, *sorted(set(source.files.values()))])
     checkpoint = _checkpoint(recipe.init_from)
     if has_pickle(checkpoint):
-        return _sampled(sorted(checkpoint.glob("*.distcp")))
+        return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
     digest = hashlib.sha256()
     for file in indexed(checkpoint, KEY).files:
         # Other bytes than these are refused when the weights are read.
@@ -136,7 +137,7 @@ def fill_start(recipe: Recipe, model: nn.Module) -> Biases:
 def _checkpoint(text: str) -> Place:
     if is_address(text):
         return find(text, KEY)
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if not path.exists():
         owner, slash, name = text.partition("/")
         cure = "give an imported folder, a folder of Hugging Face's, or a run"

@@ -199,7 +199,7 @@ def test_what_asks_hydra_itself_is_answered():
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, -0.5, 1e-7, "text", "1f1b", "true", "1e3", "it's, [a] {b}: $c=\\", "", [1, None, ["a b"]], {"a": {"b": "c d"}}],
+    [None, True, 3, -0.5, 1e-7, "text", "1f1b", "true", "1e3", "it's, [a] {b}: $c=\\", "", "données/é", [1, None, ["a b"]], {"a": {"b": "c d"}}],
 )  # fmt: skip
 def test_a_value_survives_hydras_grammar(value):
     (parsed,) = loader().parse([override_text("+key", value)])

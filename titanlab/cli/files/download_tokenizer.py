@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.data.tokenizers.download import download_tokenizer
+from titanlab.recipe.literal import path_override
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,5 +21,5 @@ def main(arguments: Sequence[str]) -> int:
     )
     args = parser.parse_args(arguments)
     path = download_tokenizer(args.repo, args.folder / Path(args.repo).name, args.token, report=print)
-    print(f"data.tokenizer={path}")
+    print(shlex.quote(path_override("data.tokenizer", path)))
     return 0

@@ -6,6 +6,7 @@ They can be in the form of Hugging Face, or in a folder of torch.distributed.che
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def _model(option: str | None, overrides: Sequence[str], folder: Path) -> ModelC
 
 
 def _folder(source: str, revision: str | None, token: str | None) -> Path:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.exists():
         if revision is not None:
             raise ConfigError("--revision", revision, "is of a model of the hub, and this is a folder", "leave it out")
@@ -97,5 +98,5 @@ def option_name(name: str | None, source: str) -> str:
         if name in own:
             raise ConfigError("--name", name, "is an option of titanlab's own", f"try {name}_imported")
         return name
-    derived = re.sub(r"[^a-z0-9]+", "_", Path(source).expanduser().absolute().name.lower()).strip("_") or "model"
+    derived = re.sub(r"[^a-z0-9]+", "_", Path(os.path.expanduser(source)).absolute().name.lower()).strip("_") or "model"
     return f"{derived}_imported" if derived in own else derived

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.data.tokenise import write_token_shards
+from titanlab.recipe.literal import path_override
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         "titanlab",
         "train",
         "data=tokens",
-        f"data.folder={args.folder}",
+        path_override("data.folder", args.folder),
         f"model.vocab_size={index.vocab_size}",
     ]
     print(shlex.join(command))

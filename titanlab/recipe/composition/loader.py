@@ -32,7 +32,8 @@ from titanlab.recipe.composition.hydra_settings import check_files
 from titanlab.recipe.composition.recipes import PackagesOnSearchPath, conf_folder, register, to_recipe
 from titanlab.recipe.recipe import Recipe
 
-_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
+# Hydra's grammar takes letters of ASCII only without quotes.
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
 _CONSTANTS = ("true", "false", "null", "nan", "inf")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from titanlab.errors import ConfigError
-from titanlab.weights.folder import indexed_files, read_object
+from titanlab.weights.folder import CONTEXT, checked_about, indexed_files, read_object
 from titanlab.weights.huggingface.families import family_for
 from titanlab.weights.source import Entry, SafetensorsSource, check_entries, read_entries
 
@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 # Keys of config.json that are not part of the model config; import and export do not change them.
-ABOUT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+ABOUT = (CONTEXT, "bos_token_id", "eos_token_id", "pad_token_id")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -40,6 +40,11 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
     config = read_object(path / CONFIG, key)
     family = family_for(config)
     model = family.from_hf(config)
+    try:
+        about = checked_about({name: config[name] for name in ABOUT if name in config})
+    except ValueError as error:
+        rule = "must be a whole number of at least 1"
+        raise ConfigError(f"{CONFIG}:{CONTEXT}", config[CONTEXT], rule, "restore the file") from error
     if not (path / INDEX).is_file() and not (path / f"{STEM}.safetensors").is_file():
         pickled = next((name for name in _PICKLED if (path / name).is_file()), None)
         if pickled is not None:
@@ -49,14 +54,13 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         raise ConfigError(key, path, f"has neither {STEM}.safetensors nor {INDEX}", "fetch the folder again, whole")
     entries, places = read_entries(indexed_files(path, INDEX, f"{STEM}.safetensors", key), key)
     copies = {name: original for name, original in family.copies(model).items() if name in entries}
-    tensors = {
-        name: entry for name, entry in entries.items() if name not in copies and not family.derived.fullmatch(name)
-    }
+    tensors = {name: entry for name, entry in entries.items() if not family.derived.fullmatch(name)}
     shapes, foreign = model.account().parameters, family.tensors(model)
     expected = {
         theirs: foreign[name].shape_there(shape) for name, shape in shapes.items() for theirs in foreign[name].names
     }
-    check_entries(path, key, expected, tensors)
+    # A copy has the shape of its original: the two are compared piece by piece.
+    check_entries(path, key, {**expected, **{name: expected[copied] for name, copied in copies.items()}}, tensors)
     return SafetensorsSource(
         model=model,
         entries={
@@ -64,6 +68,6 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         },
         files=places,
         foreign=foreign,
-        about={name: config[name] for name in ABOUT if name in config},
+        about=about,
         copies=copies,
     )

@@ -1,0 +1,241 @@
+"""What a run starts with: the folder is of its model, its fingerprint is of its content, and its biases go along."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+from tests.weights import saved
+from tests.weights.huggingface import made as folders
+from titanlab.errors import ConfigError
+from titanlab.model.llama_schema import Llama
+from titanlab.model.mixtral_schema import Mixtral
+from titanlab.weights import starting_weights as module
+from titanlab.weights.starting_weights import check_beginning, check_start, fill_start, open_folder, start_fingerprint
+
+SIZES = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": 256}
+BIASED = Mixtral(**SIZES, experts=4, active_experts=2, balance="bias")
+BIASES = {"layers.0": [0.0, 0.1, -0.2, 0.0], "layers.1": [0.0, 0.0, 0.3, 0.0]}
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+def refusal(action, *given):
+    with pytest.raises(ConfigError) as caught:
+        action(*given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def theirs(folder, **config):
+    """A recipe that starts with a folder of Hugging Face's, and the folder."""
+    path = folders.folder(folder / "hub", {**folders.SMALL, **config})
+    model = Llama.hugging_face().from_hf({**folders.SMALL, **config})
+    return tiny.recipe(folder / "runs", model=model, init_from=str(path)), path
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with one checkpoint, and a recipe of the same model."""
+    recipe, run = saved.run_of(tmp_path / "runs")
+    saved.save(run, recipe.model)
+    return recipe, run
+
+
+def test_a_recipe_without_starting_weights_reads_nothing(tmp_path):
+    recipe = tiny.recipe(tmp_path)
+    check_beginning(recipe)
+    assert start_fingerprint(recipe) is None
+
+
+def test_a_folder_of_the_model_is_taken(tmp_path):
+    recipe, _ = theirs(tmp_path)
+    check_beginning(recipe)
+
+
+def test_weights_and_a_position_cannot_both_be_the_start(tmp_path):
+    recipe, path = theirs(tmp_path)
+    recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, load_from="x"))
+    rule = "checkpoint.load_from says already what the run starts with"
+    assert refusal(check_beginning, recipe) == f"init_from={path}: {rule}; give one of the two"
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"layers": 2}, "layers is 3 there and 2 here; choose the model that it was trained as: model.layers=3"),
+        ({"tied_embeddings": True}, "tied_embeddings is false there and true here; choose the model that it was"),
+    ],
+)
+def test_another_model_is_refused_with_the_value_that_it_has(tmp_path, change, rule):
+    recipe, path = theirs(tmp_path)
+    other = replace(recipe, model=replace(recipe.model, **change))
+    assert refusal(check_start, other).startswith(f"init_from={path}: is of another model: {rule}")
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path):
+    recipe, path = theirs(tmp_path)
+    said = refusal(check_start, replace(recipe, model=BIASED))
+    assert said.startswith(f"init_from={path}: is a model of another kind: llama, and the recipe's is mixtral; ")
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        ("meta-llama/Llama-3.1-8B", "for a model of the hub: `titanlab import meta-llama/Llama-3.1-8B`"),
+        ("./weights/x", "give an imported folder, a folder of Hugging Face's, or a run"),
+        ("../x", "give an imported folder, a folder of Hugging Face's, or a run"),
+        ("~no-such-user/x", "give an imported folder, a folder of Hugging Face's, or a run"),
+        ("a/b/c", "give an imported folder, a folder of Hugging Face's, or a run"),
+        ("/x", "give an imported folder, a folder of Hugging Face's, or a run"),
+        ("nope", "give an imported folder, a folder of Hugging Face's, or a run"),
+    ],
+)
+def test_a_missing_folder_may_be_a_model_of_the_hub(tmp_path, monkeypatch, text, cure):
+    monkeypatch.chdir(tmp_path)
+    recipe = replace(tiny.recipe(tmp_path), init_from=text)
+    assert refusal(check_start, recipe) == f"init_from={text}: there is no such folder; {cure}"
+
+
+def test_a_folder_that_is_neither_kind_is_none(tmp_path):
+    assert open_folder(tmp_path, "k") is None
+    assert open_folder(tmp_path / "nope", "k") is None
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_its_run_s_config(run):
+    recipe, begun = run
+    other = replace(recipe, init_from=str(begun.path), model=replace(recipe.model, norm_eps=1e-6))
+    assert "is of another model: norm_eps is 1e-05 there and 1e-06 here" in refusal(check_start, other)
+
+
+def test_a_checkpoint_outside_of_a_run_is_judged_by_its_shapes(run, tmp_path):
+    recipe, begun = run
+    alone = tmp_path / "a" / "b" / "step-00000001"
+    shutil.copytree(begun.checkpoints / "step-00000001", alone)
+    # Without a config.yaml nobody knows the eps.
+    check_start(replace(recipe, init_from=str(alone), model=replace(recipe.model, norm_eps=1e-6)))
+    other = replace(recipe, init_from=str(alone), model=replace(recipe.model, ffn_dim=100))
+    assert "is 192×64 there and 100×64 here" in refusal(check_start, other)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("seed: 1\n", "'model'"),
+        ("model: text\n", "string indices"),
+        ("model: {kind: llama}\n", "missing"),
+        ("model: {kind: llama, dim: .nan, layers: 1, heads: 1, kv_heads: 1, ffn_dim: 1, vocab_size: 2}\n", "dim is no"),
+    ],
+)
+def test_a_run_with_a_damaged_model_is_one_line(run, config, reason):
+    recipe, begun = run
+    (begun.path / "config.yaml").write_text(config)
+    said = refusal(check_start, replace(recipe, init_from=str(begun.path)))
+    assert said.startswith(f"init_from={begun.path}: its config.yaml has no model (")
+    assert reason in said
+    assert said.endswith("; restore that file")
+
+
+def test_the_fingerprint_of_their_folder_is_of_its_content_and_not_of_its_place(tmp_path):
+    recipe, path = theirs(tmp_path)
+    first = start_fingerprint(recipe)
+    shutil.copytree(path, tmp_path / "elsewhere")
+    moved = replace(recipe, init_from=str(tmp_path / "elsewhere"))
+    assert start_fingerprint(moved) == first
+    # A file that nobody reads is no part of it.
+    (tmp_path / "elsewhere" / "README.md").write_text("x")
+    assert start_fingerprint(moved) == first
+    values = load_file(tmp_path / "elsewhere" / "model.safetensors")
+    values["model.norm.weight"][0] += 1
+    save_file(values, tmp_path / "elsewhere" / "model.safetensors")
+    assert start_fingerprint(moved) != first
+
+
+def test_a_large_file_is_sampled_from_its_first_byte_to_its_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(module, "_SAMPLE_BYTES", 10)
+    path = tmp_path / "large"
+    content = bytes(2000)
+    path.write_bytes(content)
+    first = module._sampled([path])
+    for place in (0, 9, 1990, 1999):
+        path.write_bytes(content[:place] + b"x" + content[place + 1 :])
+        assert module._sampled([path]) != first, place
+    # Between two samples nothing is read: that is the price.
+    path.write_bytes(content[:20] + b"x" + content[21:])
+    assert module._sampled([path]) == first
+    path.write_bytes(content + b"\0")
+    assert module._sampled([path]) != first
+
+
+def test_files_that_exchange_their_names_are_another_content(tmp_path):
+    (tmp_path / "a").write_bytes(b"1")
+    (tmp_path / "b").write_bytes(b"2")
+    first = module._sampled([tmp_path / "a", tmp_path / "b"])
+    (tmp_path / "a").write_bytes(b"2")
+    (tmp_path / "b").write_bytes(b"1")
+    assert module._sampled([tmp_path / "a", tmp_path / "b"]) != first
+
+
+def test_a_pipe_among_the_files_of_an_older_checkpoint_does_not_stop_the_fingerprint(run, monkeypatch):
+    """To open it would wait for a writer."""
+    recipe, begun = run
+    checkpoint = begun.checkpoints / "step-00000001"
+    (checkpoint / "__0_0.distcp").write_bytes(b"numbers")
+    monkeypatch.setattr(module, "has_pickle", lambda place: True)
+    recipe = replace(recipe, init_from=str(begun.path))
+    first = start_fingerprint(recipe)
+    os.mkfifo(checkpoint / "__1_0.distcp")
+    (checkpoint / "__2_0.distcp").mkdir()
+    assert start_fingerprint(recipe) == first
+    (checkpoint / "__0_0.distcp").write_bytes(b"others")
+    assert start_fingerprint(recipe) != first
+
+
+def test_a_model_is_filled_from_their_folder(tmp_path):
+    recipe, path = theirs(tmp_path)
+    model = saved.module(recipe.model)
+    assert fill_start(recipe, model) == {}
+    source = open_folder(path, "k")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, source.read(name, [0] * parameter.ndim, parameter.shape)), name
+
+
+def test_a_model_is_filled_from_a_run(run):
+    recipe, begun = run
+    model = saved.module(recipe.model, seed=1)
+    assert fill_start(replace(recipe, init_from=str(begun.path)), model) == {}
+    for (name, parameter), other in zip(model.named_parameters(), saved.module(recipe.model).parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "given"),
+    [
+        ("bias", "bias", BIASES),
+        ("bias", "none", {}),
+        # Of another balance the state is no bias.
+        ("auxiliary_batch", "bias", {}),
+    ],
+)
+def test_biases_go_along_where_both_models_have_them(tmp_path, before, after, given):
+    first, second = (replace(BIASED, balance=balance) for balance in (before, after))
+    recipe, begun = saved.run_of(tmp_path / "runs", model=first)
+    saved.save(begun, first, routing=BIASES)
+    model = saved.module(second, seed=1)
+    assert fill_start(replace(recipe, model=second, init_from=str(begun.path)), model) == given
+
+
+def test_an_older_field_of_the_model_may_be_absent_in_the_run_s_config(run):
+    """A field with a default may be younger than the run."""
+    recipe, begun = run
+    text = (begun.path / "config.yaml").read_text()
+    assert "attention:" in text
+    kept = [line for line in text.splitlines(keepends=True) if not line.startswith("  attention:")]
+    (begun.path / "config.yaml").write_text("".join(kept))
+    check_start(replace(recipe, init_from=str(begun.path)))
