@@ -19,6 +19,7 @@ FILE = "tracker.json"
 _FILES = "tracker*.json"
 # Folder in a run's folder for the tracker files that a rebuild has replaced.
 REPLACED = "replaced"
+_WHOLE_NUMBERS = ("step", "rows", "left_out", "attempt")
 # States of a tracker: not ready yet; takes rows; has all rows and the summary.
 STARTING, OPEN, FINISHED = "starting", "open", "finished"
 
@@ -75,7 +76,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record | None:
-    """Read a record; None if there is none, or if its schema differs."""
+    """Read a record; None if there is none, if its schema differs, or if a value is of another kind."""
     try:
         value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
@@ -83,7 +84,17 @@ def read_record(path: Path) -> Record | None:
     if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
         return None
     known: dict[str, Any] = {field.name: value[field.name] for field in fields(Record) if field.name in value}
-    try:
-        return Record(**known)
-    except TypeError:
+    if "kind" not in known or not all(_is_sound(name, value) for name, value in known.items()):
         return None
+    return Record(**known)
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    """Whether a field of a record can have a value."""
+    if name in _WHOLE_NUMBERS:
+        return (type(value) is int and value >= 0) or (value is None and name == "step")
+    if name == "rebuilt":
+        return isinstance(value, bool)
+    if name == "updated":
+        return type(value) in (int, float)
+    return isinstance(value, str) or (value is None and name in ("wanted", "mode", "folder"))

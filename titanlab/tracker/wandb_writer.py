@@ -182,7 +182,10 @@ def _messages() -> queue.SimpleQueue[dict[str, Any] | None]:
 
     def read() -> None:
         for line in sys.stdin.buffer:
-            message = json.loads(line)
+            try:
+                message = json.loads(line)
+            except ValueError:
+                break  # The training process has died while it wrote this line.
             # While wandb hangs, further rows are dropped, but reading continues to notice the end.
             if "log" not in message or messages.qsize() < _MOST_ROWS:
                 messages.put(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from titanlab.launch.local.wake import python_environment
 from titanlab.launch.submission import Submission, jobs_folder
 
 # submitit's controller needs a time limit; this one is never reached. Ranks have their own watchdogs.
+_LOG = re.compile(r"[0-9]+_0_log\.out")
 _MINUTES = 10 * 365 * 24 * 60
 
 
@@ -47,8 +49,8 @@ def start(
 
 def controller_of(sweep: Path, token: str, index: int) -> int | None:
     """The process number of a job's controller, from the names of its logs; None if there are no logs."""
-    logs = list(_folder(sweep, token, index).glob("*_0_log.out"))
-    newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+    logs = {path: _LOG.fullmatch(path.name) for path in _folder(sweep, token, index).glob("*_0_log.out")}
+    newest = max((path for path, match in logs.items() if match), key=lambda path: path.stat().st_mtime, default=None)
     return None if newest is None else int(newest.name.partition("_")[0])
 
 

@@ -12,6 +12,7 @@ from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_json
 from titanlab.system.process_start import born_at
 
+STATES = ("starting", "running", "ended", "cancelled")
 # A job of another host counts as alive for this time after its last sign of life.
 _SIGN_OF_LIFE_SECONDS = 60.0
 
@@ -57,12 +58,24 @@ class LocalJob:
 
 
 def local_job(sweep: Path, token: str, index: int) -> LocalJob | None:
-    """The record of a job; None before the supervisor has handled the job."""
+    """The record of a job; None before the supervisor has handled the job, or if the file is damaged."""
     value = read_mapping(_file(sweep, token, index))
     if value is None:
         return None
     values = {known.name: value[known.name] for known in fields(LocalJob) if known.name in value}
+    if values.get("state") not in STATES or not all(_is_sound(name, given) for name, given in values.items()):
+        return None
     return LocalJob(**{**values, "devices": tuple(values.get("devices", ()))})
+
+
+def _is_sound(name: str, value: object) -> bool:
+    """Whether a field of a record can have a value."""
+    if name in ("state", "host"):
+        return isinstance(value, str)
+    if name == "devices":
+        return isinstance(value, list) and all(isinstance(device, str) for device in value)
+    kinds = (int,) if name in ("pid", "born") else (int, float)
+    return value is None or type(value) in kinds
 
 
 def write_local_job(sweep: Path, token: str, index: int, job: LocalJob) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from titanlab.records.run_folder import RunFolder
 from titanlab.terminal.paths import shown_path
@@ -49,7 +50,7 @@ def waiting_files(run: RunFolder) -> list[Path]:
     unfinished = [
         file
         for record in attempts.values()
-        if record.mode == "online" and record.state != FINISHED and record.folder is not None
+        if record.mode == "online" and record.state != FINISHED and _is_inside(record.folder)
         for file in (run.path / record.folder).glob("run-*.wandb")
     ]
     files = {*offline_files(run.path), *unfinished}
@@ -59,6 +60,11 @@ def waiting_files(run: RunFolder) -> list[Path]:
         (file for file in files if not is_uploaded(file)),
         key=lambda file: (places.get(str(file.parent.relative_to(run.path)), 0), file.parent.name.partition("run-")[2]),
     )
+
+
+def _is_inside(folder: str | None) -> TypeGuard[str]:
+    """Whether a recorded folder is one of the run: the record may be a stranger's, and its files are uploaded."""
+    return folder is not None and not Path(folder).is_absolute() and ".." not in Path(folder).parts
 
 
 def has_repeated_steps(run: RunFolder) -> bool:

@@ -1,0 +1,103 @@
+"""What an output stream can show, and the text for one that cannot show all."""
+
+from __future__ import annotations
+
+import io
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from titanlab.terminal.stream import can_show, columns_of, is_capable, shown_width, simplified
+
+
+class Screen:
+    """A stream that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def text_stream(encoding):
+    return io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+
+
+@pytest.mark.parametrize(
+    ("term", "capable"), [("xterm", True), ("screen-256color", True), ("dumb", False), ("unknown", False), ("", False)]
+)
+def test_a_terminal_is_capable_by_its_kind(term, capable):
+    assert is_capable(Screen(), {"TERM": term}) is capable
+
+
+def test_a_terminal_of_unknown_kind_is_not_capable():
+    assert not is_capable(Screen(), {})
+
+
+def test_what_is_no_terminal_is_not_capable(tmp_path):
+    closed = (tmp_path / "file").open("w")
+    assert not is_capable(closed, {"TERM": "xterm"})
+    closed.close()
+    # `isatty` of a closed file raises; notebooks have streams without the method, daemons have none.
+    for stream in (closed, io.StringIO(), object(), None):
+        assert not is_capable(stream, {"TERM": "xterm"})
+
+
+def test_the_width_is_that_of_the_terminal_now(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((123, 40)))
+    with (tmp_path / "file").open("w") as file:
+        assert columns_of(file) == 123
+        # Serial lines and some pseudo-terminals say 0.
+        monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((0, 0)))
+        assert columns_of(file) == 80
+
+
+def test_the_width_of_what_is_no_terminal_is_80(tmp_path):
+    with (tmp_path / "file").open("w") as file:
+        assert columns_of(file) == 80
+    # A closed file, a stream without a descriptor, one without the method.
+    for stream in (file, io.StringIO(), object()):
+        assert columns_of(stream) == 80
+
+
+@pytest.mark.parametrize(
+    ("line", "width"),
+    [("", 0), ("abc", 3), ("\x1b[1;31mred\x1b[0m", 3), ("\x1b[Ka\x1b[2K", 1), ("━━é", 3), ("\x1b[38;5;208mx\x1b[m", 1)],
+)
+def test_escape_sequences_take_no_columns(line, width):
+    assert shown_width(line) == width
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "shown"),
+    [
+        ("utf-8", "µ…→ 中", True),
+        ("ascii", "plain", True),
+        ("ascii", "a·b", False),
+        ("latin-1", "µ·", True),
+        ("latin-1", "→", False),
+        # Half of a pair, from a damaged name of a file.
+        ("utf-8", "\udce9", False),
+    ],
+)
+def test_a_stream_can_show_what_its_encoding_has(encoding, text, shown):
+    assert can_show(text_stream(encoding), text) is shown
+
+
+def test_a_stream_without_an_encoding_takes_all():
+    assert can_show(io.StringIO(), "→")
+    assert not can_show(SimpleNamespace(encoding="no-such"), "a")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "simple"),
+    [
+        ("ascii", "1·2 µs … − – → ×", "1-2 us . - - > x"),
+        ("ascii", "中é", "??"),
+        ("latin-1", "é→", "é>"),
+        ("utf-8", "中\udce9", "中?"),
+    ],
+)
+def test_other_characters_stand_for_those_that_it_lacks(encoding, text, simple):
+    """One for one: the columns of tables stay aligned."""
+    assert simplified(text, text_stream(encoding)) == simple
+    assert len(simple) == len(text)
