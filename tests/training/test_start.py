@@ -1,0 +1,135 @@
+"""Where an attempt begins: its run's newest whole checkpoint, else another run's, else given weights, else nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.checkpoint.one_process import ALONE
+from tests.weights.huggingface import made as folders
+from tests.weights.saved import module, run_of, save
+from titanlab.checkpoint.damage import DamagedCheckpoint
+from titanlab.checkpoint.position import Position
+from titanlab.errors import ConfigError, DamagedPosition
+from titanlab.model.llama_schema import Llama
+from titanlab.training.start import load_start
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+NOWHERE = 99
+"""The seed of a model that nothing has filled."""
+
+
+def started(recipe, run, *, attempt=1, restore=lambda position: position.step):
+    """Position, result of `restore`, warnings, and the seed of the checkpoint whose weights the model has."""
+    model = module(recipe.model, NOWHERE)
+    result = load_start(
+        recipe, run, attempt, model, torch.optim.SGD(model.parameters()), ALONE, restore=restore
+    )  # fmt: skip
+    weight = next(model.parameters())
+    seeds = [seed for seed in range(100) if torch.equal(next(module(recipe.model, seed).parameters()), weight)]
+    return (*result, seeds)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    return run_of(tmp_path / "runs", layers=1)
+
+
+def test_a_new_run_begins_at_the_start_with_the_values_that_it_has(begun):
+    assert started(*begun) == (Position(), 0, [], [NOWHERE])
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(begun):
+    recipe, run = begun
+    for step in (2, 4):
+        save(run, recipe.model, step=step, seed=step, tracker="id")
+    position, result, warnings, seeds = started(recipe, run)
+    assert (position.step, position.tracker, result, warnings, seeds) == (4, "id", 4, [], [4])
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(begun):
+    recipe, run = begun
+    for step in (2, 4):
+        newest = save(run, recipe.model, step=step, seed=step)
+    (newest / "index.json").write_text("{")
+    position, _, warnings, seeds = started(recipe, run)
+    assert (position.step, seeds) == (2, [2])
+    (warning,) = warnings
+    assert "step-00000004" in warning
+    assert "\n" not in warning
+
+
+def test_a_position_that_cannot_be_restored_is_damage_too(begun):
+    recipe, run = begun
+    for step in (2, 4):
+        save(run, recipe.model, step=step, seed=step)
+
+    def restore(position):
+        if position.step == 4:
+            raise DamagedPosition("data.samples", "a\nb", "is none", "x")
+        return position.step
+
+    position, result, warnings, seeds = started(recipe, run, restore=restore)
+    # The older one replaces every value of the newer one.
+    assert (position.step, result, seeds) == (2, 2, [2])
+    assert "its position.json has data.samples=a b: is none" in warnings[0]
+    assert "\n" not in warnings[0]
+
+
+def test_if_all_are_damaged_the_run_does_not_begin_anew(begun):
+    recipe, run = begun
+    newest = save(run, recipe.model)
+    (newest / "index.json").write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        started(recipe, run)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_person_s_choice_of_a_checkpoint_is_not_replaced_by_an_older_one(begun, monkeypatch):
+    recipe, run = begun
+    for step in (2, 4):
+        newest = save(run, recipe.model, step=step)
+    (newest / "index.json").write_text("{")
+    monkeypatch.setattr(type(run), "has_chosen", lambda self, attempt: True)
+    with pytest.raises(DamagedCheckpoint):
+        started(recipe, run)
+
+
+def other_run(tmp_path):
+    recipe, other = run_of(tmp_path / "others", layers=1)
+    save(other, recipe.model, step=3, seed=3, tracker="theirs", routing={})
+    return other
+
+
+def test_another_run_s_checkpoint_is_taken_whole_but_for_its_tracker(begun, tmp_path):
+    recipe, run = begun
+    checkpoint = replace(recipe.checkpoint, load_from=str(other_run(tmp_path).path))
+    position, result, _, seeds = started(replace(recipe, checkpoint=checkpoint), run)
+    assert (position.step, position.tracker, result, seeds) == (3, None, 3, [3])
+
+
+def test_a_run_that_has_a_checkpoint_of_its_own_takes_no_other(begun, tmp_path):
+    recipe, run = begun
+    checkpoint = replace(recipe.checkpoint, load_from=str(other_run(tmp_path).path))
+    save(run, recipe.model, step=5, seed=5)
+    assert started(replace(recipe, checkpoint=checkpoint), run)[-1] == [5]
+
+
+def test_damage_of_another_run_is_not_passed_over(begun, tmp_path):
+    recipe, run = begun
+    other = other_run(tmp_path)
+    (other.checkpoints / "step-00000003" / "index.json").write_text("{")
+    checkpoint = replace(recipe.checkpoint, load_from=str(other.path))
+    with pytest.raises(ConfigError, match="^checkpoint.load_from="):
+        started(replace(recipe, checkpoint=checkpoint), run)
+
+
+def test_given_weights_begin_at_step_0(tmp_path):
+    path = folders.folder(tmp_path / "hub")
+    model = Llama.hugging_face().from_hf(folders.SMALL)
+    recipe, run = run_of(tmp_path / "runs", model=model)
+    position, result, warnings, seeds = started(replace(recipe, init_from=str(path)), run)
+    assert (position, result, warnings) == (Position(), 0, [])
+    assert seeds == []
