@@ -175,7 +175,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 def code_fingerprint(package: Path) -> str:
     """Hash of a package's Python files: equal for runs of the same code, with git or without."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for path in package.rglob("*.py") if path.is_file()):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()

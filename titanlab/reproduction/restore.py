@@ -91,7 +91,7 @@ def _from_commit(code: RecordedCode, repository: Path, into: Path, notes: list[s
 
 
 def _from_snapshot(code: RecordedCode, snapshot: Path, into: Path, notes: list[str]) -> Restored:
-    into.mkdir(parents=True)
+    into.mkdir(parents=True, exist_ok=True)
     shutil.copytree(snapshot, into, dirs_exist_ok=True, symlinks=True, ignore=_no_plain_files)
     return Restored(source=f"the snapshot {snapshot}", is_same=_is_same(code, into), notes=tuple(notes))
 

@@ -1,0 +1,135 @@
+"""The mesh of a layout: each rank's number on each axis, and the groups that share what they share.
+
+One process stands for each rank in turn: nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanlab.costs.layout import DATA_AXES, Layout
+from titanlab.distributed.mesh import build_mesh
+
+LAYOUTS = [
+    Layout(),
+    Layout(replicate=4),
+    Layout(shard=4),
+    Layout(context=2),
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(replicate=2, shard=2),
+    Layout(shard=2, context=2),
+    Layout(shard=2, context=2, tensor=2),
+    Layout(pipeline=2, replicate=2, shard=2, context=2, tensor=2),
+    Layout(shard=2, context=3),
+    Layout(shard=4, expert=2),
+    Layout(replicate=2, shard=2, context=2, expert=4),
+    Layout(pipeline=2, shard=2, tensor=2, expert=2),
+]
+every = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.label)
+
+
+@contextlib.contextmanager
+def rank_of(layout, rank):
+    """The mesh, as this rank sees it."""
+    dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())
+    try:
+        yield build_mesh(layout, "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def of_every_rank(layout, function):
+    values = []
+    for rank in range(layout.world):
+        with rank_of(layout, rank) as mesh:
+            values.append(function(mesh))
+    return values
+
+
+@every
+def test_every_rank_has_a_place_of_its_own(layout):
+    """In the order of the axes, of which the last is innermost: neighbours on a host share the most."""
+    places = of_every_rank(layout, lambda mesh: tuple(mesh.coordinate(axis) for axis in layout.degrees()))
+    assert len(set(places)) == layout.world
+    assert places == sorted(places)
+
+
+@every
+def test_a_coordinate_is_the_rank_in_the_axis_own_mesh(layout):
+    shared = [axis for axis, degree in layout.degrees().items() if degree > 1]
+
+    def numbers(mesh):
+        return [(mesh.coordinate(axis), mesh.axis(axis).get_local_rank()) for axis in shared]
+
+    for found in of_every_rank(layout, numbers):
+        assert all(coordinate == own for coordinate, own in found)
+
+
+@every
+def test_an_axis_without_sharing_has_number_0(layout):
+    with rank_of(layout, layout.world - 1) as mesh:
+        last = {axis: mesh.coordinate(axis) for axis in layout.degrees()}
+    assert last == {axis: degree - 1 for axis, degree in layout.degrees().items()}
+
+
+@every
+def test_ranks_that_read_other_data_have_other_numbers(layout):
+    def place(mesh):
+        return mesh.data_rank, tuple(mesh.coordinate(axis) for axis in DATA_AXES)
+
+    places = of_every_rank(layout, place)
+    assert {number for number, _ in places} == set(range(layout.data))
+    # One number for one place: ranks that share their sequences have the same.
+    assert len(set(places)) == layout.data
+
+
+@every
+def test_fsdp_shards_over_all_axes_that_shard_and_replicates_over_the_others(layout):
+    with rank_of(layout, 0) as mesh:
+        sizes = mesh.data_parallel.mesh.shape
+    assert tuple(sizes) == ((layout.fsdp,) if layout.replicate == 1 else (layout.replicate, layout.fsdp))
+
+
+@every
+def test_there_is_a_group_for_each_axis_with_several_ranks(layout):
+    with rank_of(layout, 0) as mesh:
+        sizes = {name: group.size() for name, group in mesh.groups().items()}
+    assert all(size > 1 for size in sizes.values())
+    for axis, degree in layout.degrees().items():
+        if degree > 1 and axis != "shard":
+            assert sizes[axis] == degree, axis
+    if layout.fsdp > 1:
+        assert sizes[layout.fsdp_name] == layout.fsdp
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.expert > 1], ids=lambda layout: layout.label)
+def test_ranks_that_share_experts_are_neighbours(layout):
+    groups = of_every_rank(layout, lambda mesh: tuple(mesh.expert_axis.mesh.tolist()))
+    assert set(groups) == {
+        tuple(range(first, first + layout.expert)) for first in range(0, layout.world, layout.expert)
+    }
+    for rank, group in enumerate(groups):
+        assert rank in group
+    shards = of_every_rank(layout, lambda mesh: mesh.expert_data_parallel.mesh.shape)
+    replicas = () if layout.replicate == 1 else (layout.replicate,)
+    assert {tuple(shape) for shape in shards} == {(*replicas, layout.expert_shard)}
+
+
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if layout.expert == 1], ids=lambda layout: layout.label
+)
+def test_without_expert_parallelism_there_is_no_second_mesh(layout):
+    with rank_of(layout, 0) as mesh:
+        assert mesh.experts is None
+
+
+def test_an_axis_is_one_object():
+    """Compiled blocks compare the meshes of tensors by identity."""
+    with rank_of(Layout(shard=2, context=2, tensor=2), 0) as mesh:
+        for axis in ("tensor", "context", "shard", "replicate", "pipeline"):
+            assert mesh.axis(axis) is mesh.axis(axis)
