@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests import tiny
-from tests.precision.test_float8_base import given
+from tests.precision.test_float8_base_schema import given
 from titanlab.costs.account import Joined
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.errors import ConfigError

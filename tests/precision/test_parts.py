@@ -1,15 +1,11 @@
 """Parts in float32: which they are, where casts stand, and what FSDP2 gathers apart."""
 
-import pytest
 import torch
 from torch import nn
 
 from tests import tiny
-from titanlab.errors import ConfigError
-from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.dtypes import Dtypes
 from titanlab.precision.parts import Units, keep_in_fp32
-from titanlab.precision.parts_schema import check_reduce, parts_within
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -103,40 +99,3 @@ def test_a_piece_without_parameters_needs_no_unit():
     model = Model(*ALL)
     model.norm = nn.Identity()
     assert kept(model, ["norm"]) == Units((model.norm,), ())
-
-
-@pytest.mark.parametrize(
-    ("names", "kept"),
-    [
-        ([], []),
-        (["embedding", "norm", "head"], None),
-        (["layers.0", "layers.1"], None),
-        (["layers.1", "layers.2", "layers.10"], ["layers.1"]),
-        (["layers.*"], None),
-        (
-            ["layers.2.feed_forward.w1", "layers.0.feed_forward.w1", "feed_forward.w1"],
-            ["layers.0.feed_forward.w1", "feed_forward.w1"],
-        ),
-        # Patterns of blocks.
-        (["layers.[01]", "layers.[1-9]"], None),
-        (["layers.[2-9]", "layers.??", "layers.1?", "layers.?"], ["layers.?"]),
-        (["layers.2*", "layers.1*"], ["layers.1*"]),
-    ],
-)
-def test_of_a_smaller_model_only_blocks_that_it_has_are_named(names, kept):
-    notes = []
-    assert parts_within(2, names, key="precision.skip", note=notes.append) == (names if kept is None else kept)
-    assert notes == ([] if kept in (None, names) else ["precision.skip names blocks that the reduced model lacks"])
-
-
-def test_a_reduced_precision_keeps_its_other_fields():
-    notes = []
-    reduced = Bf16(reduce="bf16", fp32_parts=["norm", "layers.[4-7]"]).reduced(layers=2, note=notes.append)
-    assert reduced == Bf16(reduce="bf16", fp32_parts=["norm"])
-    assert len(notes) == 1
-
-
-def test_a_dtype_of_reductions_is_one_of_those_known():
-    assert check_reduce("fp32", ("fp32", "bf16"), "why") is None
-    with pytest.raises(ConfigError, match="^precision.reduce=fp8: why; try fp32 or bf16$"):
-        check_reduce("fp8", ("fp32", "bf16"), "why")
