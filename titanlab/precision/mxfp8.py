@@ -89,11 +89,12 @@ def _multiplier(*, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
         formats = import_quietly("torchao.prototype.mx_formats.config")
         kernels = import_quietly("torchao.quantization.quantize_.common.kernel_preference").KernelPreference
         first, second = formats.MXFP8Dim0CastKernelChoice, formats.MXFP8Dim1CastKernelChoice
+        product, rounding = linear.mx_mm, formats.ScaleCalculationMode.RCEIL
+        kernel = (kernels.EMULATED, first.TORCH, second.TORCH) if emulate else (kernels.AUTO, first.TRITON, second.CUDA)
     except (ImportError, AttributeError) as error:
-        rule = f"this torchao lacks the prototype ({error})"
+        rule = f"this torchao lacks the prototype ({' '.join(str(error).split())})"
         raise ConfigError("precision", "mxfp8", rule, "pip install torchao>=0.18, or try precision=bf16") from error
-    product, e4m3, rounding = linear.mx_mm, torch.float8_e4m3fn, formats.ScaleCalculationMode.RCEIL
-    kernel = (kernels.EMULATED, first.TORCH, second.TORCH) if emulate else (kernels.AUTO, first.TRITON, second.CUDA)
+    e4m3 = torch.float8_e4m3fn
 
     def multiply(inputs: Tensor, weight: Tensor) -> Tensor:
         output: Tensor = product.apply(inputs, weight, e4m3, e4m3, e4m3, _BLOCK, *kernel, rounding, False)
