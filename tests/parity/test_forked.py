@@ -1,0 +1,66 @@
+"""Reduced runs in forked ranks: what a failure says, where its log is, and that no rank is left behind."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from titanlab.errors import TitanlabError
+from titanlab.parity import forked
+from titanlab.parity.forked import Ended, RunFailed, log_of, prepare
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder
+
+
+def ended(folder, **outcome):
+    return Ended(run=RunFolder(folder), attempt=1, outcome=Outcome(**outcome), seconds=1.0)
+
+
+def test_a_failure_is_one_line_with_its_cause_and_its_log(tmp_path):
+    error = RunFailed(ended(tmp_path, kind=OutcomeKind.CRASH, cause="ValueError: x", rank=3))
+    assert isinstance(error, TitanlabError)
+    assert str(error) == f"crash: ValueError: x; log: {tmp_path}/logs/rank-3.log"
+
+
+def test_a_failure_without_a_cause_says_what_its_kind_means(tmp_path):
+    error = RunFailed(ended(tmp_path, kind=OutcomeKind.OOM))
+    assert str(error) == f"oom: {OutcomeKind.OOM.meaning}; log: {tmp_path}/logs/rank-0.log"
+
+
+@pytest.mark.parametrize(("rank", "name"), [(None, "rank-0.log"), (0, "rank-0.log"), (11, "rank-11.log")])
+def test_the_log_is_that_of_the_rank_that_failed(tmp_path, rank, name):
+    assert log_of(ended(tmp_path, kind=OutcomeKind.CRASH, rank=rank)) == tmp_path / "logs" / name
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+def test_after_an_error_or_ctrl_c_every_rank_is_killed(error):
+    calls = []
+    started = SimpleNamespace(end=lambda number, *, seconds: calls.append(number))
+    with pytest.raises(error), forked._ended(started):
+        raise error
+    assert calls == [signal.SIGKILL]
+
+
+def test_ranks_that_have_ended_are_let_be():
+    with forked._ended(SimpleNamespace(end=None)):
+        pass
+
+
+def test_ranks_inherit_no_other_rank_and_compute_with_one_thread(monkeypatch):
+    """With more threads sums are rounded in another order, and with a rank's variables they would join its ranks."""
+    imported, frozen = [], []
+    monkeypatch.setattr(forked, "import_trainer", lambda: imported.append(dict(forked.os.environ)))
+    monkeypatch.setattr(forked.importlib, "import_module", lambda name: None)
+    monkeypatch.setattr(forked.gc, "freeze", lambda: frozen.append(True))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "7")
+    for name in forked._ENVIRONMENT:
+        monkeypatch.setenv(name, "8")
+    prepare()
+    (environment,) = imported
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & environment.keys()
+    # Before torch is imported, which reads them then.
+    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    assert frozen == [True]
