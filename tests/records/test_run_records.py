@@ -194,3 +194,11 @@ def test_all_files_that_a_run_needs_are_checked(run):
     attempt(run, 1)
     put(run.attempt_folder(1) / "config.yaml", "a: 1\n")
     assert run.config(1) == {"a": 1}
+
+
+def test_a_section_of_the_recipe_is_a_mapping(run):
+    put(run.path / "config.yaml", "name: a\nempty: null\ncheckpoint:\n  keep: 2\ndata: [1]\n")
+    assert run.section("checkpoint") == {"keep": 2}
+    assert run.section("empty") == run.section("gone") == {}
+    with pytest.raises(ConfigError, match=r"^data=\[1\]: is no mapping in .*config.yaml; restore that file"):
+        run.section("data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,27 @@ def test_no_file(tmp_path, monkeypatch):
         CsvSchedule()
     monkeypatch.chdir(tmp_path)
     assert CsvSchedule(file="my.csv").file == str(tmp_path / "my.csv")
+
+
+@pytest.mark.parametrize("name", ["gone.csv", "a\0b.csv", "~nobody99/my.csv", "folder", "pipe", "bytes.csv"])
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    # A plain open of a pipe would wait for a writer for ever.
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes.csv").write_bytes(b"0F0,\xff\n")
+    with pytest.raises(ConfigError, match=r"^schedule\.file=[^\n]+: cannot be read \([^\n]+\); [^\n]+$"):
+        CsvSchedule(file=name).check_pipeline(ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize("text", ["\ufeff0F0,0B0\n", "0F0,0B0\r\n,,\r\n\r\n", "0F0\t, 0B0"])
+def test_what_a_spreadsheet_writes_is_read(tmp_path, text):
+    (tmp_path / "my.csv").write_bytes(text.encode())
+    assert CsvSchedule(file=str(tmp_path / "my.csv")).fixed_size() == (1, 1)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", ",,\n", "\ufeff"])
+def test_a_file_without_an_action_is_refused(tmp_path, text):
+    (tmp_path / "my.csv").write_bytes(text.encode())
+    with pytest.raises(ConfigError, match="has no action; "):
+        CsvSchedule(file=str(tmp_path / "my.csv")).fixed_size()

@@ -23,6 +23,7 @@ from titanlab.checkpoint.remote.address_schema import (
 from titanlab.checkpoint.remote.run_place import checkpoints_of_folder
 from titanlab.errors import ConfigError
 from titanlab.system.disk import StoreFault
+from titanlab.system.user_path import user_path
 
 # The file that lists what a checkpoint contains; `titanlab.checkpoint.index.format` writes it.
 INDEX = "index.json"
@@ -134,7 +135,7 @@ def find(text: str, key: str) -> Place:
     """
     if is_address(text):
         return _find_in_store(text, key)
-    path = Path(text).expanduser()
+    path = user_path(text)
     step = _STEP.fullmatch(path.name)
     if step is not None and not path.exists():
         path = path.parent / step_name(int(step[1]))

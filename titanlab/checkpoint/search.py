@@ -11,6 +11,7 @@ from titanlab.checkpoint.remote.address_schema import Place
 from titanlab.checkpoint.remote.run_place import checkpoints_of
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import find_run
+from titanlab.system.user_path import user_path
 
 _STEP = re.compile(r"step-([0-9]+)")
 
@@ -23,7 +24,7 @@ def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tup
     Raises:
         ConfigError: no run matches, several match, or the run has no such checkpoint.
     """
-    for candidate in (Path(text).expanduser(), Path(runs).expanduser() / text):
+    for candidate in (user_path(text), user_path(runs) / text):
         # The unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.
         for path in (Path(os.path.abspath(candidate)), candidate.resolve()):
             step = _STEP.fullmatch(path.name)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from titanlab.checkpoint.folders import find
 from titanlab.cli.arguments import Arguments
 from titanlab.distributed.host import this_host
 from titanlab.errors import ConfigError
 from titanlab.records.run_search import find_run
+from titanlab.system.user_path import user_path
 from titanlab.weights.interchange import is_weights
 
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"--{name.replace('_', '-')}", getattr(args, name), f"must be at least {least}", f"try {least}"
             )
     _check_device(args.device)
-    folder = Path(args.run).expanduser()
+    folder = user_path(args.run)
     if not is_weights(folder):
         folder = find_run(args.run, args.runs).path
         find(str(folder), "run")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.launch.bad_hosts import bad_hosts, clear_bad_hosts, names
 from titanlab.sweep.table.listing import aligned
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import duration
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--all", action="store_true", help="forget the failures on all hosts")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
-    runs = Path(args.runs).expanduser()
+    runs = user_path(args.runs)
     known = bad_hosts(runs)
     with Console() as console:
         if args.clear is not None and args.clear not in names(known):

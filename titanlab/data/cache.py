@@ -13,6 +13,7 @@ from pathlib import Path
 
 from titanlab.data.streams.stream import Report
 from titanlab.errors import ConfigError
+from titanlab.system.user_path import user_path
 
 VARIABLE = "TITANLAB_CACHE"
 
@@ -20,7 +21,7 @@ VARIABLE = "TITANLAB_CACHE"
 def location() -> Path:
     """The cache folder, which need not exist: `$TITANLAB_CACHE`, `$XDG_CACHE_HOME/titanlab`, or `~/.cache/titanlab`."""
     if folder := os.environ.get(VARIABLE):
-        return Path(folder).expanduser()
+        return user_path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titanlab"
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from titanlab.system.user_path import user_path
 from titanlab.terminal.finding import Finding, fail, ok, warn
 
 _GIB = 1 << 30
@@ -63,7 +64,7 @@ def check_cache(name: str, folder: Path, *, is_executed: bool = False) -> Iterat
 
 def existing(folder: Path) -> Path:
     """The folder, or the nearest folder above it that exists."""
-    absolute = Path(os.path.abspath(folder.expanduser()))
+    absolute = Path(os.path.abspath(user_path(folder)))
     return next(path for path in (absolute, *absolute.parents) if path.is_dir())
 
 

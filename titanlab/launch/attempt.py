@@ -156,7 +156,7 @@ def missed_checkpoint(run: RunFolder) -> str | None:
 def _resumed_step(run: RunFolder) -> int:
     """The last step from which an attempt of this run has resumed, by its rows of metrics; 0: none has resumed."""
     # A run that started from another run's checkpoint has such rows before it has saved anything.
-    if (run.config().get("checkpoint") or {}).get("load_from") is not None:
+    if run.section("checkpoint").get("load_from") is not None:
         return 0
     return max((row["step"] for row in run.metrics("attempt")), default=0)
 

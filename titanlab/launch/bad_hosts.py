@@ -20,6 +20,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.atomic_file import write_text
 from titanlab.system.regular_file import open_to_write, read_text
+from titanlab.system.user_path import user_path
 
 FILE = "hosts.jsonl"
 # Names become an argument of a scheduler's command.
@@ -81,7 +82,7 @@ def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
 def bad_hosts(runs: Path) -> list[BadHost]:
     """The failures, oldest first; lines that are damaged or foreign are skipped."""
     try:
-        lines = read_text(_file(runs)).splitlines()
+        lines = read_text(_file(runs)).split("\n")
     except (OSError, UnicodeDecodeError):
         return []
     return [bad for line in lines if (bad := _parsed(line)) is not None]
@@ -106,7 +107,7 @@ def _runs(run: RunFolder) -> Path:
 
 
 def _file(runs: Path) -> Path:
-    return Path(runs).expanduser() / FILE
+    return user_path(runs) / FILE
 
 
 def _parsed(line: str) -> BadHost | None:

@@ -32,6 +32,7 @@ from titanlab.records.run_records import CHOSEN, SAVED, SCHEMA, RunRecords
 from titanlab.records.run_status import Status, write_status
 from titanlab.system.atomic_file import write_json, write_text
 from titanlab.system.disk import FolderGone
+from titanlab.system.user_path import user_path
 
 _GIVE_WRITABLE = "give a folder of yours: try runs=~/runs"
 _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
@@ -169,9 +170,12 @@ def check_runs(runs: Path | str) -> None:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    folder = Path(runs).expanduser()
+    folder = user_path(runs)
     if not str(runs).strip():
         raise ConfigError("runs", runs, "names no folder", "try runs")
+    if (home := str(folder).partition("/")[0]).startswith("~"):
+        # As a relative path it would be a folder of that name, which nobody means.
+        raise ConfigError("runs", runs, f"{home} is no user of this host", _GIVE_WRITABLE)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     rule = None if existing.is_dir() else f"cannot be written ({existing} is no folder)"
     if rule is None and not os.access(existing, os.W_OK | os.X_OK):
@@ -200,7 +204,7 @@ def create_run(
     """
     check_name("sweep", sweep)
     check_name("name", name)
-    final = Path(runs).expanduser() / sweep / f"{name}-{identity.hash8}"
+    final = user_path(runs) / sweep / f"{name}-{identity.hash8}"
     part = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         if not (final / "config.yaml").exists():
@@ -247,7 +251,7 @@ def open_run(path: Path | str) -> RunFolder:
     Raises:
         ConfigError: it is no folder of a run.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not (path / "config.yaml").is_file():
         rule = "has no config.yaml" if path.is_dir() else "is no folder"
         raise ConfigError("run", path, rule, "name the folder of a run, such as runs/single/quickstart-1a2b3c4d")

@@ -77,6 +77,17 @@ class RunRecords:
         folder = self.path if attempt is None else self.attempt_folder(attempt)
         return read_config(folder / "config.yaml")
 
+    def section(self, group: str) -> dict[str, Any]:
+        """The values of one group of the recipe with which the run was made; empty if it has none.
+
+        Raises:
+            ConfigError: config.yaml is damaged.
+        """
+        values = self.config().get(group)
+        if not isinstance(values, dict | None):
+            raise ConfigError(group, values, f"is no mapping in {self.path / 'config.yaml'}", RESTORE)
+        return values or {}
+
     def identity(self) -> Identity | None:
         """The full hash and the hashed values; None if the folder has no identity.json.
 

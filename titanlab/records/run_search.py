@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titanlab.errors import ConfigError
 from titanlab.records.run_folder import RunFolder
+from titanlab.system.user_path import user_path
 
 _HASH = re.compile(r"[0-9a-f]{4,64}")
 
@@ -20,7 +21,7 @@ class NoSuchRun(ConfigError):
 def list_runs(runs: Path | str, sweep: str | None = None) -> list[RunFolder]:
     """All runs in a folder of runs, or the runs of one sweep, sorted by path; empty if there is no such folder."""
     pattern = f"{sweep or '*'}/*/config.yaml"
-    folders = (path.parent for path in Path(runs).expanduser().glob(pattern))
+    folders = (path.parent for path in user_path(runs).glob(pattern))
     # `create_run` fills a folder under a name with a leading dot, and then renames it.
     return [RunFolder(path) for path in sorted(folders) if not path.name.startswith(".")]
 
@@ -40,7 +41,7 @@ def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
 
 
 def _matching_run(text: str, runs: Path | str) -> RunFolder:
-    for path in (Path(text).expanduser(), Path(runs).expanduser() / text):
+    for path in (user_path(text), user_path(runs) / text):
         if text and (path / "config.yaml").is_file():
             return RunFolder(path)
     known = list_runs(runs)

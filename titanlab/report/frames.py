@@ -15,6 +15,7 @@ from titanlab.sweep.table.collect import parquet_schema
 from titanlab.sweep.table.columns import point_keys
 from titanlab.sweep.table.rows import Table
 from titanlab.sweep.table.run_columns import recipe_columns
+from titanlab.system.user_path import user_path
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -38,7 +39,7 @@ def sweep_frame(path: Path | str) -> DataFrame:
     import pyarrow as pa
     from pyarrow import parquet
 
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.is_file():
         sweep = _folder(path)
         return frame_of_rows(Table(sweep).rows(), sweep.name)
@@ -84,7 +85,7 @@ def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
     """
     import pandas as pd
 
-    sweep = _folder(Path(path).expanduser())
+    sweep = _folder(user_path(path))
     steps = []
     for row in Table(sweep).rows():
         # A run with unreadable files has no layout, and its metrics cannot be trusted.

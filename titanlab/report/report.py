@@ -15,6 +15,7 @@ from titanlab.report.page.sections import panels_of
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.rows import Table
 from titanlab.system.atomic_file import write_text
+from titanlab.system.user_path import user_path
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
@@ -89,7 +90,7 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
     Raises:
         ConfigError: matplotlib is missing, or the path is no sweep's folder.
     """
-    sweep = SweepFolder(Path(path).expanduser().absolute())
+    sweep = SweepFolder(user_path(path).absolute())
     if not (sweep.manifest() or sweep.runs()):
         raise ConfigError("path", path, "is no sweep's folder", "try runs/NAME; `titanlab status` lists them")
     check_matplotlib(sweep.name)

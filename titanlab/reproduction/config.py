@@ -57,7 +57,7 @@ def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any]
             if composed is None:
                 return None, "its command describes several runs"
             recipe = composed
-        cluster = run.config().get("cluster") or {}
+        cluster = run.section("cluster")
         accelerator, device = str(cluster.get("accelerator") or "cpu"), str(cluster.get("device") or "cpu")
         return to_mapping(resolve(recipe, world=None, accelerator=accelerator, device=device)), ""
     except ConfigError as error:

@@ -14,6 +14,7 @@ from titanlab.errors import ConfigError
 from titanlab.schedule.action import Action, Kind
 from titanlab.schedule.order import OrderError, placement_of, validate
 from titanlab.system.atomic_file import write_text
+from titanlab.system.regular_file import read_text
 
 KEY = "schedule.file"
 
@@ -56,9 +57,8 @@ def write_actions(path: Path, orders: Sequence[Sequence[Action]]) -> None:
 
 def _rows(path: str | Path) -> list[list[str]]:
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        rows = list(csv.reader(read_text(Path(path)).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         cure = "give a CSV, say of `titanlab schedule 1f1b --csv my.csv`"
         raise ConfigError(KEY, path, f"cannot be read ({reason})", cure) from error

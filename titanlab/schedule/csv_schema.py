@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -11,6 +10,7 @@ from titanlab.schedule.action import Action
 from titanlab.schedule.action_file import KEY, read_actions
 from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.order import placement_of
+from titanlab.system.user_path import user_path
 
 
 @option("schedule", "csv")
@@ -31,7 +31,7 @@ class CsvSchedule(PipelineSchedule):
             cure = "write one with `titanlab schedule 1f1b --csv my.csv`: schedule.file=my.csv"
             raise ConfigError(KEY, self.file, "names no file", cure)
         # Ranks need not start in the same folder.
-        self.file = str(Path(self.file).expanduser().absolute())
+        self.file = str(user_path(self.file).absolute())
 
     def fixed_size(self) -> tuple[int, int]:
         """The numbers of lines, and of microbatches in them."""

@@ -138,8 +138,9 @@ def _begin_anew(folder: SweepFolder, run: RunFolder) -> None:
     config, identity = run.config(), run.identity()
     if identity is None:
         raise ConfigError("run", run.path, "has no identity.json", "restore that file, or submit the sweep again")
+    load_from = run.section("checkpoint").get("load_from")
     supersede(folder, run)
-    parent = parent_of((config.get("checkpoint") or {}).get("load_from"))
+    parent = parent_of(load_from)
     create_run(folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
 
 

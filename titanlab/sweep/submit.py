@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from titanlab.checkpoint.parent import parent_of
@@ -27,6 +26,7 @@ from titanlab.sweep.study.order import starting_order
 from titanlab.sweep.study.plan import SINGLE, Dropped, Planned, Study
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.sweep.table.estimates import estimate_values
+from titanlab.system.user_path import user_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def folder_of(study: Study) -> SweepFolder:
             "runs", ", ".join(sorted(roots)), "is one folder for a whole sweep", "leave it out of the space"
         )
     check_runs(next(iter(roots)))
-    return SweepFolder(Path(next(iter(roots))).expanduser().absolute() / study.name)
+    return SweepFolder(user_path(next(iter(roots))).absolute() / study.name)
 
 
 def silence_of(study: Study) -> str | None:

@@ -22,6 +22,7 @@ from titanlab.records.points_file import read_points
 from titanlab.records.run_folder import RunFolder
 from titanlab.records.run_search import NoSuchRun, find_run
 from titanlab.system.atomic_file import finite, write_json, write_text
+from titanlab.system.user_path import user_path
 
 SCHEMA = 1
 _HASH = re.compile(r"[0-9a-f]{4,8}")
@@ -161,8 +162,8 @@ def open_sweep(text: str, runs: Path | str = "runs") -> SweepFolder:
     Raises:
         ConfigError: it does not exist.
     """
-    root = Path(runs).expanduser()
-    for path in (root / text, Path(text).expanduser()):
+    root = user_path(runs)
+    for path in (root / text, user_path(text)):
         folder = SweepFolder(path.absolute())
         if text and path.is_dir() and (folder.manifest() or folder.runs()):
             return folder

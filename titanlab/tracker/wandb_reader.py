@@ -20,6 +20,7 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.system.quiet_import import import_quietly
 from titanlab.system.regular_file import read_bytes
+from titanlab.system.user_path import user_path
 from titanlab.tracker.record import REPLACED
 
 # Names of wandb in rows: step, and seconds since 1970.
@@ -71,7 +72,7 @@ def read_runs(path: Path | str) -> list[WandbRun]:
     Raises:
         ConfigError: there is no such file, or it is no file of wandb.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if path.is_file():
         return [read_file(path)]
     files = [file for file in path.rglob("run-*.wandb") if not {REPLACED, "superseded"} & {*file.parts}]

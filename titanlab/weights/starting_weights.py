@@ -8,7 +8,6 @@ imports torch only when it fills a model.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from titanlab.checkpoint.remote.address_schema import Place, is_address
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.records.config_file import read_config
+from titanlab.system.user_path import user_path
 from titanlab.weights.biases import Biases, biases_of
 from titanlab.weights.folder import is_weights_folder, model_of, open_weights
 from titanlab.weights.huggingface.folder import CONFIG, is_hf_folder, open_hf
@@ -61,7 +61,7 @@ def check_start(recipe: Recipe) -> None:
     if recipe.checkpoint.load_from is not None:
         rule = "checkpoint.load_from says already what the run starts with"
         raise ConfigError(KEY, recipe.init_from, rule, "give one of the two")
-    path = Path(os.path.expanduser(recipe.init_from))
+    path = user_path(recipe.init_from)
     source = _folder(recipe.init_from)
     if source is None:
         checkpoint = _checkpoint(recipe.init_from)
@@ -84,7 +84,7 @@ def open_folder(path: Path, key: str) -> SafetensorsSource | None:
 
 def _folder(text: str) -> SafetensorsSource | None:
     """The weights in a folder of this host; None if `init_from` names a checkpoint."""
-    return None if is_address(text) else open_folder(Path(os.path.expanduser(text)), KEY)
+    return None if is_address(text) else open_folder(user_path(text), KEY)
 
 
 def start_fingerprint(recipe: Recipe) -> str | None:
@@ -94,7 +94,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     """
     if recipe.init_from is None:
         return None
-    path = Path(os.path.expanduser(recipe.init_from))
+    path = user_path(recipe.init_from)
     source = _folder(recipe.init_from)
     if source is not None and source.digest:
         return source.digest
@@ -137,7 +137,7 @@ def fill_start(recipe: Recipe, model: nn.Module) -> Biases:
 def _checkpoint(text: str) -> Place:
     if is_address(text):
         return find(text, KEY)
-    path = Path(os.path.expanduser(text))
+    path = user_path(text)
     if not path.exists():
         owner, slash, name = text.partition("/")
         cure = "give an imported folder, a folder of Hugging Face's, or a run"

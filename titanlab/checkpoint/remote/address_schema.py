@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
+from titanlab.system.user_path import user_path
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = ("file", "local")
@@ -71,7 +72,7 @@ def is_address(text: str) -> bool:
 
 def place_of(text: str) -> Place:
     """The place that a text names."""
-    return StorePath(text.rstrip("/")) if is_address(text) else Path(text).expanduser()
+    return StorePath(text.rstrip("/")) if is_address(text) else user_path(text)
 
 
 def check_address(key: str, text: str) -> None:

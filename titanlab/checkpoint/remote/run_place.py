@@ -9,6 +9,7 @@ from titanlab.checkpoint.remote import objects
 from titanlab.checkpoint.remote.address_schema import Place, StorePath, check_address
 from titanlab.errors import ConfigError
 from titanlab.records.run_records import RunRecords
+from titanlab.system.regular_file import read_bytes
 
 OWNER = "run.json"
 """The object that says which run's checkpoints a folder of a store holds."""
@@ -24,14 +25,14 @@ def checkpoints_of(run: RunRecords) -> Place:
     config = run.path / "config.yaml"
     try:
         # Most configs have no address in them, and parsing takes milliseconds that a table of many runs would notice.
-        if b"://" not in config.read_bytes():
+        if b"://" not in read_bytes(config):
             return run.checkpoints
     except OSError:
         return run.checkpoints
     values = run.config()
-    folder = (values.get("checkpoint") or {}).get("folder")
+    folder = run.section("checkpoint").get("folder")
     identity = run.identity()
-    if not isinstance(folder, str) or identity is None:
+    if not isinstance(folder, str) or identity is None or not {"sweep", "name"} <= set(values):
         return run.checkpoints
     # The run may be a stranger's.
     check_address("checkpoint.folder", folder)

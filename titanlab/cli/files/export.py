@@ -12,6 +12,7 @@ from titanlab.checkpoint.search import find_run_or_checkpoint
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.files.import_weights import option_name
 from titanlab.errors import ConfigError
+from titanlab.system.user_path import user_path
 from titanlab.weights.biases import left_out
 from titanlab.weights.folder_writer import check_apart, check_target, whole_folder
 from titanlab.weights.interchange import is_weights, write_hf, write_ours
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     shard_bytes = bytes_of(args.shard_size, "--shard-size")
     name = option_name(args.name, str(args.into))
     check_target(args.into, is_weights, force=args.force)
-    folder = Path(args.run).expanduser()
+    folder = user_path(args.run)
     if is_weights(folder):
         if args.step is not None:
             raise ConfigError("--step", args.step, "is of a run, and this is a folder of weights", "leave it out")

@@ -6,7 +6,6 @@ They can be in the form of Hugging Face, or in a folder of torch.distributed.che
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from titanlab.cli.compose import compose
 from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.recipe.composition.recipes import conf_folder
+from titanlab.system.user_path import user_path
 from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.huggingface.download import fetch_model
 from titanlab.weights.interchange import is_weights, write_ours
@@ -77,7 +77,7 @@ def _model(option: str | None, overrides: Sequence[str], folder: Path) -> ModelC
 
 
 def _folder(source: str, revision: str | None, token: str | None) -> Path:
-    path = Path(os.path.expanduser(source))
+    path = user_path(source)
     if path.exists():
         if revision is not None:
             raise ConfigError("--revision", revision, "is of a model of the hub, and this is a folder", "leave it out")
@@ -98,5 +98,5 @@ def option_name(name: str | None, source: str) -> str:
         if name in own:
             raise ConfigError("--name", name, "is an option of titanlab's own", f"try {name}_imported")
         return name
-    derived = re.sub(r"[^a-z0-9]+", "_", Path(os.path.expanduser(source)).absolute().name.lower()).strip("_") or "model"
+    derived = re.sub(r"[^a-z0-9]+", "_", user_path(source).absolute().name.lower()).strip("_") or "model"
     return f"{derived}_imported" if derived in own else derived

@@ -15,6 +15,7 @@ from titanlab.sweep.cleaning.item import CACHES, KINDS, Item, Refused, remove_it
 from titanlab.sweep.cleaning.survey import Survey
 from titanlab.sweep.sweep_folder import SweepFolder, find_run_or_sweep
 from titanlab.sweep.table.listing import aligned
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted, data_size
 from titanlab.terminal.paths import shown_path
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     kinds = _kinds(args.what)
     if args.keep is not None and args.keep < 1:
         raise ConfigError("--keep", args.keep, "must be at least 1", "resume needs the newest checkpoint")
-    sweeps, only, root = _chosen(args.name, Path(args.runs).expanduser().absolute())
+    sweeps, only, root = _chosen(args.name, user_path(args.runs).absolute())
     with Console() as console:
         survey = Survey(root=root, keep=args.keep, verifies=args.verify, is_remote=args.remote)
         survey.look(sweeps, only, console.warn)

@@ -19,6 +19,7 @@ from titanlab.reproduction.environment import differences, pip_line
 from titanlab.reproduction.provenance import RecordedCode, recorded_code
 from titanlab.reproduction.restore import Restored, repository_of, restore
 from titanlab.sweep.table.listing import aligned
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.foreign_text import harmless
 from titanlab.terminal.paths import shown_path
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     run = RunFolder(find_run(args.run, args.runs).path.absolute())
     attempt = run.chosen_attempt(args.attempt)
     code = recorded_code(run, attempt)
-    into = Path(os.path.abspath((args.into or Path(f"repro-{run.path.name}")).expanduser()))
+    into = Path(os.path.abspath(user_path(args.into or Path(f"repro-{run.path.name}"))))
     _check_folder(into)
     text = composable(run.config(attempt) if attempt else run.config())
     with Console() as console:

@@ -11,6 +11,7 @@ from titanlab.planner.calibration import calibrate, lines
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep, measured_sweep
 from titanlab.sweep.sweep_folder import open_sweep
 from titanlab.sweep.table.look import look_at
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 
@@ -28,7 +29,7 @@ def calibrate_sweep(name: str, *, runs: str, out: Path | None, console: Console)
         ConfigError: there is no such sweep, too few of its runs can be used, or the file cannot be written there.
     """
     sweep = open_sweep(name, runs)
-    path = (out or sweep.path / "cluster" / f"{sweep.name}.yaml").expanduser()
+    path = user_path(out or sweep.path / "cluster" / f"{sweep.name}.yaml")
     check_out(path)
     measured = measured_sweep(sweep, look_at(sweep, console.warn)())
     calibration = calibrate(measured.rows)

@@ -18,6 +18,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.measured_runs import with_host
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 
@@ -45,7 +46,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
         ConfigError: an override is not for a measurement, or the file cannot be written there.
     """
     if out is not None:
-        check_out(out.expanduser())
+        check_out(user_path(out))
     _check(arguments)
     all_arguments = [*_RECIPE, *arguments]
     composition = compose_one(read_flags(all_arguments))
@@ -60,13 +61,13 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
     code = run_study(SweepArguments(rest=rest, wait=True, force=True, whole=True))
     if code:
         return code
-    run = _newest(SweepFolder(Path(composed.runs).expanduser().absolute() / SWEEP))
+    run = _newest(SweepFolder(user_path(composed.runs).absolute() / SWEEP))
     recipe, row = frozen_recipe(run), run.metrics(KIND)[-1]
     cluster = measured_cluster(recipe, row)
     env = run.env() or {}
     if cluster.accelerator == "cpu":
         cluster = with_host(cluster, env.get("host") or {})
-    path = (out or run.path.parent / "cluster" / "measured.yaml").expanduser()
+    path = user_path(out or run.path.parent / "cluster" / "measured.yaml")
     processes = counted(recipe.layout.world, "process", "processes")
     with Console() as console:
         console.note("\n".join([*lines(row), ""]))

@@ -14,6 +14,7 @@ from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.recipe.recipe import from_mapping, resolve
 from titanlab.sweep.study.plan import COMMAND_LINE, SINGLE, plan_study
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+from titanlab.system.user_path import user_path
 
 # Stages of a plan at which a recipe breaks a rule; at the others the sweep leaves it out on purpose.
 BROKEN = ("layout", "composition", "rule")
@@ -123,7 +124,7 @@ def _of_command_line(arguments: Sequence[str]) -> Chosen:
         name = f"{planned.recipe.name}-{planned.identity.hash8}"
         names.add(name)
         candidates.append(Candidate(run=name, recipe=planned.recipe))
-        root = Path(planned.recipe.runs).expanduser()
+        root = user_path(planned.recipe.runs)
     folder = root / study.name
     is_kept = study.origin != COMMAND_LINE or SweepFolder(folder).manifest()
     broken = [(drop.point.label, drop.reason) for drop in study.dropped if drop.stage in BROKEN]

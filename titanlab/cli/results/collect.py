@@ -13,6 +13,7 @@ from titanlab.sweep.table.comparison import comparison
 from titanlab.sweep.table.listing import dropped, failures, gaps, runs
 from titanlab.sweep.table.look import look_at
 from titanlab.sweep.table.ranking import drift_lines
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     sweep = open_sweep(args.sweep, args.runs)
     rows = look_at(sweep, Console().warn, estimates=True)()
-    files = write_table(rows, sweep.name, (args.into or sweep.path).expanduser())
+    files = write_table(rows, sweep.name, user_path(args.into or sweep.path))
     lines = [f"{sweep.name}: {counted(len(runs(rows)), 'run')}"]
     lines += [f"  {line}" for line in comparison(rows)]
     lines += [f"  {line}" for line in drift_lines(rows)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 
 _ENDINGS = (".html", ".htm")
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     check_matplotlib(sweep.name)
     into = _file(args.into, sweep)
     with Console() as console:
-        figures = None if args.figures is None else args.figures.expanduser()
+        figures = None if args.figures is None else user_path(args.figures)
         rows = look_at(sweep, console.warn)()
         written = write_report(sweep, rows, into=into, figures=figures, format=args.format or "png", by=args.by)
         lines = [written.sentence, *(f"figure: {os.path.relpath(path)}" for path in written.figures)]
@@ -49,7 +50,7 @@ def _file(into: Path | None, sweep: SweepFolder) -> Path:
     name = f"{sweep.name}.html"
     if into is None:
         return sweep.path / name
-    into = into.expanduser()
+    into = user_path(into)
     if into.suffix.lower() in _ENDINGS and not into.is_dir():
         return into
     if into.exists() and not into.is_dir():

@@ -12,6 +12,7 @@ from titanlab.planner.reserved import reserved_bytes
 from titanlab.recipe.recipe import from_mapping
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.user_path import user_path
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -45,7 +46,7 @@ def memory_frame(path: Path | str) -> DataFrame:
     """
     import pandas as pd
 
-    sweep = SweepFolder(Path(path).expanduser().absolute())
+    sweep = SweepFolder(user_path(path).absolute())
     runs = sweep_frame(sweep.path)
     rows = []
     for row in runs[runs.run.notna() & runs["layout.label"].notna()].to_dict("records"):

@@ -14,6 +14,7 @@ from titanlab.schedule.action import Kind
 from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.timeline import Timeline, simulate
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.system.user_path import user_path
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -118,7 +119,7 @@ def pipelines_frame(path: Path | str) -> DataFrame:
     """
     import pandas as pd
 
-    sweep = SweepFolder(Path(path).expanduser().absolute())
+    sweep = SweepFolder(user_path(path).absolute())
     runs = sweep_frame(sweep.path)
     chosen = runs[(runs.outcome == "done") & (runs["layout.pipeline"] > 1)]
     rows: list[dict[str, Any]] = []

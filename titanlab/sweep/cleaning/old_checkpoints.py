@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from titanlab.checkpoint.contents import read_contents
 from titanlab.checkpoint.listing import ListedCheckpoint, list_checkpoints
@@ -40,7 +39,7 @@ def removable(
 
 
 def _by_rule(run: RunFolder, whole: Sequence[ListedCheckpoint], keep: int | None) -> set[str]:
-    rules: dict[str, Any] = run.config().get("checkpoint") or {}
+    rules = run.section("checkpoint")
     every, count = _number(rules.get("keep_every")), keep
     if count is None:
         count = _number(rules.get("keep", 2))

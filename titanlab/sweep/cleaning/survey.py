@@ -22,9 +22,13 @@ from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.sweep.table.listing import ACTIVE
 from titanlab.sweep.table.look import look_at
 from titanlab.system.disk import StoreFault
+from titanlab.system.regular_file import read_bytes
+from titanlab.system.user_path import user_path
 
 _BULKY = ("checkpoints", "traces", "tokenizer")
-_LOAD_FROM = re.compile(rb"^\s+load_from: *(?!null)\S", re.MULTILINE)
+# Read as YAML are only files in which one of them has a value: that takes a thousand times as long.
+_STARTS = re.compile(rb"^(?:init_from|\s+load_from): *(?!null\s)\S", re.MULTILINE)
+_CONFIG_BYTES = 1 << 20
 # A run that has written its status within this time may be at work on another host, whose locks are not seen here.
 _FRESH_SECONDS = 900.0
 # A shorter list is no list of all files of a run's folder, at its top.
@@ -151,13 +155,14 @@ class Survey:
         for run in runs.values():
             code = (run.env() or {}).get("code")
             if isinstance(code, dict) and not _is_restorable(code):
-                only_copies.add(code.get("fingerprint"))
+                # As text: a damaged record may have a list there.
+                only_copies.add(str(code.get("fingerprint")))
         if sweep.code.is_symlink():
             return
         with contextlib.suppress(OSError):
             for folder in sorted(sweep.code.iterdir()):
                 record = read_optional(folder / RECORD) or {}
-                if folder.name.startswith(".") or folder.name in used or record.get("fingerprint") in only_copies:
+                if folder.name.startswith(".") or folder.name in used or str(record.get("fingerprint")) in only_copies:
                     continue
                 if record and is_old(folder):
                     self._add("code", folder)
@@ -193,8 +198,10 @@ def starting_points(root: Path) -> frozenset[str]:
 
 def _starting_points(root: Path) -> Iterator[str]:
     for path in root.glob("*/*/config.yaml"):
-        with contextlib.suppress(ConfigError, OSError):
-            if path.stat().st_size < 1 << 20 and _LOAD_FROM.search(path.read_bytes()):
-                text = (RunFolder(path.parent).config().get("checkpoint") or {}).get("load_from")
-                if isinstance(text, str) and text:
-                    yield text if is_address(text) else str(Path(text).expanduser().resolve())
+        # A file of a stranger may be a trap, and its text any text: a path with a zero byte, or a ring of links.
+        with contextlib.suppress(ConfigError, OSError, RuntimeError, ValueError):
+            if _STARTS.search(read_bytes(path, most_bytes=_CONFIG_BYTES)):
+                run = RunFolder(path.parent)
+                for text in (run.config().get("init_from"), run.section("checkpoint").get("load_from")):
+                    if isinstance(text, str) and text:
+                        yield text if is_address(text) else str(user_path(text).resolve())
