@@ -35,6 +35,7 @@ _COMPOSITION_ERRORS = (
 # Number of a group's options that fit into one line.
 _MOST_SHOWN = 20
 _SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
+_FULL_KEY = re.compile(r"^\s+full_key: (\S+)$", re.MULTILINE)
 _KEY = re.compile(r"[+~]*[\w./@:-]+")
 
 
@@ -53,6 +54,13 @@ def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None]
             # It concerns no file, for example a pipe whose reader has ended.
             raise
         raise _translated(error, overrides, flags or {}) from error
+    except AttributeError as error:
+        # OmegaConf (2.3) raises Python's own error for keys below a null, with the key in its message.
+        named = _FULL_KEY.search(str(error))
+        if named is None:
+            raise
+        value = _values(overrides).get(named[1])
+        raise ConfigError(named[1], value, "is null, which takes no keys", COMPARE) from error
 
 
 def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, str | None]) -> ConfigError:

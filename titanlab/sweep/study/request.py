@@ -113,6 +113,8 @@ def _check_plugins(base: DictConfig) -> None:
     """Check that Hydra's sweeper and launcher are not replaced: titanlab plans and submits all points together."""
     for name in ("sweeper", "launcher"):
         node = base.hydra[name]
+        if node is None:
+            raise ConfigError(f"hydra.{name}", None, "takes away what titanlab reads a sweep with", "leave it out")
         target = "" if _is_space(node) else str(node.get("_target_"))
         if target and not is_hydras_own(target):
             key, value = f"hydra/{name}", base.hydra.runtime.choices.get(f"hydra/{name}")
