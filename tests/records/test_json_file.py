@@ -103,3 +103,14 @@ def test_values_of_their_types_pass(tmp_path, value):
 )
 def test_a_value_of_another_type_is_named(value, said):
     assert refusal(check_object, "here", value, schema=3, kinds=KINDS, cure="fix it") == said
+
+
+def test_a_number_that_no_float_holds_is_damage(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"steps": 1' + "0" * 400 + "}")
+    with pytest.raises(ConfigError, match=r"is no JSON \(a number in it is larger than any float\)"):
+        read_object(path)
+    assert read_optional(path) is None
+    # A text of digits is a text.
+    path.write_text('{"text": "' + "1" * 400 + '", "large": 1' + "0" * 300 + "}")
+    assert read_object(path) == {"text": "1" * 400, "large": 10**300}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from titanlab.errors import ConfigError
 from titanlab.system.regular_file import read_text
 
 RESTORE = "restore that file, or the run's folder"
+# What a float cannot hold has more digits than these. Whoever compares or writes it as one would get an error.
+_HUGE = re.compile(r"[0-9]{309}")
 _KINDS = {str: "text", int: "a whole number", float: "a number", dict: "a mapping"}
 
 
@@ -72,6 +75,15 @@ def read_optional(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _whole(digits: str) -> int:
+    value = int(digits)
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError("a number in it is larger than any float") from None
+    return value
+
+
 def loaded(text: str) -> Any:
     """The value of a JSON text.
 
@@ -79,7 +91,7 @@ def loaded(text: str) -> Any:
         ValueError: it is no JSON.
         RecursionError: it is nested too deeply.
     """
-    value = json.loads(text)
+    value = json.loads(text, parse_int=_whole if _HUGE.search(text) else None)
     if "\\u" not in text:
         return value
     # JSON can spell half of a surrogate pair, which no terminal and no table can write.

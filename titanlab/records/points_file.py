@@ -22,7 +22,8 @@ def read_points(sweep: Path) -> list[dict[str, Any]]:
     """
     path = sweep / "points.jsonl"
     try:
-        lines = read_text(path).splitlines()
+        # Not `splitlines`: JSON leaves separators of Unicode, such as U+2028, as they are.
+        lines = read_text(path).split("\n")
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -131,7 +131,7 @@ def test_damaged_marks_are_none(run, marks):
 
 @pytest.mark.parametrize(
     ("time", "expected"),
-    [(None, 7.0), ("x", 7.0), (-1, 0.0), (10**1000, 0.0), (4e9, 0.0), (True, 1.0), (float("nan"), 0.0)],
+    [(None, 7.0), ("x", 7.0), (-1, 0.0), (10**1000, 7.0), (4e9, 0.0), (True, 1.0), (float("nan"), 0.0)],
 )
 def test_a_time_that_no_attempt_has_is_not_taken(run, time, expected):
     path = log(run, 0, b"")
