@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from titanlab.terminal.numerals import counted, duration, grouped, rate, short, short_span, significant
+from titanlab.terminal.numerals import counted, duration, grouped, rate, short, short_span, significant, trimmed
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,14 @@ from titanlab.terminal.numerals import counted, duration, grouped, rate, short, 
         (counted(1, "run"), "1 run"),
         (counted(1234, "run"), "1,234 runs"),
         (counted(0, "process", "processes"), "0 processes"),
+        (trimmed(0.5), "0.5"),
+        (trimmed(12.0), "12"),
+        (trimmed(1800), "1800"),
+        (trimmed(999.96), "1000"),
+        (trimmed(0.001), "0.001"),
+        (trimmed(2.5e-9), "2.50e-09"),
+        (trimmed(0), "0"),
+        (trimmed(float("inf")), "inf"),
         (short(0), "0"),
         (short(512), "512"),
         (short(999), "999"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.terminal.numerals import trimmed
 
 STEP_KEY = "training.step_timeout_seconds"
 FIRST_STEP_KEY = "training.first_step_timeout_seconds"
@@ -78,9 +79,9 @@ class StepTimes:
         if usual is None:
             times = "no step is complete yet"
         elif later:
-            times = f"steps before it took {usual:.3g} s (median of {len(later)})"
+            times = f"steps before it took {trimmed(usual)} s (median of {len(later)})"
         else:
-            times = f"the one step before it took {usual:.3g} s"
+            times = f"the one step before it took {trimmed(usual)} s"
         if limit is None:
             return times
         if usual is not None and later and limit >= _SLOW * usual:
@@ -115,7 +116,7 @@ def hang(
     """
     cause = f"{where} did not end within {limit:g} s"
     if since is not None:
-        cause = f"{where} had not ended after {since:.3g} s, when another rank reached its limit"
+        cause = f"{where} had not ended after {trimmed(since)} s, when another rank reached its limit"
     cause += f": rank {rank}"
     text, waits = None, False
     if frame is not None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from titanlab.dtensor import local_part
 from titanlab.profiler.memory import resident_bytes
+from titanlab.terminal.numerals import trimmed
 
 _CUDA_ALLOCATED = re.compile(r"([\d.]+) ([KMG])iB is allocated by PyTorch")
 _HOLDS = "this rank holds: "
@@ -119,7 +120,7 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.3g} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
+    return f"{trimmed(count / 2**30)} GiB" if count >= 2**30 else f"{trimmed(count / 2**20)} MiB"
 
 
 def _bytes(values: Iterable[object]) -> int:

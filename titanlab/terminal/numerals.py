@@ -51,6 +51,12 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{rounded:.{max(0, places)}f}"
 
 
+def trimmed(value: float, digits: int = 3) -> str:
+    """A number rounded to significant digits, without zeros at its end: 0.5, 12, 1800; `.3g` would write 1.8e+03."""
+    text = significant(value, digits)
+    return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
+
+
 def duration(seconds: float) -> str:
     """A duration in days, hours, minutes and seconds: 0:07, 12:30, 1:02:03, 3d 4:05:06."""
     if not math.isfinite(seconds):

@@ -11,6 +11,7 @@ from titanlab.report.page.facts import Facts
 from titanlab.sweep.table.comparison import Group
 from titanlab.sweep.table.ranking import Ranking, rank
 from titanlab.sweep.table.ranking_entry import Entry
+from titanlab.terminal.numerals import counted, significant
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Answer:
     @property
     def band_text(self) -> str:
         """What the intervals rest on."""
-        noise, degrees = self.speeds.noise_percent, self.speeds.degrees
+        noise, degrees = significant(self.speeds.noise_percent or 0, 2), self.speeds.degrees
         return (
-            f"The line with ends is the interval of 95 % around a recipe's mean, from a noise of {noise or 0:.2g} % "
-            f"between runs of one recipe, pooled over all that have repeats ({degrees} degrees of freedom)."
+            f"The line with ends is the interval of 95 % around a recipe's mean, from a noise of {noise} % "
+            f"between runs of one recipe, pooled over all that have repeats ({counted(degrees, 'degree')} of freedom)."
         )
 
 

@@ -56,8 +56,15 @@ def _between(reference: Mapping[str, Any], other: Mapping[str, Any]) -> list[Dif
     return [
         Difference(key, _text(reference, key), _text(other, key))
         for key in keys
-        if key.partition(".")[0] not in _NAMES and reference.get(key, _NAMES) != other.get(key, _NAMES)
+        if key.partition(".")[0] not in _NAMES and _is_other(reference.get(key, _NAMES), other.get(key, _NAMES))
     ]
+
+
+def _is_other(value: Any, other: Any) -> bool:
+    """Whether two values differ: 1 is equal to 1.0, but not to true, and a value that is no number to itself."""
+    if isinstance(value, bool) is not isinstance(other, bool):
+        return True
+    return bool(value != other) and not (value != value and other != other)
 
 
 def _flat(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from titanlab.launch.contract import launch_of
 from titanlab.planner.estimate import Estimate, estimate_of
 from titanlab.sweep.enqueue import Item, arrays
 from titanlab.sweep.table.listing import aligned, dropped
-from titanlab.terminal.numerals import counted
+from titanlab.terminal.numerals import counted, grouped, trimmed
 
 if TYPE_CHECKING:
     from titanlab.sweep.study.plan import Study
@@ -106,8 +106,11 @@ def _estimated(estimate: Estimate | None) -> tuple[str, str, str]:
     if estimate is None:
         return "", "", ""
     mark = "" if estimate.fits else " too much"
-    hours = f"{estimate.hours:.3g}" if estimate.hours < 1000 else f"{estimate.hours:,.0f}"
-    return hours, f"{estimate.reserved_bytes / 1e9:.1f}{mark}", f"{estimate.checkpoint_bytes / 1e9:.3g}"
+    hours, checkpoint = (
+        trimmed(value) if value < 999.5 else grouped(value)
+        for value in (estimate.hours, estimate.checkpoint_bytes / 1e9)
+    )
+    return hours, f"{estimate.reserved_bytes / 1e9:.1f}{mark}", checkpoint
 
 
 def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
@@ -117,7 +120,7 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     if not all(decision.planned.recipe.launch.runs_here for decision in submitted):
         items = [Item(run=run.run_name, shape=run.shape, launch=launch_of(run.planned.recipe)) for run in submitted]
         parts += [
-            f"{sum(shape.nodes for shape in shapes):,} nodes",
+            counted(sum(shape.nodes for shape in shapes), "node"),
             counted(len(list(arrays(items, answered=answered))), "array"),
         ]
     gpus = sum(shape.gpus_per_node * shape.nodes for shape in shapes)
@@ -125,7 +128,7 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
         hours = [shape.gpu_hours for shape in shapes]
         known = [value for value in hours if value is not None]
         total = f"{sum(known):,.1f}" if len(known) == len(hours) else "no limit to the"
-        parts += [f"{gpus:,} GPUs", f"{total} GPU-hours asked for"]
+        parts += [counted(gpus, "GPU"), f"{total} GPU-hours asked for"]
     return f"{counted(len(submitted), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
 
 

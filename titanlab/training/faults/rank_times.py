@@ -18,6 +18,7 @@ import torch
 
 from titanlab.costs.meter import MEMORY_MOST, MEMORY_MOST_RANK
 from titanlab.distributed.world import World
+from titanlab.terminal.numerals import trimmed
 from titanlab.training.memory import peak_memory_gib
 
 SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"
@@ -94,8 +95,8 @@ class RankTimes:
     def _warning(self, step: int, metrics: Mapping[str, float], phase: int) -> str:
         text = (
             f"step {step}: rank {int(metrics[SLOWEST])} is slow in {_PHASES[phase]}: a step takes it "
-            f"{metrics[DATA]:.3g} s for data and {metrics[COMPUTE]:.3g} s of computing, {metrics[SLOWER]:.0f}% more "
-            "than the others"
+            f"{trimmed(metrics[DATA])} s for data and {trimmed(metrics[COMPUTE])} s of computing, "
+            f"{metrics[SLOWER]:.0f}% more than the others"
         )
         return f"{text}, which have other layers (parallelism.split)" if self._alone and phase == _COMPUTE else text
 

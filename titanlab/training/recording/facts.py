@@ -16,7 +16,7 @@ from titanlab.recipe.async_tensor import eager_products, fuses_in_eager_mode
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.terminal.numerals import duration, grouped, short
+from titanlab.terminal.numerals import duration, grouped, short, trimmed
 from titanlab.terminal.paths import shown_path
 from titanlab.training.peak import peak_flops
 
@@ -132,7 +132,7 @@ def _can_generate(run: RunFolder) -> bool:
 def _peak(constants: Work) -> str:
     if constants.peak_flops is None:
         return "unknown: no MFU"
-    return f"{constants.peak_flops / 1e12:.3g} TFLOP/s ({constants.peak_source})"
+    return f"{trimmed(constants.peak_flops / 1e12)} TFLOP/s ({constants.peak_source})"
 
 
 def _precision(recipe: Recipe, account: ModelAccount) -> str:
