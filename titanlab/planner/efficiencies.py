@@ -50,7 +50,8 @@ class Efficiencies:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             least, most = LIMITS[name]
-            if not (isinstance(value, int | float) and least <= value <= most):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and least <= value <= most):
                 rule = f"must lie between {least:g} and {most:g}"
                 raise ConfigError(f"{KEY}.{name}", value, rule, f"try {DEFAULTS[name]:g}, or leave it out")
 

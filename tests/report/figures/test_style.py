@@ -4,7 +4,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from titanlab.report.figures import style
-from titanlab.report.figures.style import label_bars, label_text, new_figure, printable, set_title
+from titanlab.report.figures.style import label_bars, label_text, legend_text, new_figure, printable, set_title
 
 
 def test_labels_are_printable_and_short():
@@ -97,3 +97,8 @@ def test_colours_of_series_differ():
     assert len(set(style.SERIES)) == len(style.SERIES)
     assert [to_hex(colour) for colour in style.SERIES] == list(style.SERIES)
     assert len(style.SERIES) * len(style.LINE_STYLES) >= style.MOST_LINES
+
+
+@pytest.mark.parametrize(("text", "shown"), [("a", "a"), ("_a", " _a"), ("a$", r"a\$"), ("", "")])
+def test_labels_of_a_legend_never_begin_with_an_underscore(text, shown):
+    assert legend_text(text) == shown

@@ -18,6 +18,8 @@ from titanlab.report.figures.style import (
     SERIES,
     WIDTH,
     label_bars,
+    label_text,
+    legend_text,
     new_figure,
     set_title,
     show_text,
@@ -47,7 +49,9 @@ def draw_scaling(scaling: DataFrame) -> Figure:
     for place, row in enumerate(shown.to_dict("records")):
         look: Mapping[str, Any] = OVERSUBSCRIBED if row["oversubscribed"] else {"facecolor": BLUE}
         axis.barh(place, row["efficiency_percent"], height=0.72, linewidth=0.8, **look)
-        times = f"{row['efficiency_percent']:.0f}%  ({row['speedup']:.2f} times as fast as {row['reference']})"
+        times = (
+            f"{row['efficiency_percent']:.0f}%  ({row['speedup']:.2f} times as fast as {label_text(row['reference'])})"
+        )
         text = "the reference" if row["reference"] == row["recipe"] else times
         end = row["efficiency_percent"] + 0.015 * longest
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
@@ -106,7 +110,7 @@ def draw_bubbles(schedules: DataFrame) -> Figure:
             rows["bubble_percent"],
             marker="o",
             markersize=4,
-            label=name,
+            label=legend_text(name),
             # Schedules that are equally idle draw the same line: the wider one stays visible.
             linewidth=1.4 + 0.7 * (len(names) - 1 - place),
             **_look(place),
@@ -119,7 +123,8 @@ def draw_bubbles(schedules: DataFrame) -> Figure:
     axis.set_ylabel("bubble: idle % of all ranks' time")
     axis.set_ylim(bottom=0)
     axis.grid(color="#e5e5e5", linewidth=0.8)
-    set_title(axis, f"bubble of a pipeline of {', '.join(map(str, sorted(set(schedules['ranks']))))} ranks")
+    ranks = ", ".join(map(str, sorted(set(schedules["ranks"]))))
+    set_title(axis, f"bubble of a pipeline of {ranks} ranks" if ranks else "bubble of a pipeline")
     return figure
 
 
@@ -135,12 +140,24 @@ def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: f
     runs = list(dict.fromkeys(differences["run"]))
     for place, run in enumerate(runs[:_MOST_LINES]):
         rows = differences[(differences["run"] == run) & (differences[column] > 0)].sort_values("step")
-        label = f"{_first(differences, run, 'name')} ({_first(differences, run, 'layout.label')})"
+        label = legend_text(f"{_first(differences, run, 'name')} ({_first(differences, run, 'layout.label')})")
         # Repeats of one recipe draw the same line: the wider one stays visible.
         width = 1.3 + 0.5 * (min(len(runs), _MOST_LINES) - 1 - place)
-        axis.plot(rows["step"], rows[column], marker="o", markersize=3, linewidth=width, label=label, **_look(place))
+        axis.plot(
+            rows["step"],
+            rows[column],
+            marker="o",
+            markersize=3,
+            linewidth=width,
+            label=label,
+            **_look(place),
+        )
     axis.set_yscale("log")
-    if tolerance is not None:
+    if tolerance:
+        # Without a line there is no range of values; a logarithmic axis has no 0.
+        drawn = (differences[column] > 0).any()
+        if not drawn:
+            axis.set_ylim(tolerance / 10, tolerance * 10)
         axis.axhline(tolerance, color=MUTED, linewidth=1, linestyle=(0, (3, 2)))
         axis.text(1.0, tolerance, f" tolerance {tolerance:g}", transform=axis.get_yaxis_transform(), fontsize=8.5)
     if runs:

@@ -15,7 +15,7 @@ from titanlab.report.figures.style import (
     MOST_LINES,
     SERIES,
     WIDTH,
-    label_text,
+    legend_text,
     new_figure,
     set_title,
     show_text,
@@ -58,7 +58,7 @@ def loss_by_tokens(
             linewidth=1.4 + max(0, min(len(curves), MOST_LINES) - 1 - place) * 0.6,
             solid_capstyle="butt",
             dash_capstyle="butt",
-            label=label_text(label, most=34) if place < MOST_LINES else None,
+            label=legend_text(label, most=34) if place < MOST_LINES else None,
         )
         last = f", last {significant(rows[-1][meter.LOSS], 5)} at step {rows[-1]['step']}" if rows else ": no loss"
         figure.trace(line, runs=[run], columns=[meter.LOSS, meter.TOKENS_SEEN], text=f"{label}{last}")

@@ -112,6 +112,12 @@ def label_text(text: str, *, most: int = _MOST_LETTERS) -> str:
     return re.sub(r"\$", r"\\$", line)
 
 
+def legend_text(text: str, *, most: int = _MOST_LETTERS) -> str:
+    """A label of a legend, as `label_text`; matplotlib leaves out labels that begin with an underscore."""
+    label = label_text(text, most=most)
+    return f" {label}" if label.startswith("_") else label
+
+
 def _shown(letter: str) -> str:
     hidden = unicodedata.category(letter) in _UNPRINTABLE and letter not in _JOINERS
     return "\N{REPLACEMENT CHARACTER}" if hidden else letter
