@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 
 import pandas as pd
@@ -75,7 +76,9 @@ def test_items_of_memory_are_stacked_up_to_the_estimate(measured):
     assert [name for name in ITEMS if name in shown] == list(ITEMS[1:])
     bars = figure.axes[0].patches
     assert sum(bar.get_width() for bar in bars) == pytest.approx(50.0)
-    assert all(left.get_x() + left.get_width() == pytest.approx(right.get_x()) for left, right in zip(bars, bars[1:]))
+    assert all(
+        left.get_x() + left.get_width() == pytest.approx(right.get_x()) for left, right in itertools.pairwise(bars)
+    )
 
 
 def test_items_of_one_colour_differ_in_their_hatch():
