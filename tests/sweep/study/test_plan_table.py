@@ -1,0 +1,98 @@
+"""The plan of a submission: a line for each run, what it takes together, and what can be done about runs that ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.sweep.studies import SLURM, seeds, study
+from titanlab.planner.estimate import Estimate
+from titanlab.sweep.study import plan_table
+from titanlab.sweep.study.plan_table import plan_lines, plan_values
+from titanlab.sweep.submit import decide
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """`planned(points, …)`: a study of Slurm jobs, and the decisions on its runs."""
+
+    def plan(points, **given):
+        found = study(tmp_path / "runs", points, launch=given.pop("launch", SLURM), **given)
+        return found, list(decide(found, states={}, answered=False))
+
+    return plan
+
+
+def estimate(**given):
+    return Estimate(
+        **{"hours": 1.5, "reserved_bytes": 2_000_000_000, "limit_bytes": None, "checkpoint_bytes": 5, **given}
+    )
+
+
+def test_what_is_submitted_is_summed(planned):
+    lines = plan_lines(*planned([{"shard": 1}, {"shard": 2}, {"shard": 6}]), answered=False)
+    assert lines[0] == "layouts: 3 runs (sweeps/layouts)"
+    assert "3 to submit" in lines
+    assert lines[-1] == "3 jobs: 9 processes in all, 4 nodes, 3 arrays; the largest has 6"
+
+
+def test_one_of_everything_is_singular(planned):
+    lines = plan_lines(*planned([{"shard": 1}]), answered=False)
+    assert lines[0] == "layouts: 1 run (sweeps/layouts)"
+    assert lines[-1] == "1 job: 1 process in all, 1 node, 1 array; the largest has 1"
+
+
+def test_runs_of_this_host_have_no_nodes(planned):
+    lines = plan_lines(*planned(seeds(2), launch=None))
+    assert lines[-1] == "2 jobs: 2 processes in all; the largest has 1"
+
+
+def test_without_a_run_only_what_was_dropped_is_left(planned):
+    found, _ = planned(seeds(1), dropped=[{"shard": 5}])
+    lines = plan_lines(dataclasses.replace(found, planned=()), [])
+    assert lines[0] == "layouts: 0 runs (sweeps/layouts)"
+    assert any("is wrong" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "cells"),
+    [
+        ({}, ("1.5", "2.0", "5e-09")),
+        ({"hours": 0.0}, ("0", "2.0", "5e-09")),
+        ({"hours": 999.7}, ("1,000", "2.0", "5e-09")),
+        ({"hours": 12345.6}, ("12,346", "2.0", "5e-09")),
+        ({"checkpoint_bytes": 4_860_000_000_000}, ("1.5", "2.0", "4,860")),
+        ({"checkpoint_bytes": 999_900_000_000}, ("1.5", "2.0", "1,000")),
+        ({"limit_bytes": 1e9}, ("1.5", "2.0 too much", "5e-09")),
+        ({"limit_bytes": 2e9}, ("1.5", "2.0", "5e-09")),
+    ],
+)
+def test_estimates_are_numbers_that_people_write(given, cells):
+    shown = plan_table._estimated(estimate(**given))
+    assert shown == tuple("5.00e-09" if cell == "5e-09" else cell for cell in cells)
+    assert plan_table._estimated(None) == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "which"), [(["oom", "hang"], "--outcome hang,oom"), (["oom", None], "--all-failed")]
+)
+def test_runs_that_ended_are_told_how_to_run_again(planned, outcomes, which):
+    found, decisions = planned(seeds(2))
+    ended = [
+        dataclasses.replace(decision, action="ended", outcome=outcome)
+        for decision, outcome in zip(decisions, outcomes, strict=True)
+    ]
+    lines = plan_lines(found, ended)
+    assert lines[-1] == f"to run those again: titanlab retry layouts {which}"
+    assert "2 ended otherwise" in lines
+
+
+def test_the_values_are_json_and_have_every_run_and_point(planned):
+    values = plan_values(*planned([{"shard": 2}], dropped=[{"shard": 5}]))
+    assert json.loads(json.dumps(values)) == values
+    (run,) = values["runs"]
+    assert (run["point"], run["action"], run["outcome"], run["control"]) == ({"shard": 2}, "submit", None, False)
+    assert values["dropped"] == [{"point": {"shard": 5}, "repeat": 0, "stage": "rule", "reason": "is wrong"}]
+    assert (values["sweep"], values["counts"]) == ("layouts", {"submit": 1})
