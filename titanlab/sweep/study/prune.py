@@ -74,6 +74,9 @@ class _Values:
                 return Schedule().warmup(steps) if isinstance(steps, int) else None
             return value
         except KeyError:
+            if "." not in key:
+                # A group, such as `recipe`, of which the point has no option.
+                return None
             group = key.partition(".")[0]
             option = self._value(group)
             rule = f"asks for {key}, which {self.label} does not have: its {group} is {option}"
