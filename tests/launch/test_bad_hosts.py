@@ -86,3 +86,9 @@ def test_the_verb_lists_and_clears(run, capsys):
     assert capsys.readouterr().out.splitlines() == ["cleared: n3", "cleared: n1"]
     assert main(["hosts", *where]) == 0
     assert "no run under" in capsys.readouterr().out
+
+
+def test_a_cause_with_a_separator_of_unicode_is_one_line(run):
+    runs = run.path.parent.parent
+    note_bad_host(run, replace(KILLED, cause="a\u2028b\x85c"), "n5")
+    assert bad_hosts(runs)[-1].cause == "a\u2028b\x85c"
