@@ -122,20 +122,20 @@ def test_only_a_runs_folder_opens(tmp_path):
 
 def test_an_attempt_has_its_own_config_environment_and_result(tmp_path):
     run = make(tmp_path)
-    assert run.begin_attempt(CONFIG, {"code": 1}, patch="diff\n") == 1
+    assert run.begin_attempt(CONFIG, {"time": 1}, patch="diff\n") == 1
     assert (run.attempt_folder(1) / "code.patch").read_text() == "diff\n"
     run.write_result(Outcome(kind=OutcomeKind.PREEMPTED, step=2, steps=3))
     assert run.result().kind is OutcomeKind.PREEMPTED
     assert run.status().outcome == "preempted"
 
     other = {**CONFIG, "parallelism": {"shard": 2}}
-    assert run.begin_attempt(other, {"code": 2}) == 2
+    assert run.begin_attempt(other, {"time": 2}) == 2
     # While the second goes on, the first one's end is not the run's.
     assert run.result() is None
     assert (run.status().state, run.status().attempt, run.status().outcome) == ("starting", 2, None)
     run.write_result(Outcome(kind=OutcomeKind.DONE, step=3, steps=3, attempt=2))
     assert (run.config(), run.config(1), run.config(2)) == (CONFIG, CONFIG, other)
-    assert (run.env(), run.env(1), run.env(2)) == ({"code": 2}, {"code": 1}, {"code": 2})
+    assert (run.env(), run.env(1), run.env(2)) == ({"time": 2}, {"time": 1}, {"time": 2})
     assert [run.result(number).kind for number in (1, 2)] == ["preempted", "done"]
     assert run.result() == run.result(2)
 

@@ -146,6 +146,20 @@ def test_records_of_an_attempt_are_its_own(run):
     assert (run.has_chosen(1), run.has_chosen(2)) == (False, True)
 
 
+@pytest.mark.parametrize("damaged", ["text", 7, ["a"], True, None])
+def test_a_section_of_the_environment_that_is_no_mapping_is_missing(tmp_path, damaged):
+    """Tables and reports read names below it."""
+    run = RunRecords(tmp_path / "run")
+    for name in ("code", "packages", "host", "environment"):
+        put(run.path / "env.json", {name: damaged, "time": 1})
+        assert run.env() == {"time": 1}
+    put(run.path / "env.json", {"code": {"version": "1", "git": damaged}})
+    assert run.env() == {"code": {"version": "1"}}
+    whole = {"code": {"version": "1", "git": {"sha": "a"}}, "host": {"name": "b"}, "argv": ["c"]}
+    put(run.path / "env.json", whole)
+    assert run.env() == whole
+
+
 def test_the_last_saved_step_is_that_of_the_newest_attempt_that_saved(run):
     attempt(run, 1, saved={"step": 5})
     attempt(run, 2, saved={"step": 9})

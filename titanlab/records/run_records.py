@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
 SAVED = "saved.json"
 CHOSEN = "chosen.json"
 RESTART = "restart.json"
+# What readers of env.json expect to be mappings.
+_ENV_SECTIONS = ("code", "packages", "host", "environment")
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,15 @@ class RunRecords:
         return value
 
     def env(self, attempt: int | None = None) -> dict[str, Any] | None:
-        """Code, versions and machine of the latest attempt, or of the given attempt."""
+        """Code, versions and machine of the latest attempt, or of the given attempt, without damaged sections."""
         folder = self.path if attempt is None else self.attempt_folder(attempt)
-        return read_optional(folder / "env.json")
+        record = read_optional(folder / "env.json")
+        if record is None:
+            return None
+        record = _with_mappings(record, _ENV_SECTIONS)
+        if "code" in record:
+            record["code"] = _with_mappings(record["code"], ("git",))
+        return record
 
     def status(self) -> Status | None:
         """The run's status; None if there is no status.json.
@@ -230,3 +239,8 @@ class RunRecords:
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The valid rows of metrics.jsonl, as `metrics_file.read_metrics` returns them."""
         return read_metrics(self.path / "metrics.jsonl", kind)
+
+
+def _with_mappings(record: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The record without those of its named entries that are no mappings."""
+    return {name: value for name, value in record.items() if name not in names or isinstance(value, dict)}

@@ -251,3 +251,22 @@ def test_a_thousand_runs_take_a_second_or_two(made):
         assert row_of(made, run)["outcome"] == "done"
     # A whole table of one row each time: dearer than a thousand rows of one.
     assert (time.perf_counter() - start) / 50 < 10e-3
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {},
+        {"code": "text", "packages": 7, "host": ["a"]},
+        {"code": {"fingerprint": ["a"], "git": "b"}, "host": {"name": 5}},
+    ],
+)
+def test_what_is_damaged_of_the_machine_and_the_code_is_not_known(made, damaged):
+    run = made.run("a")
+    begin(run)
+    end(run)
+    for path in run.path.rglob("env.json"):
+        path.write_text(json.dumps(damaged))
+    row = row_of(made, run, code="c0de")
+    assert (row["outcome"], row["loss"]) == ("done", 4.25)
+    assert (row["code"], row["stale"], row["git_commit"], row["torch"], row["cores"]) == (None,) * 5

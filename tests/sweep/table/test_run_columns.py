@@ -144,3 +144,8 @@ def test_cores_are_those_of_all_hosts(usable, nodes, config, expected):
 def test_of_an_attempt_that_never_began_no_machine_is_known():
     assert machine_columns(None, {}, config_of(1)) == {}
     assert machine_columns({"code": {}}, {"nodes": ["a"]}, config_of(1)) == {}
+
+
+@pytest.mark.parametrize("host", [{}, {"name": 5}, {"name": ["a"]}, {"name": "a", "usable_cores": "many"}])
+def test_of_a_damaged_record_of_the_host_no_machine_is_known(host):
+    assert machine_columns({"host": host}, {"nodes": ["a"]}, config_of(1)) == {}

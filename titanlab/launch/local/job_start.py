@@ -13,8 +13,8 @@ from titanlab.distributed.ranks import MEETING
 from titanlab.launch.local.wake import python_environment
 from titanlab.launch.submission import Submission, jobs_folder
 
-# submitit's controller needs a time limit; this one is never reached. Ranks have their own watchdogs.
 _LOG = re.compile(r"[0-9]+_0_log\.out")
+# submitit's controller needs a time limit; this one is never reached. Ranks have their own watchdogs.
 _MINUTES = 10 * 365 * 24 * 60
 
 

@@ -149,9 +149,10 @@ class Table:
         kept = (context.point or {}).get("estimate") or (self.late.of(began.config) if self.late else None)
         facts |= estimate_columns(kept, facts["layout.label"])
         if began.env is not None:
-            facts["started"] = began.env["time"]
+            facts["started"] = began.env.get("time")
             # If no process lived to begin the attempt, no code is recorded.
-            facts["code"] = (began.env.get("code") or {}).get("fingerprint")
+            fingerprint = began.env.get("code", {}).get("fingerprint")
+            facts["code"] = fingerprint if isinstance(fingerprint, str) else None
             facts["stale"] = None if None in (facts["code"], self.code) else facts["code"] != self.code
         if end is None:
             return {**facts, "seconds_left": status.seconds_left}
@@ -207,7 +208,7 @@ def _context(
 
 def _job(context: _Context, began: _Attempt) -> dict[str, Any]:
     job, index, state = context.job, context.index, context.job_state
-    started_by = began.env["launcher"] if began.env else None
+    started_by = began.env.get("launcher") if began.env else None
     if job is None:
         return {"launcher": started_by, "scheduler_state": None}
     own = began.job if (began.job.get("token"), began.job.get("index")) == (job.token, index) else {}

@@ -94,13 +94,13 @@ def provenance_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any]) ->
         env: of the attempt; None: it has not begun. Parts of it may be missing, if no process lived to begin it.
         job: the attempt's job.json; empty: no scheduler gave it nodes.
     """
-    git = ((env or {}).get("code") or {}).get("git") or {}
-    host = ((env or {}).get("host") or {}).get("name")
-    names = [str(node) for node in job.get("nodes") or []] or ([host] if host else [])
+    code, host, packages = ((env or {}).get(section) or {} for section in ("code", "host", "packages"))
+    git = code.get("git") or {}
+    names = [str(node) for node in job.get("nodes") or []] or ([str(host["name"])] if host.get("name") else [])
     return {
         "git_commit": git.get("sha"),
         "git_dirty": git.get("dirty"),
-        "torch": ((env or {}).get("packages") or {}).get("torch"),
+        "torch": packages.get("torch"),
         "host_names": ",".join(names) or None,
     }
 
@@ -109,17 +109,18 @@ def machine_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], confi
     """Hosts and cores of an attempt, and whether it had more processes than cores.
 
     Args:
-        env: of the attempt; None: it has not begun. Without a host: no process lived to begin it.
+        env: of the attempt; None: it has not begun. Without a host: no process lived to begin it, or it is damaged.
         job: the attempt's job.json; empty: no scheduler gave it nodes.
         config: the attempt's recipe.
     """
-    if env is None or "host" not in env:
+    host = (env or {}).get("host", {})
+    full_name, usable = host.get("name"), host.get("usable_cores")
+    if not isinstance(full_name, str) or not isinstance(usable, int | None):
         return {}
-    name = env["host"]["name"].partition(".")[0]
+    name = full_name.partition(".")[0]
     nodes = {str(node).partition(".")[0] for node in job.get("nodes") or []}
     # On a test cluster, Slurm may have several names for one machine: count its cores once.
     hosts = len(nodes) if name in nodes else 1
-    usable = env["host"]["usable_cores"]
     cores = None if usable is None else usable * hosts
     on_cpu = config["cluster"]["accelerator"] == "cpu"
     is_oversubscribed = None if cores is None else on_cpu and config["world"] > cores
