@@ -103,3 +103,10 @@ print("loaded", *sys.modules)
     assert [name for name in run.split() if name.startswith("titanlab.sweep.")] == []
     # The command starts the ranks; only they need what takes long to import.
     assert {"numpy", "torch"} & set(run.split()) == set()
+
+
+def test_a_command_whose_streams_are_closed_ends_as_with_open_ones(tmp_path):
+    command = '"$0" -m titanlab train training.steps=abc >&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: training.steps=abc: ")

@@ -1,14 +1,30 @@
-"""What an output stream can show, and the text for one that cannot show all."""
+"""What an output stream can show, the text for one that cannot show all, and streams that the shell has closed."""
 
 from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from titanlab.terminal.stream import can_show, columns_of, is_capable, shown_width, simplified
+
+REPORT = """
+import os, sys
+from titanlab.terminal.stream import open_closed_streams
+
+open_closed_streams()
+with open(sys.argv[1], "w") as file:
+    assert sys.stdin.read() == ""
+    print("lost")
+    print("lost", file=sys.stderr, flush=True)
+    # A child gets the three of them too.
+    code = os.spawnlp(os.P_WAIT, "sh", "sh", "-c", "cat; echo lost; echo lost >&2")
+    file.write(f"{file.fileno() > 2} {code}")
+"""
 
 
 class Screen:
@@ -101,3 +117,19 @@ def test_other_characters_stand_for_those_that_it_lacks(encoding, text, simple):
     """One for one: the columns of tables stay aligned."""
     assert simplified(text, text_stream(encoding)) == simple
     assert len(simple) == len(text)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_becomes_the_null_device_here_and_in_children(tmp_path, closed):
+    command = f'"$0" -c "$1" "$2" {closed}'
+    words = ["sh", "-c", command, sys.executable, REPORT, tmp_path / "report"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report").read_text() == "True 0"
+
+
+def test_open_streams_stay_as_they_are(tmp_path):
+    words = [sys.executable, "-c", REPORT, tmp_path / "report"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert sorted(done.stdout.split()) == ["lost", "lost"]
+    assert sorted(done.stderr.split()) == ["lost", "lost"]

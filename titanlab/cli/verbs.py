@@ -12,6 +12,7 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.system.disk import disk_fault
 from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import error_line
+from titanlab.terminal.stream import open_closed_streams
 
 # verb → (module, help text). A module is imported when its verb is called: some need torch, most do not.
 VERBS = {
@@ -87,6 +88,7 @@ VERBS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the process's exit code: 0 for success, 2 for bad input, else the outcome's code."""
+    open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())

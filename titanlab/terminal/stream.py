@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 _SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def open_closed_streams() -> None:
+    """Give stdin, stdout and stderr the null device if the shell has closed them (`2>&-`).
+
+    Otherwise the next file that is opened gets the number of the closed stream: what is meant for stderr would be
+    written into it, and a rank could not start. Call it before any file is opened.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is given, and all below are open by now: it is this one.
+            os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
+            os.set_inheritable(number, True)
+            # For this process, Python has set the stream to None.
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
 
 
 def is_capable(stream: Any, environ: Mapping[str, str]) -> bool:
