@@ -25,7 +25,7 @@ def open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
             os.set_inheritable(number, True)
             # For this process, Python has set the stream to None.
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def is_capable(stream: Any, environ: Mapping[str, str]) -> bool:

@@ -28,8 +28,8 @@ from hydra._internal.core_plugins import (
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import OmegaConf
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf
 
 from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combination, combining_groups, discover
@@ -74,6 +74,20 @@ def plain_value(value: Any) -> Any:
 def is_hydras_own(target: str) -> bool:
     """Whether the `_target_` of a sweeper or a launcher is a class of Hydra itself, and not of a plugin."""
     return target.startswith(_OWN_PLUGINS)
+
+
+def folders_of(whole: DictConfig) -> list[ConfigSource]:
+    """The folders and packages from which a composition took its options, in the order in which they were searched.
+
+    Hydra's loader does not show those of `hydra.searchpath`, and its own folder and the schemas are left out.
+    """
+    kinds = SourcesRegistry.instance().types
+    entries: Any = OmegaConf.to_container(whole.hydra.runtime.config_sources)
+    return [
+        kinds[entry["schema"]](entry["provider"], f"{entry['schema']}://{entry['path']}")
+        for entry in entries
+        if entry["schema"] in ("file", "pkg") and entry["provider"] != "hydra"
+    ]
 
 
 class FileConfigSource(file_config_source.FileConfigSource):

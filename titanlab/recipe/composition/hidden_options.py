@@ -1,0 +1,45 @@
+"""Finds options that Hydra never reads, because an earlier folder of the search path has an option of the same name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from hydra.plugins.config_source import ConfigSource
+
+from titanlab.errors import ConfigError
+
+
+def check_hidden(sources: Sequence[ConfigSource], group: str, option: str) -> None:
+    """Check that a chosen option is the same in all folders that have it.
+
+    The person who wrote the later one would otherwise train with another model or layout than they believe.
+
+    Args:
+        sources: in the order in which Hydra searches them.
+
+    Raises:
+        ConfigError: a later folder has a different option of this name.
+    """
+    path = f"{group}/{option}"
+    having = [source for source in sources if source.is_config(path)]
+    for read, source in itertools.product(having[:1], having[1:]):
+        if _content(source, path) != _content(read, path):
+            file = f"{_place(source)}/{path}.yaml"
+            rule = f"{file} is never read: {_place(read)} has an option of that name"
+            raise ConfigError(group, option, rule, f"rename the file, and choose {group}={_new_name(option)}")
+
+
+def _content(source: ConfigSource, path: str) -> object:
+    result = source.load_config(path)
+    return result.config, result.header
+
+
+def _place(source: ConfigSource) -> str:
+    return source.path if source.scheme() == "file" else f"the package {source.path}"
+
+
+def _new_name(option: str) -> str:
+    path = PurePath(option)
+    return str(path.with_name(f"my_{path.name}"))
