@@ -15,6 +15,7 @@ FILES = {
     "model/extra.yaml": "defaults: [debug, _self_]\nunknown: 1\n",
     "model/early.yaml": "defaults:\n  - override /precision: bf16\n  - debug\n",
     "model/lost.yaml": "defaults: [nowhere, _self_]\n",
+    "recipe/again.yaml": "# @package _global_\ndefaults: [/model: llama_2m]\n",
     "recipe/early.yaml": "# @package _global_\ndefaults:\n  - override /precision: bf16\n  - /model: debug\n",
 }
 
@@ -41,6 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["model=extra"], "model.unknown", "is no key of this recipe, and model/extra.yaml sets it", ""),
         (["model=lost"], "model", "there is no such config, which model/lost names", "mend model/lost.yaml"),
         (["+recipe=early"], "override /precision", "comes before what it is to override", "mend|end of the defaults"),
+        (["+recipe=again"], "model", "is chosen in a second defaults list, without override", "override /model: "),
+        (
+            ["seed=3", "+recipe=again"],
+            "model",
+            "is chosen in a second defaults list, without override",
+            "override /model: ",
+        ),
         (["~training.nope"], "~training.nope", "takes out what is not there", ""),
         (["recipe=quickstart"], "recipe", "is of a group that is not in every recipe", r"try \+recipe=quickstart"),
         (["nothing=1"], "nothing", "is no key", ""),

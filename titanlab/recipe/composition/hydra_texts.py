@@ -33,6 +33,11 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(bare, value, "is several values", f"add -m to run them all{in_brackets}")
     if "is not a subclass of" in message:
         return ConfigError(bare, value, "is two options of different schemas", "name one of them")
+    twice = re.match(r"Multiple values for (\S+)\. .*'override \S+: (\S+)'", message)
+    # An override cannot be the cause without `+`: it would have replaced both.
+    if twice is not None and bare != twice[1]:
+        cure = f"write - override /{twice[1]}: … there, at the end of the defaults"
+        return ConfigError(twice[1], twice[2], "is chosen in a second defaults list, without override", cure)
     if message.startswith(("Multiple values", "Could not append")):
         return ConfigError(key, value, "is in the recipe already", f"try {bare}={value}")
     if message.startswith("Config group override must be a string"):
