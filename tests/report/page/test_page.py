@@ -189,6 +189,14 @@ def nothing_measured(made):
     end(run, metrics={**dict.fromkeys(summary(1.0, 1.0)), "measured_steps": 0})
 
 
+def steps_skipped(made):
+    for name, skipped in (("some", 2), ("one", 1), ("none", 0)):
+        begin(run := made.run(name, seed=skipped))
+        end(run, metrics={**summary(1.0, 1.0), "skipped_steps": skipped})
+    begin(run := made.run("never", seed=7))
+    end(run)
+
+
 def not_finite(made):
     begin(run := made.run("nan"))
     train(run, losses=[5.0, float("nan"), float("inf")])
@@ -214,6 +222,7 @@ def zeros(made):
         (failures_only, "2 runs: 2 oom"),
         (one_run, "Only single"),
         (nothing_measured, "without a step after the warm-up"),
+        (steps_skipped, "3 steps of 2 runs updated nothing, since their gradients were not finite."),
         (not_finite, "the loss or the gradient is not a finite number"),
         (unreadable, "1 run folder cannot be read"),
         (zeros, ""),

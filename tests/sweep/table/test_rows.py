@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweep.made import begin, end, train, word
+from tests.sweep.made import SUMMARY, begin, end, train, word
+from titanlab.costs import meter
 from titanlab.costs.layout import AXES
 from titanlab.sweep.table.columns import COLUMNS, NAMES, point_keys
 from titanlab.sweep.table.rows import Table
@@ -56,9 +57,17 @@ def test_a_run_that_is_done(made):
     assert (row["started"], row["ended"], row["train_seconds"]) == (1000.0, 2000.0, 2.5)
     assert (row["code"], row["stale"]) == ("c0de", True)
     assert row_of(made, run, code="c0de")["stale"] is False
+    assert row["skipped_steps"] is None
     assert row["folder"] == str(run.path)
     # As one types them.
     assert (row["point.parallelism"], row["point.training.seq_len"]) == ("fsdp_tp", "32")
+
+
+def test_a_run_counts_the_steps_that_updated_nothing(made):
+    run = made.run("fp16")
+    begin(run)
+    end(run, metrics={**SUMMARY, meter.SKIPPED_STEPS: 3})
+    assert row_of(made, run)["skipped_steps"] == 3
 
 
 def test_a_run_under_way_has_the_figures_of_its_latest_row(made):

@@ -1,5 +1,6 @@
 """What a run leaves behind while it happens: rows of metrics, its status and its result."""
 
+import re
 import time
 
 import pytest
@@ -45,6 +46,22 @@ def test_a_run_is_recorded(tmp_path, capsys):
     assert run.result(1).kind is OutcomeKind.DONE
     assert "done" in (run.logs / "rank-0.log").read_text()
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(("skipped", "shown"), [((0, 0), False), ((0, 2), True), ((1, 1), True)])
+def test_the_end_of_a_run_counts_the_steps_that_updated_nothing(tmp_path, capsys, skipped, shown):
+    made = tiny.recipe(tmp_path, steps=2)
+    run = tiny.begin(made)
+    with open_recorder(made, run, ALONE, attempt=1, position=Position()) as recorder:
+        recorder.start()
+        for step, count in enumerate(skipped, start=1):
+            scaled = ScaledStep(1024.0, count, tolerated=True)
+            recorder.record(step, Totals(4.0, float("inf"), 100, 0, scaled), rate=1e-3, tokens_seen=100 * step)
+        outcome = recorder.finish(Outcome(kind=OutcomeKind.DONE, step=2, steps=2))
+    assert outcome.metrics[meter.SKIPPED_STEPS] == skipped[-1]
+    line = re.search(r"skipped steps +(\d+): their gradients were not finite", capsys.readouterr().out)
+    assert (line is not None) == shown
+    assert line is None or int(line[1]) == skipped[-1]
 
 
 def test_in_a_pipe_the_first_step_of_a_resumed_run_is_over_after_it(tmp_path, capsys, monkeypatch):

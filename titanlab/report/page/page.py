@@ -130,4 +130,9 @@ def _notes(facts: Facts) -> list[str]:
     lost = [row for row in facts.done if row["measured_steps"] == 0]
     if lost:
         notes.append(f"{counted(len(lost), 'run')} are done without a step after the warm-up: they have no speed.")
+    skipping = [row for row in facts.runs if (row["skipped_steps"] or 0) > 0]
+    if skipping:
+        steps = sum(row["skipped_steps"] for row in skipping)
+        of = counted(len(skipping), "run")
+        notes.append(f"{counted(steps, 'step')} of {of} updated nothing, since their gradients were not finite.")
     return notes

@@ -126,7 +126,11 @@ COLUMNS: tuple[Column, ...] = (
         loss="training loss of the last step",
         validation_loss="the last one",
     ),
-    *_columns(WHOLE, tokens_seen="trained on so far, in all attempts"),
+    *_columns(
+        WHOLE,
+        tokens_seen="trained on so far, in all attempts",
+        skipped_steps="whose gradients were not finite, and which updated nothing; empty where none can be skipped",
+    ),
     *_columns(
         NUMBER,
         flops_per_token="forward and backward, of the whole model",

@@ -62,6 +62,7 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
         "loss": metrics.get(meter.LOSS),
         "validation_loss": metrics.get(meter.VALIDATION_LOSS),
         "tokens_seen": metrics.get(meter.TOKENS_SEEN),
+        "skipped_steps": metrics.get(meter.SKIPPED_STEPS),
         "flops_per_token": metrics.get("flops_per_token"),
         "compile_seconds": metrics.get("compile/seconds"),
         "train_seconds": metrics.get(meter.TRAIN_SECONDS),

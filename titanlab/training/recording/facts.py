@@ -102,6 +102,9 @@ def end_rows(outcome: Outcome, run: RunFolder) -> list[tuple[str, object]]:
         rows.append(("loss", f"{figures['first_loss']:.4f} → {figures[meter.LOSS]:.4f}"))
     if figures.get(meter.VALIDATION_LOSS) is not None:
         rows.append(("validation loss", f"{figures[meter.VALIDATION_LOSS]:.4f}"))
+    if figures.get(meter.SKIPPED_STEPS):
+        skipped = grouped(figures[meter.SKIPPED_STEPS])
+        rows.append(("skipped steps", f"{skipped}: their gradients were not finite, and they updated nothing"))
     if figures.get(meter.TOKENS_PER_SECOND):
         speed = f"{grouped(figures[meter.TOKENS_PER_SECOND])} tokens/s per device"
         if figures.get(meter.MFU) is not None:

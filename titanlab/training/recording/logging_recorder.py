@@ -73,6 +73,7 @@ class LoggingRecorder(Recorder):
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         self._validation_loss: float | None = None
+        self._scaling: dict[str, object] = {}
         self._experts = ExpertRows(self._steps, functools.partial(self._metrics.write, EXPERTS))
         self._watch = Watch(active=recipe.compile.compiles, note=console.note, warn=console.warn)
         console.start(f"titanlab · {recipe.name}", facts.start_rows(recipe, run, world.device, work, position))
@@ -157,6 +158,7 @@ class LoggingRecorder(Recorder):
         if totals.load is not None:
             self._experts.after_step(step, totals.load)
         self._last_loss = totals.loss
+        self._scaling = _scaling(totals)
         if self._first_loss is None:
             self._first_loss = totals.loss
         bad = not totals.finite
@@ -177,7 +179,7 @@ class LoggingRecorder(Recorder):
             meter.GRAD_NORM: totals.grad_norm,
             meter.LEARNING_RATE: rate,
             meter.TOKENS_SEEN: tokens_seen,
-            **_scaling(totals),
+            **self._scaling,
             **_routing(totals),
             **speed.metrics(),
             **self._watch.metrics(),
@@ -233,6 +235,7 @@ class LoggingRecorder(Recorder):
             "first_loss": self._first_loss,
             meter.LOSS: self._last_loss,
             meter.VALIDATION_LOSS: self._validation_loss,
+            **self._scaling,
             **self._watch.metrics(),
         }
 
