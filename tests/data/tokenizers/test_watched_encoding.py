@@ -78,6 +78,14 @@ def test_what_is_watched_gives_the_same(made):
     assert process.poll() is not None
 
 
+def test_files_of_the_current_folder_with_names_of_modules_are_not_imported(made, tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/bin", *sys.path[1:]])
+    tokenizer = load(made(r"(?:\w|x)+"))
+    assert tokenizer.encode("ab ab")
+
+
 def test_a_process_that_dies_is_told(made):
     tokenizer = load(made(r"\w+|\W"))
     tokenizer.encode("a")

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from typing import Any
 
 from titanlab.data.tokenizers.tiktoken_file import PATTERN
 from titanlab.errors import ConfigError
+from titanlab.system.python_command import module_command
 
 # Time limit of a call: SECONDS, and one second more for every UNITS_PER_SECOND characters or tokens.
 SECONDS = 10.0
@@ -152,7 +152,7 @@ class WatchedEncoding:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "titanlab.data.tokenizers.encoding_worker"],
+            module_command("titanlab.data.tokenizers.encoding_worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # The library writes a long message about each match that Oniguruma gives up, slower than the match itself.

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from titanlab.launch.contract import Failure
 from titanlab.launch.local.rank_processes import RankProcesses
 from titanlab.launch.local.wake import KIND
 from titanlab.records.run_folder import RunFolder
+from titanlab.system.python_command import module_command
 from titanlab.worker.fork import LOGS, PIDS_FILE, adopting
 
 # The other ranks have this time to end after one has failed.
@@ -167,7 +167,7 @@ def _one_by_one(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> 
 
 def worker_command(folder: Path) -> list[str]:
     """The command that starts one rank."""
-    return [sys.executable, "-m", "titanlab.worker", str(folder)]
+    return [*module_command("titanlab.worker"), str(folder)]
 
 
 def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
