@@ -244,7 +244,7 @@ def test_the_verbs(slurm, sweep, capsys):
     assert retry_verb.main(["layouts", "--outcome", "hang,oom", "--dry-run", *runs]) == 0
     assert capsys.readouterr().out.endswith("2 runs would be submitted\n")
     assert retry_verb.main(["layouts", "--all-failed", "launch.minutes=20", *runs]) == 0
-    assert "2 runs submitted; titanlab status layouts --watch follows them" in capsys.readouterr().out
+    assert f"2 runs submitted; titanlab status {sweep.path} --watch follows them" in capsys.readouterr().out
     assert retry_verb.main(["layouts", "--outcome", "nan", *runs]) == 0
     assert "nothing of layouts is to be done again" in capsys.readouterr().out
     assert cancel_verb.main(["layouts", *runs]) == 0

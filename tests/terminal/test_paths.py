@@ -1,5 +1,8 @@
+import shlex
+from pathlib import Path
+
 from titanlab.checkpoint.remote.address_schema import StorePath
-from titanlab.terminal.paths import shown_path
+from titanlab.terminal.paths import shown_path, sweep_argument
 
 
 def test_a_path_is_shown_from_the_current_folder(tmp_path, monkeypatch):
@@ -14,3 +17,12 @@ def test_a_path_is_shown_from_the_current_folder(tmp_path, monkeypatch):
 
 def test_an_address_of_a_store_is_shown_as_it_is():
     assert shown_path(StorePath("memory://bucket/run")) == "memory://bucket/run"
+
+
+def test_a_sweep_is_named_so_that_a_command_finds_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert sweep_argument(Path("runs/mine")) == sweep_argument(tmp_path / "runs" / "mine") == "mine"
+    assert sweep_argument(tmp_path / "other runs" / "mine") == "'other runs/mine'"
+    assert sweep_argument(Path("mine")) == "./mine"
+    (elsewhere,) = shlex.split(sweep_argument(tmp_path.parent / "mine"))
+    assert Path(elsewhere) == tmp_path.parent / "mine"

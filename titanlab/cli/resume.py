@@ -23,7 +23,7 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.resubmit import resubmit, submitted_with
 from titanlab.terminal.console import Console
-from titanlab.terminal.paths import shown_path
+from titanlab.terminal.paths import shown_path, sweep_argument
 
 # The keys that may change between attempts. They do not change what the run computes.
 CHANGEABLE = (
@@ -80,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
         recipe = _changed(run, args.overrides, console)
         if not recipe.launch.starts_directly and joined(os.environ) is None:
             if resubmit(run, recipe, console.note, checkpoint=checkpoint) is not None:
-                console.note(f"next: titanlab status {run.sweep} --watch; to run it here instead: launch=local")
+                sweep = sweep_argument(run.path.parent)
+                console.note(f"next: titanlab status {sweep} --watch; to run it here instead: launch=local")
             return 0
         recipe = replace(recipe, launch=directly(launch_of(recipe)))
         (ready,) = prepare([recipe], console.note, started=newest is not None)

@@ -8,6 +8,7 @@ from titanlab.cli.arguments import Arguments
 from titanlab.sweep.retry import FAILED, Retried, retry
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.terminal.console import Console
+from titanlab.terminal.paths import sweep_argument
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,10 +51,11 @@ def _report(console: Console, folder: SweepFolder, done: Retried, *, dry_run: bo
             outcome = chosen.outcome or "never started"
             console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
     count = len(done.chosen)
+    named = sweep_argument(folder.path)
     runs = "1 run" if count == 1 else f"{count} runs"
     if not count:
-        console.note(f"nothing of {folder.name} is to be done again; titanlab status {folder.name} shows its runs")
+        console.note(f"nothing of {folder.name} is to be done again; titanlab status {named} shows its runs")
     elif dry_run:
         console.note(f"{runs} would be submitted")
     else:
-        console.note(f"{runs} submitted; titanlab status {folder.name} --watch follows them")
+        console.note(f"{runs} submitted; titanlab status {named} --watch follows them")

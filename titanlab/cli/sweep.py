@@ -15,10 +15,11 @@ from titanlab.recipe.composition.loader import Loader
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.sweep.study.plan import Study, plan_study, with_data
 from titanlab.sweep.study.plan_table import plan_lines, plan_values
-from titanlab.sweep.submit import Submitted, check_study, decide, silence_of, submit
+from titanlab.sweep.submit import Submitted, check_study, decide, folder_of, silence_of, submit
 from titanlab.sweep.wait import exit_code, follow
 from titanlab.system.atomic_file import finite
 from titanlab.terminal.console import Console
+from titanlab.terminal.paths import sweep_argument
 
 _HELP = """\
 titanlab sweep: plan many runs, submit what is missing of them, and return
@@ -145,7 +146,7 @@ def _report(study: Study, submitted: Submitted, args: SweepArguments, console: C
     count = sum(len(runs) for _, _, runs in submitted.jobs)
     jobs = ", ".join(job for job, _, _ in submitted.jobs)
     lines.append(f"submitted {count}: {jobs}" if count else "submitted 0: nothing is missing")
-    lines.append(f"next: titanlab status {study.name} --watch")
+    lines.append(f"next: titanlab status {sweep_argument(folder_of(study).path)} --watch")
     console.note("\n".join(lines))
 
 

@@ -28,6 +28,7 @@ from titanlab.records.identity import identify
 from titanlab.records.run_folder import RunFolder, create_run
 from titanlab.sweep.resubmit import checked, resubmit
 from titanlab.terminal.console import Console
+from titanlab.terminal.paths import sweep_argument
 from titanlab.weights.starting_weights import check_beginning
 
 FLAG = "--from"
@@ -106,5 +107,5 @@ def _submitted(recipe: Recipe, console: Console) -> int:
         parent=parent_of(recipe.checkpoint.load_from),
     )
     if resubmit(run, recipe, console.note) is not None:
-        console.note(f"next: titanlab status {run.sweep} --watch")
+        console.note(f"next: titanlab status {sweep_argument(run.path.parent)} --watch")
     return 0

@@ -20,6 +20,7 @@ from titanlab.records.identity import canonical, canonical_json
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.terminal.paths import sweep_argument
 
 KEY = "--calibrate"
 _RESIDENT = "memory/max_resident(GiB)"
@@ -97,7 +98,9 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
         reasons = Counter(dropped.reason for dropped in left_out)
         why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "it has no runs"
         rule = f"has no run that was measured to its end: {why}"
-        raise ConfigError(KEY, sweep.name, rule, f"wait for it (titanlab status {sweep.name}), or submit it again")
+        raise ConfigError(
+            KEY, sweep.name, rule, f"wait for it (titanlab status {sweep_argument(sweep.path)}), or submit it again"
+        )
     for name in runs[0].common:
         runs, others = _majority(runs, name)
         left_out += others

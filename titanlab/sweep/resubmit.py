@@ -23,6 +23,7 @@ from titanlab.sweep.queue import silence
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.standing import standing
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.terminal.paths import sweep_argument
 
 
 def checked(recipe: Recipe) -> Recipe:
@@ -86,7 +87,9 @@ def resubmit(
             return None
         if word in ("queued", "running"):
             rule = f"is {word} already"
-            raise ConfigError("run", run.path.name, rule, f"wait for its end, or titanlab cancel {folder.name}")
+            raise ConfigError(
+                "run", run.path.name, rule, f"wait for its end, or titanlab cancel {sweep_argument(folder.path)}"
+            )
         check_jobs([(item.launch, item.shape)])
         renamed: list[Place] = []
         with run.claim():

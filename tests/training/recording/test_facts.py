@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from tests import tiny
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.training.recording.facts import next_steps
@@ -16,3 +18,11 @@ def test_text_is_only_suggested_where_there_is_a_checkpoint_to_write_it_with(tmp
     step.mkdir(parents=True)
     (step / "index.json").write_text("{}")
     assert next_steps(done, run)[0].startswith("titanlab generate ")
+
+
+def test_a_folder_with_a_space_is_one_argument(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path / "two words"))
+    for kind in (OutcomeKind.DONE, OutcomeKind.CANCELLED, OutcomeKind.OOM):
+        for line in next_steps(Outcome(kind=kind, cause="", step=2, steps=2, metrics={}), run):
+            (folder,) = (word for word in shlex.split(line) if "two words" in word)
+            assert folder.startswith(str(run.path))

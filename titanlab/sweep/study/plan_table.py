@@ -10,7 +10,9 @@ from titanlab.launch.contract import launch_of
 from titanlab.planner.estimate import Estimate, estimate_of
 from titanlab.sweep.enqueue import Item, arrays
 from titanlab.sweep.table.listing import aligned, dropped
+from titanlab.system.user_path import user_path
 from titanlab.terminal.numerals import counted, grouped, trimmed
+from titanlab.terminal.paths import sweep_argument
 
 if TYPE_CHECKING:
     from titanlab.sweep.study.plan import Study
@@ -48,7 +50,8 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
         outcomes = sorted({decision.outcome for decision in ended if decision.outcome})
         # An ended run without an outcome gets one at the next reconciliation.
         which = f"--outcome {','.join(outcomes)}" if all(decision.outcome for decision in ended) else "--all-failed"
-        lines.append(f"to run those again: titanlab retry {study.name} {which}")
+        sweep = sweep_argument(user_path(study.planned[0].recipe.runs) / study.name)
+        lines.append(f"to run those again: titanlab retry {sweep} {which}")
     return lines + dropped([_row(point.stage, point.reason) for point in study.dropped])
 
 

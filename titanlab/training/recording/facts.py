@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import torch
 
 from titanlab.checkpoint.folders import latest
@@ -117,7 +119,7 @@ def end_rows(outcome: Outcome, run: RunFolder) -> list[tuple[str, object]]:
 
 def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
     """Suggested commands after this outcome."""
-    folder = shown_path(run.path)
+    folder = shlex.quote(shown_path(run.path))
     if outcome.kind is OutcomeKind.DONE:
         sample = [f'titanlab generate {folder} --prompt "def "'] if _can_generate(run) else []
         return [*sample, f"less {folder}/metrics.jsonl"]
