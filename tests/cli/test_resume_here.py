@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.sweep.conftest import slurm  # noqa: F401
+from tests.sweep.conftest import slurm, small_package  # noqa: F401
 from titanlab.cli import resume, retry
 from titanlab.cluster.schema import Cluster
 from titanlab.errors import ConfigError

@@ -211,7 +211,7 @@ def test_a_damaged_end_of_the_attempt_before_costs_nothing(tmp_path):
     run = tiny.begin(made)
     run.write_result(Outcome(kind=OutcomeKind.CRASH, attempt=1))
     path = run.attempt_folder(1) / "result.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "ended": 10**400}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ended": 1e300}))
     start_up = StartUp({"launcher": 1.0, "python": 2.0})
     worker._begin_after_earlier_attempt(start_up, run, 2)
     assert start_up.end() == pytest.approx({"launcher": 0.0, "python": 0.0}, abs=10.0)

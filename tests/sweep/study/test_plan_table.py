@@ -15,8 +15,9 @@ from titanlab.sweep.submit import decide
 
 
 @pytest.fixture
-def planned(tmp_path):
-    """`planned(points, …)`: a study of Slurm jobs, and the decisions on its runs."""
+def planned(tmp_path, monkeypatch):
+    """`planned(points, …)`: a study of Slurm jobs in the folder `runs` here, and the decisions on its runs."""
+    monkeypatch.chdir(tmp_path)
 
     def plan(points, **given):
         found = study(tmp_path / "runs", points, launch=given.pop("launch", SLURM), **given)
