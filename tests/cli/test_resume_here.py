@@ -18,6 +18,7 @@ from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import create_run
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.terminal.paths import sweep_argument
 
 NODES = Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0, per_node=4, nodes=4)
 
@@ -60,7 +61,8 @@ def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, c
     assert job.config()["model"] == run.config()["model"]
     assert run.config()["parallelism"]["shard"] == 4
     # It waits now, and is not submitted twice.
-    with pytest.raises(ConfigError, match="is queued already; wait for its end, or titanlab cancel single"):
+    named = re.escape(sweep_argument(run.path.parent))
+    with pytest.raises(ConfigError, match=f"is queued already; wait for its end, or titanlab cancel {named}$"):
         resume.main([str(run.path)])
 
 
