@@ -8,11 +8,10 @@ ARGS ?=
 # For make test-matrix: K/N, one part of it
 PART ?=
 
-# Several pytest processes: two start with the tests of ranks (tests/workers.py), a third with what needs none and often
-# waits for processes. A worker that dies is not replaced: a test that hangs ends the run. ARGS="-n 0" runs all tests in
-# one process, as a debugger needs it.
+# Two pytest processes, which start with the tests of ranks (tests/workers.py); on two cores a third one gains nothing. A
+# worker that dies is not replaced: a test that hangs ends the run. ARGS="-n 0" runs all tests in one process, as a
+# debugger needs it.
 TWO_WORKERS := -n 2 --dist loadfile --max-worker-restart 0
-THREE_WORKERS := -n 3 --dist loadfile --max-worker-restart 0
 
 # Python keeps compiled source beside it, in __pycache__, also where the environment forbids it: else each of the thousands
 # of processes that tests start would compile the package again.
@@ -49,7 +48,7 @@ quickstart: $(READY) ## train a small Llama, let it write code, then compare it 
 	@echo; $(BIN)/titanlab report quickstart_layouts
 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
-	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm and not browser" $(THREE_WORKERS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not full and not matrix and not slurm and not browser" $(TWO_WORKERS) $(ARGS)
 
 test-full: $(READY) ## run the slower layer of tests
 	@$(BIN)/python -m pytest -m "full and not matrix and not slurm and not browser" $(TWO_WORKERS) $(ARGS)
