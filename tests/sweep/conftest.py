@@ -5,7 +5,13 @@ import functools
 import pytest
 
 from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.studies import SLURM, seeds, study
+from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep import snapshot
+from titanlab.sweep.submit import submit
+
+ENDS = [OutcomeKind.DONE, OutcomeKind.HANG, OutcomeKind.OOM, None, None]
+STATES = ["COMPLETED", "FAILED", "FAILED", "RUNNING", "PENDING"]
 
 
 def quiet(text: str) -> None:
@@ -35,3 +41,27 @@ def slurm(tmp_path, monkeypatch, small_package):
 def whole_snapshots(slurm, monkeypatch):
     """After `slurm`: snapshots are again those of the package that runs."""
     monkeypatch.setattr(snapshot, "take", snapshot.take.func)
+
+
+@pytest.fixture
+def sweep(slurm, tmp_path):
+    """Job 101 with five runs: done, hung, out of memory, running, waiting; the first was made by the code that is here."""
+    wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
+    folder = submit(wanted, quiet).folder
+    (submission,) = folder.submissions()
+    for index, (kind, state) in enumerate(zip(ENDS, STATES, strict=True)):
+        run = folder.run(submission.runs[index])
+        if state != "PENDING":
+            code = snapshot.fingerprint() if index == 0 else "other"
+            run.begin_attempt(run.config(), {"code": {"fingerprint": code}})
+            attempt = run.attempt_folder(1) / "job.json"
+            attempt.write_text(f'{{"token": "{submission.token}", "index": {index}}}')
+        if kind is not None:
+            run.write_result(Outcome(kind=kind, attempt=1, step=3))
+        slurm.put(101, state, index)
+    return folder
+
+
+def names(folder):
+    """The names of the runs of a sweep's first submission."""
+    return folder.submissions()[0].runs

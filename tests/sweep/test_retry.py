@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from tests.sweep.conftest import quiet
+from tests.sweep.conftest import names, quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.cli import cancel as cancel_verb
 from titanlab.cli import retry as retry_verb
@@ -12,38 +12,10 @@ from titanlab.launch.local.launcher import LocalLauncher
 from titanlab.launch.local.local_job import LocalJob, write_local_job
 from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.sweep import snapshot
 from titanlab.sweep.cancel import cancel
-from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import FAILED, retry
 from titanlab.sweep.submit import decide, submit
 from titanlab.sweep.sweep_folder import jobs_of
-
-ENDS = [OutcomeKind.DONE, OutcomeKind.HANG, OutcomeKind.OOM, None, None]
-STATES = ["COMPLETED", "FAILED", "FAILED", "RUNNING", "PENDING"]
-
-
-@pytest.fixture
-def sweep(slurm, tmp_path):
-    """Job 101 with five runs: done, hung, out of memory, running, waiting; the first was made by the code that is here."""
-    wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
-    folder = submit(wanted, quiet).folder
-    (submission,) = folder.submissions()
-    for index, (kind, state) in enumerate(zip(ENDS, STATES, strict=True)):
-        run = folder.run(submission.runs[index])
-        if state != "PENDING":
-            code = snapshot.fingerprint() if index == 0 else "other"
-            run.begin_attempt(run.config(), {"code": {"fingerprint": code}})
-            attempt = run.attempt_folder(1) / "job.json"
-            attempt.write_text(f'{{"token": "{submission.token}", "index": {index}}}')
-        if kind is not None:
-            run.write_result(Outcome(kind=kind, attempt=1, step=3))
-        slurm.put(101, state, index)
-    return folder
-
-
-def names(folder):
-    return folder.submissions()[0].runs
 
 
 def submitted(slurm):
@@ -167,46 +139,6 @@ def test_mistakes(slurm, sweep, asked, told):
     assert submitted(slurm) == [5]
 
 
-def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
-    done = cancel(sweep, quiet)
-    assert (done.stopping, done.withdrawn) == ([names(sweep)[3]], [names(sweep)[4]])
-    # Whoever runs is told, and has the time that it needs.
-    assert slurm.jobs()[101]["states"] == ["COMPLETED", "FAILED", "FAILED", "RUNNING", "CANCELLED"]
-    assert slurm.jobs()[101]["signals"] == [[3, "INT"]]
-    assert sweep.run(names(sweep)[3]).asked_to_cancel()
-    outcome = sweep.run(names(sweep)[4]).result()
-    assert (outcome.kind, outcome.cause) == ("cancelled", "cancelled before it started")
-    # What was cancelled can be done after all.
-    assert [each.run.path.name for each in retry(sweep, quiet, names=[names(sweep)[4]]).chosen] == [names(sweep)[4]]
-
-
-def test_whoever_cancels_twice_does_not_want_to_wait(slurm, sweep):
-    cancel(sweep, quiet, names=[names(sweep)[3]])
-    done = cancel(sweep, quiet, names=[names(sweep)[3]])
-    assert done.stopping == [names(sweep)[3]]
-    assert (slurm.jobs()[101]["states"][3], len(slurm.jobs()[101]["signals"])) == ("CANCELLED", 1)
-
-
-def test_cancel_is_one_call_for_all_that_wait_and_one_for_all_that_run(slurm, sweep):
-    retry(sweep, quiet, outcomes=["hang", "oom"])
-    cancel(sweep, quiet)
-    calls = [sorted(line.split()) for line in (slurm.folder / "scancel.calls").read_text().splitlines()]
-    assert sorted(calls) == [["--signal=INT", "101_[3]"], ["101_[4]", "102_[0-1]"]]
-
-
-def test_elements_that_somebody_took_out_of_the_queue_are_cancelled_and_can_be_done_again(slurm, sweep):
-    """`scancel 101_4`: Slurm itself keeps no record of it."""
-    slurm.put(101, "REMOVED", 4)
-    reconcile(sweep)
-    (run,) = sweep.find([names(sweep)[4]])
-    outcome = run.result()
-    assert (outcome.kind, outcome.cause) == ("cancelled", "the job was cancelled before it started")
-    assert outcome.scheduler == {"job_id": "101_4", "state": "CANCELLED", "exit_code": None}
-    done = retry(sweep, quiet, outcomes=["cancelled"])
-    assert [each.run.path.name for each in done.chosen] == [run.path.name]
-    assert submitted(slurm) == [5, 1]
-
-
 def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, capsys):
     slurm.set(silent=True)
     lines = []
@@ -225,11 +157,6 @@ def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, ca
     with pytest.raises(ConfigError, match="launch=slurm: Slurm does not answer, and the jobs may go on"):
         cancel(sweep, lines.append)
     assert "the scheduler does not answer" in lines[1]
-
-
-def test_cancel_of_one_run(slurm, sweep):
-    cancel(sweep, quiet, names=[sweep.run(names(sweep)[4]).hash8])
-    assert slurm.jobs()[101]["states"][3:] == ["RUNNING", "CANCELLED"]
 
 
 def test_cancelled_runs_are_not_submitted_again_by_the_sweep(slurm, sweep, tmp_path):

@@ -11,7 +11,6 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
-from titanlab.sweep.enqueue import settle
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.submit import check_study, decide, folder_of, silence_of, submit
 from titanlab.sweep.table.rows import Table
@@ -105,43 +104,6 @@ def test_gpus_are_those_of_the_layout(slurm, tmp_path):
     planned = dataclasses.replace(planned, recipe=dataclasses.replace(planned.recipe, cluster=cluster))
     submit(dataclasses.replace(wanted, planned=(planned,)), quiet)
     assert slurm.jobs()[101]["flags"]["gpus-per-node"] == "h100:3"
-
-
-def test_variables_of_a_job_around_it_do_not_reach_the_new_job(slurm, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
-    config = tmp_path / "slurm.conf"
-    config.touch()
-    monkeypatch.setenv("SLURM_CONF", str(config))
-    submit(study(tmp_path / "runs", seeds(1), launch=SLURM), quiet)
-    environment = slurm.jobs()[101]["environment"]
-    assert "SLURM_MEM_PER_CPU" not in environment
-    assert environment["SLURM_CONF"] == str(config)
-
-
-def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.slurm.queue.MAX_ARRAY", 2)
-    submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)
-    assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%1", "0-1%1", "0-0%1"]
-
-
-@pytest.mark.parametrize(("limit", "parameters"), [(2, "(null)"), (1001, "bf_interval=2,max_array_tasks=2")])
-def test_arrays_are_as_long_as_the_site_allows(slurm, tmp_path, limit, parameters):
-    slurm.set(max_array=limit, parameters=parameters)
-    submit(study(tmp_path / "runs", seeds(5), launch=SLURM), quiet)
-    assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%2", "0-1%2", "0-0%1"]
-
-
-def test_variables_of_a_shell_do_not_override_the_batch_file(slurm, tmp_path, monkeypatch):
-    for name in ("JOB_NAME", "PARTITION", "TIMELIMIT", "SIGNAL", "EXPORT", "ARRAY_INX", "WAIT", "ACCOUNT", "QOS"):
-        monkeypatch.setenv(f"SBATCH_{name}", "theirs")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    launch = Slurm(account="mine", environment={"MASTER_PORT": "29500"})
-    submit(study(tmp_path / "runs", seeds(1), launch=launch), quiet)
-    (job,) = slurm.jobs().values()
-    # On whose behalf is a matter of the shell's, where launch does not say it.
-    assert [name for name in job["environment"] if name.startswith(("SBATCH_", "MASTER_"))] == ["SBATCH_QOS"]
-    assert "export MASTER_PORT=29500" in job["script"].splitlines()
 
 
 # Only what is missing
@@ -355,67 +317,3 @@ def test_what_no_node_can_run_is_refused_although_slurm_lists_it(slurm, tmp_path
         assert actions(decide(wanted)) == ["submit"] * 2
     slurm.set()
     assert [job for job, _, _ in submit(wanted, quiet).jobs] == ["103"]
-
-
-# Crashes
-
-
-def test_an_answer_of_sbatch_that_is_lost_is_found_in_the_queue(slurm, tmp_path):
-    slurm.set(times_out=True)
-    submitted = submit(study(tmp_path / "runs", seeds(2), launch=SLURM), quiet)
-    assert [job for job, _, _ in submitted.jobs] == ["101"]
-    assert submitted.folder.submissions()[0].job_id == "101"
-
-
-@pytest.mark.parametrize("settings", [{}, {"forgets": True}])
-def test_an_intent_whose_job_is_there_is_taken_over(slurm, tmp_path, settings):
-    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
-    folder = submit(wanted, quiet).folder
-    _forget_answer(folder)
-    slurm.put(101, "COMPLETED")
-    slurm.set(**settings)
-    lines = []
-    settle(folder, lines.append)
-    assert lines == ["an interrupted submission is job 101: 2 runs of 1 process"]
-    assert submit(wanted, quiet).jobs == ()
-
-
-def test_an_intent_whose_jobs_have_taken_their_runs_names_is_taken_over(slurm, tmp_path):
-    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
-    folder = submit(wanted, quiet).folder
-    (submission,) = folder.submissions()
-    _forget_answer(folder)
-    job = slurm.jobs()[101]
-    job["flags"]["job-name"] = submission.job_name(folder.name, 1)
-    assert job["flags"]["job-name"] == f"layouts/{submission.runs[1]}-{submission.token}"
-    (slurm.folder / "jobs" / "101.json").write_text(json.dumps(job))
-    assert submit(wanted, quiet).jobs == ()
-    assert [each.job_id for each in folder.submissions()] == ["101"]
-
-
-def test_an_intent_without_a_job_is_submitted_again(slurm, tmp_path):
-    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
-    folder = submit(wanted, quiet).folder
-    _forget_answer(folder)
-    (slurm.folder / "jobs" / "101.json").unlink()
-    assert [runs for _, _, runs in submit(wanted, quiet).jobs] == [tuple(each.run_name for each in decide(wanted))]
-    assert len(folder.submissions()) == 1
-
-
-def test_while_slurm_does_not_answer_nothing_is_submitted_twice(slurm, tmp_path):
-    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
-    folder = submit(wanted, quiet).folder
-    slurm.set(silent=True)
-    with pytest.raises(ConfigError, match="Slurm does not answer "):
-        submit(wanted, quiet)
-    _forget_answer(folder)
-    # It may fall silent just after it was asked.
-    with pytest.raises(ConfigError, match="Slurm does not answer, and an earlier submission may have reached it"):
-        settle(folder, quiet)
-    assert len(slurm.jobs()) == 1
-
-
-def _forget_answer(folder):
-    (path,) = (folder.path / "submissions").glob("*.json")
-    value = json.loads(path.read_text())
-    path.write_text(json.dumps({**value, "state": "intent", "job_id": None}))
