@@ -29,8 +29,8 @@ class DataOnce:
     def __init__(self, *, elsewhere: bool = False) -> None:
         self._elsewhere = elsewhere
         self._results: dict[str, Any] = {}
-        # Once any data is prepared, more rules can be checked: earlier results of `check` are not used again.
-        self._prepared = False
+        # Once data is prepared, more rules can be checked: results of `check` from before are not used again.
+        self._prepared: set[str] = set()
 
     def check(self, recipe: Recipe) -> None:
         """Check the rules on a recipe's data that can be checked at this time.
@@ -42,7 +42,8 @@ class DataOnce:
         inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
         inputs += [training.validation_sequences, training.validate_every]
         try:
-            self._once(["check", self._prepared, _plain(recipe), inputs], lambda: check_data(recipe))
+            is_prepared = canonical_text(_plain(recipe)) in self._prepared
+            self._once(["check", is_prepared, _plain(recipe), inputs], lambda: check_data(recipe))
         except ConfigError as error:
             if not (self._elsewhere and error.key in _PLACES):
                 raise
@@ -55,7 +56,7 @@ class DataOnce:
         """
         try:
             self._once(["prepare", _plain(recipe)], lambda: source.prepare(recipe.data, report=report))
-            self._prepared = True
+            self._prepared.add(canonical_text(_plain(recipe)))
             self.check(recipe)
         except ConfigError as error:
             raise Unfit("rule", error) from error
