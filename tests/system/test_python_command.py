@@ -10,6 +10,8 @@ import titanlab
 from titanlab.launch.local.ranks import worker_command
 from titanlab.system.python_command import module_command
 
+ROOT = Path(titanlab.__file__).parents[1]
+
 
 @pytest.fixture
 def strange_folder(tmp_path, monkeypatch):
@@ -32,7 +34,15 @@ def test_a_rank_does_not_import_from_the_current_folder(strange_folder):
     assert "run: is no folder" in done.stderr
 
 
-def test_a_clone_that_is_not_installed_is_found_by_children_too(monkeypatch):
-    # As `python -m titanlab` in the clone has it.
-    monkeypatch.setattr(sys, "path", [str(Path(titanlab.__file__).parents[1]), *sys.path])
+# As `python -m titanlab` in the clone has it, and as an interpreter or a notebook that was started there.
+@pytest.mark.parametrize("first", [str(ROOT), ""])
+def test_a_clone_that_is_not_installed_is_found_by_children_too(monkeypatch, first):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [first, *sys.path])
     assert "-P" not in module_command("titanlab.worker")
+
+
+def test_an_interpreter_elsewhere_does_not_import_from_its_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert "-P" in module_command("titanlab.worker")
