@@ -59,3 +59,13 @@ def test_hidden_options_that_nothing_chooses_or_that_say_the_same_are_allowed(tm
     assert recipe is not None
     assert recipe.model.layers == 2
     assert loader("--config-dir", str(PACKAGE.parent / "conf")).recipe() is not None
+
+
+@pytest.mark.parametrize("content", [b"dim: [1\n", b"\x00\xff", b"- a\n- b\n", b""])
+def test_a_hidden_file_that_cannot_be_read_is_one_line(tmp_path, content):
+    folder = with_option(tmp_path, "model/debug.yaml", "")
+    (tmp_path / "model" / "debug.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        loader("--config-dir", folder).recipe()
+    assert str(tmp_path / "model" / "debug.yaml") in str(caught.value)
+    assert "\n" not in str(caught.value)

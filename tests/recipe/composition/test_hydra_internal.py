@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError
 
+from titanlab.errors import ConfigError
 from titanlab.recipe.composition.hydra_internal import FileConfigSource, StructuredConfigSource, replace_sources
 from titanlab.recipe.composition.recipes import register
 
@@ -57,3 +58,11 @@ def test_an_option_may_follow_the_choice_of_another_group(tmp_path, overrides, p
     replace_sources()
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert compose("config", overrides=overrides).place.port == port
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "5\n", "1.5\n"])
+def test_a_file_without_keys_is_told_in_a_line(tmp_path, content):
+    file = tmp_path / "fast.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=f"^file={file}: has no keys with values"):
+        FileConfigSource("mine", f"file://{tmp_path}").load_config("fast")

@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Sequence
 from pathlib import PurePath
 
+import yaml
+from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigSource
+from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.errors import ConfigError
 
@@ -32,7 +35,11 @@ def check_hidden(sources: Sequence[ConfigSource], group: str, option: str) -> No
 
 
 def _content(source: ConfigSource, path: str) -> object:
-    result = source.load_config(path)
+    """What an option says; None if its file cannot be read."""
+    try:
+        result = source.load_config(path)
+    except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError):
+        return None
     return result.config, result.header
 
 

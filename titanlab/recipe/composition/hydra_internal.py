@@ -107,7 +107,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         key = (self.provider, file, status.st_mtime_ns, status.st_size)
         if key not in self._results:
             strangers.check_size(file)
-            result = super().load_config(config_path)
+            result = self._loaded(config_path, file)
             content = OmegaConf.to_container(result.config, resolve=False)
             group, _, option = config_path.removesuffix(".yaml").rpartition("/")
             strangers.check_file(content, group, option, file)
@@ -115,6 +115,19 @@ class FileConfigSource(file_config_source.FileConfigSource):
             _name_combinations(result.config)
             self._results[key] = result
         return copy.deepcopy(self._results[key])
+
+    def _loaded(self, config_path: str, file: str) -> ConfigResult:
+        error = ConfigError("file", file, "has no keys with values, as an option has", "write KEY: VALUE, a key a line")
+        try:
+            result = super().load_config(config_path)
+        except OSError as cause:
+            if cause.errno is None:
+                # OmegaConf raises it for a number.
+                raise error from cause
+            raise
+        if not OmegaConf.is_dict(result.config):
+            raise error
+        return result
 
 
 class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
