@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
 
 import pytest
 
 from tests import tiny
+from tests.reproduction.repositories import git, make_repository
 from titanlab.cli import main
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
@@ -29,27 +29,10 @@ diff --git a/titanlab/code.py b/titanlab/code.py
 """
 
 
-def git(folder, *words):
-    own = ["-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(["git", *own, *words], cwd=folder, capture_output=True, text=True, check=True, env=environ)
-    return done.stdout.strip()
-
-
 @pytest.fixture
 def repository(tmp_path):
     """A repository with a package, and a hook that must not run."""
-    folder = tmp_path / "repository"
-    (folder / "titanlab").mkdir(parents=True)
-    (folder / "titanlab" / "code.py").write_text("value = 1\n")
-    git(folder, "init", "-q", "-b", "main")
-    git(folder, "add", ".")
-    git(folder, "commit", "-q", "-m", "first")
-    hook = folder / ".git" / "hooks" / "post-checkout"
-    hook.parent.mkdir(exist_ok=True)
-    hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
-    hook.chmod(0o755)
-    return folder
+    return make_repository(tmp_path)
 
 
 @pytest.fixture

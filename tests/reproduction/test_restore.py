@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import replace
 
 import pytest
 
+from tests.reproduction.repositories import git, make_repository
 from titanlab.errors import ConfigError
 from titanlab.records.provenance import code_fingerprint
 from titanlab.reproduction.provenance import RecordedCode
@@ -26,27 +26,10 @@ diff --git a/titanlab/code.py b/titanlab/code.py
 """
 
 
-def git(folder, *words):
-    own = ["-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    done = subprocess.run(["git", *own, *words], cwd=folder, capture_output=True, text=True, check=True, env=environ)
-    return done.stdout.strip()
-
-
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     """A repository with one commit, and a hook that must not run."""
-    folder = tmp_path_factory.mktemp("git") / "repository"
-    (folder / "titanlab").mkdir(parents=True)
-    (folder / "titanlab" / "code.py").write_text("value = 1\n")
-    git(folder, "init", "-q", "-b", "main")
-    git(folder, "add", ".")
-    git(folder, "commit", "-q", "-m", "first")
-    hook = folder / ".git" / "hooks" / "post-checkout"
-    hook.parent.mkdir(exist_ok=True)
-    hook.write_text(f"#!/bin/sh\ntouch {folder.parent}/ran\n")
-    hook.chmod(0o755)
-    return folder
+    return make_repository(tmp_path_factory.mktemp("git"))
 
 
 @pytest.fixture
