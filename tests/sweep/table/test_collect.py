@@ -1,6 +1,7 @@
 """What `titanlab collect` writes: the same types whatever the values."""
 
 import csv
+import json
 
 import pyarrow as pa
 import pytest
@@ -79,3 +80,19 @@ def test_what_was_there_is_replaced_whole(made, tmp_path):
     made.drop("rule", "another", seed=10)
     write_table(Table(made.folder).rows(), "layouts", tmp_path)
     assert parquet.read_table(tmp_path / "layouts.parquet").num_rows == before + 1
+
+
+def test_a_value_of_another_kind_than_its_column_is_not_known(made, tmp_path):
+    run = made.run("a")
+    begin(run)
+    end(run)
+    git = {"sha": ["a"], "dirty": {}}
+    code, host = {"fingerprint": "c0de", "git": git}, {"name": "h", "usable_cores": 10**30}
+    damaged = {"time": "soon", "launcher": ["a"], "code": code, "packages": {"torch": ["b"]}, "host": host}
+    for path in run.path.rglob("env.json"):
+        path.write_text(json.dumps(damaged))
+    write_table(Table(made.folder).rows(), "layouts", tmp_path)
+    (row,) = parquet.read_table(tmp_path / "layouts.parquet").to_pylist()
+    names = ("started", "launcher", "git_commit", "git_dirty", "torch", "cores")
+    assert [row[name] for name in names] == [None] * 6
+    assert (row["outcome"], row["loss"], row["code"], row["hosts"]) == ("done", 4.25, "c0de", 1)

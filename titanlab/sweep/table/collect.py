@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.sweep.table.columns import COLUMNS, NUMBER, SCHEMA, TEXT, TRUTH, WHOLE, point_keys
+from titanlab.sweep.table.columns import COLUMNS, NUMBER, SCHEMA, TEXT, TRUTH, WHOLE, fitting, point_keys
 
 SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
 
@@ -37,7 +37,8 @@ def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> li
     import pyarrow as pa
     from pyarrow import csv, parquet
 
-    table = pa.Table.from_pylist(list(rows), schema=parquet_schema(point_keys(rows), sweep))
+    sound = [{name: fitting(name, value) for name, value in row.items()} for row in rows]
+    table = pa.Table.from_pylist(sound, schema=parquet_schema(point_keys(rows), sweep))
     try:
         into.mkdir(parents=True, exist_ok=True)
         return [

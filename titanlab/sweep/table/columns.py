@@ -165,6 +165,20 @@ COLUMNS: tuple[Column, ...] = (
     ),
 )
 NAMES = tuple(column.name for column in COLUMNS)
+_TYPES = {column.name: column.type for column in COLUMNS}
+
+
+def fitting(name: str, value: Any) -> Any:
+    """The value of a column; None if it is of another kind than the column, as in a damaged file."""
+    kind = _TYPES.get(name, TEXT)
+    if kind == TEXT:
+        return value if isinstance(value, str) else None
+    if isinstance(value, bool) or kind == TRUTH:
+        return value if isinstance(value, bool) and kind == TRUTH else None
+    if kind == NUMBER:
+        return value if isinstance(value, int | float) else None
+    # In a file, a whole number has 64 bits.
+    return value if isinstance(value, int) and abs(value) < 2**63 else None
 
 
 def point_keys(rows: Iterable[Mapping[str, Any]]) -> list[str]:
