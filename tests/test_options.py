@@ -41,13 +41,17 @@ def installed(monkeypatch):
         points.append(EntryPoint(name="x", value=name, group=group))
         if module is not None:
             monkeypatch.setitem(sys.modules, name, module)
+        forget()
+
+    def forget() -> None:
         options._schema_modules.cache_clear()
+        options.conf_packages.cache_clear()
 
     monkeypatch.setattr(
         "importlib.metadata.entry_points", lambda group: [each for each in points if each.group == group]
     )
     yield install
-    options._schema_modules.cache_clear()
+    forget()
 
 
 def a_module(name: str, group: str, kind: str) -> ModuleType:
@@ -104,7 +108,7 @@ def test_an_installed_option_is_found(installed):
     installed("titanlab.conf", "others.conf")
     assert schema_of("model", "gpt").__module__ == "others.gpt_schema"
     assert set(discover()["model"]) == {"gpt", "llama", "mixtral", "qwen3", "qwen3_moe"}
-    assert conf_packages() == ["others.conf"]
+    assert conf_packages() == ("others.conf",)
 
 
 def test_a_schema_that_was_only_imported_counts_once(installed):

@@ -145,9 +145,10 @@ def schema_of(group: str, kind: str | None) -> type:
     return kinds[kind].schema
 
 
-def conf_packages() -> list[str]:
+@functools.cache
+def conf_packages() -> tuple[str, ...]:
     """Installed packages whose folders have YAMLs of config groups."""
-    return [entry.value for entry in importlib.metadata.entry_points(group="titanlab.conf")]
+    return tuple(entry.value for entry in importlib.metadata.entry_points(group="titanlab.conf"))
 
 
 @functools.cache

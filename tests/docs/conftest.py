@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra._internal.config_repository import ConfigRepository
 
 from tests.cli.conftest import _logging_as_before, _quick_collection  # noqa: F401
 from tests.docs.given import write_all
 from tests.docs.reader import Reader
-from titanlab.recipe.composition.recipes import register
-
-# Content of files by the places where they are searched, and their names.
-_READ: dict[tuple[str, ...], Any] = {}
-
-
-# Not of the whole package: pytest would let it stay for files of other folders.
-@pytest.fixture(scope="module", autouse=True)
-def _yaml_read_once() -> Iterator[None]:
-    """Hundreds of compositions read the same schemas and files: each is read once, and copied."""
-    register()
-    known = _READ
-    load = ConfigRepository.load_config
-
-    def loaded(self: ConfigRepository, config_path: str) -> Any:
-        key = (*(source.path for source in self.sources), config_path)
-        if key not in known:
-            known[key] = load(self, config_path)
-        return copy.deepcopy(known[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConfigRepository, "load_config", loaded)
-        for module in ("titanlab.cli.hydra_flags.answers", "titanlab.recipe.composition.loader"):
-            patch.setattr(f"{module}.register", lambda: None)
-        yield
 
 
 @pytest.fixture(scope="session")

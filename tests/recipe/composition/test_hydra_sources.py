@@ -1,14 +1,13 @@
-"""What titanlab replaces in Hydra: files are read once, schemas converted once, and what is not needed is not collected."""
+"""Files are read once, and schemas converted once."""
 
 import copy
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigLoadError
 
 from titanlab.errors import ConfigError
-from titanlab.recipe.composition.hydra_internal import FileConfigSource, StructuredConfigSource, replace_sources
+from titanlab.recipe.composition.hydra_sources import FileConfigSource, StructuredConfigSource
 from titanlab.recipe.composition.recipes import register
 
 
@@ -44,20 +43,6 @@ def test_a_schema_is_converted_once_also_in_a_copy_of_its_source():
     first.lr = 0.125
     assert source.load_config("optimizer/adamw_schema").config == converted != first
     assert ConfigStore.instance().repo["optimizer"]["adamw_schema.yaml"].node is converted
-
-
-@pytest.mark.parametrize(
-    ("overrides", "port"), [([], 1), (["server=second"], 2), (["server=second", "place=first"], 1)]
-)
-def test_an_option_may_follow_the_choice_of_another_group(tmp_path, overrides, port):
-    for group in ("server", "place"):
-        (tmp_path / group).mkdir()
-        for number, name in enumerate(("first", "second"), start=1):
-            (tmp_path / group / f"{name}.yaml").write_text(f"port: {number}\n")
-    (tmp_path / "config.yaml").write_text("defaults: [_self_, {server: first}, {place: '${server}'}]\n")
-    replace_sources()
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        assert compose("config", overrides=overrides).place.port == port
 
 
 @pytest.mark.parametrize("content", ["- a\n- b\n", "5\n", "1.5\n"])

@@ -1,0 +1,217 @@
+"""The sources from which Hydra reads configs: folders of YAMLs, folders in packages, and schemas.
+
+Hydra has no public way to check a file before it is used, to read a file once for many compositions, or to replace a
+source. The classes here have the names of Hydra's own classes, so that Hydra does not register its own again and finds
+the source of schemas by its name. `hydra_kept.py` keeps what they have read.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.resources
+import os
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from hydra._internal.core_plugins import (
+    file_config_source,
+    importlib_resources_config_source,
+    structured_config_source,
+)
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+
+from titanlab.errors import ConfigError
+from titanlab.options import PLUS, Option, combination, combining_groups, discover
+from titanlab.recipe.composition import strangers
+from titanlab.recipe.composition.combinations import choice_of
+
+_SCHEMA = "_schema"
+
+
+@runtime_checkable
+class KnowsContent(Protocol):
+    """A source that can tell whether a config is still the one that it has read."""
+
+    def content(self, config_path: str) -> Hashable | None:
+        """A key of the content that `load_config` would return: another key for other content. None: it cannot tell."""
+        ...
+
+
+class Same:
+    """A key that equals only the same object."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Folders of YAMLs, titanlab's and the user's. A process reads and checks a file once, until the file changes."""
+
+    # What has been read and checked, by provider and content.
+    _results: ClassVar[dict[tuple[str, Hashable], ConfigResult]] = {}
+
+    def content(self, config_path: str) -> Hashable | None:
+        """The file with its time and size."""
+        return _state(self._file(config_path))
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The content of a file, as a copy, because Hydra removes the defaults list from it."""
+        file = self._file(config_path)
+        state = _state(file)
+        if state is None:
+            # Hydra says what is wrong.
+            return super().load_config(config_path)
+        key = (self.provider, state)
+        if key not in self._results:
+            strangers.check_size(file)
+            result = self._loaded(config_path, file)
+            content = OmegaConf.to_container(result.config, resolve=False)
+            group, _, option = config_path.removesuffix(".yaml").rpartition("/")
+            strangers.check_file(content, group, option, file)
+            check_options(content, file)
+            _name_combinations(result.config)
+            self._results[key] = result
+        return copy.deepcopy(self._results[key])
+
+    def _file(self, config_path: str) -> str:
+        return os.path.join(self.path, self._normalize_file_name(config_path))
+
+    def _loaded(self, config_path: str, file: str) -> ConfigResult:
+        error = ConfigError("file", file, "has no keys with values, as an option has", "write KEY: VALUE, a key a line")
+        try:
+            result = super().load_config(config_path)
+        except OSError as cause:
+            if cause.errno is None:
+                # OmegaConf raises it for a number.
+                raise error from cause
+            raise
+        if not OmegaConf.is_dict(result.config):
+            raise error
+        return result
+
+
+class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
+    """Folders of YAMLs in packages. Reading one imports the package."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        # A package after --config-path is the user's own decision, and is not checked.
+        if provider.startswith("hydra.searchpath"):
+            strangers.check_search_path([path])
+        super().__init__(provider, path)
+
+    def content(self, config_path: str) -> Hashable | None:
+        """The file with its time and size; None for a package in an archive."""
+        file = importlib.resources.files(self.path).joinpath(self._normalize_file_name(config_path))
+        return _state(str(file)) if isinstance(file, Path) else None
+
+
+class StructuredConfigSource(structured_config_source.StructuredConfigSource):
+    """Schemas, converted to configs when they are used. Hydra's store would convert all when they are registered.
+
+    It also has the options that combine several of a group, and their schemas: `tracker/wandb+tensorboard`.
+    """
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self._schemas = {
+            f"{group}/{option.schema_name}": option for group, kinds in discover().items() for option in kinds.values()
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StructuredConfigSource:
+        # Hydra copies its sources for every composition. A copy of the store would be slow, and would forget the
+        # schemas that have been converted. What is read from the store is a copy, so that nothing changes the store.
+        return self
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether there is such a schema or combination."""
+        return super().is_config(config_path) or _combination_at(config_path) is not None
+
+    def content(self, config_path: str) -> Hashable | None:
+        """The schema of a combination, or the config in Hydra's store."""
+        several = _combination_at(config_path)
+        if several is not None:
+            return Same(several.schema)
+        self._convert(config_path)
+        return Same(self.store._load(self._normalize_file_name(config_path)).node)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The config of a schema, which replaces the empty one that `recipes.register` has stored."""
+        several = _combination_at(config_path)
+        if several is not None:
+            node: Any = several.schema
+            if not config_path.removesuffix(".yaml").endswith(_SCHEMA):
+                parts = [f"{part}@{part}" for part in str(several.kind).split(PLUS)]
+                node = {"defaults": [several.schema_name, *parts, "_self_"]}
+            where = f"{self.scheme()}://{self.path}"
+            return ConfigResult(
+                config=OmegaConf.structured(node), path=where, provider=self.provider, header={"package": None}
+            )
+        self._convert(config_path)
+        return super().load_config(config_path)
+
+    def _convert(self, config_path: str) -> None:
+        """Put the config of a schema into the store if it is not there, or is another package's."""
+        option = self._schemas.get(config_path.removesuffix(".yaml"))
+        if option is None:
+            return
+        stored = self.store._load(self._normalize_file_name(config_path)).node
+        if OmegaConf.get_type(stored) is not option.schema:
+            self.store.store(group=option.group, name=option.schema_name, node=option.schema)
+
+
+def check_options(content: Any, file: str) -> None:
+    """Check that the defaults list of a YAML chooses options by text: YAML reads `off` without quotes as false.
+
+    Raises:
+        ConfigError: it chooses a truth value or a number.
+    """
+    entries = content.get("defaults") if isinstance(content, dict) else None
+    for entry in entries if isinstance(entries, list) else []:
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            for option in value if isinstance(value, list) else [value]:
+                if not isinstance(option, bool | int | float):
+                    continue
+                group = str(key).split()[-1].lstrip("/")
+                words = ("off", "no") if option is False else ("on", "yes") if option is True else (str(option),)
+                shown = str(option).lower()
+                rule = f"chooses no option in the defaults of {file}: without quotes YAML reads {words[0]} as {shown}"
+                if not isinstance(option, bool):
+                    rule = f"chooses no option in the defaults of {file}: it is a number, and options have names"
+                raise ConfigError(group, shown, rule, f'write {group}: "{words[0]}", with the quotes')
+
+
+def _state(file: str) -> tuple[str, int, int] | None:
+    """A file with its time and size; None if there is none."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return file, status.st_mtime_ns, status.st_size
+
+
+def _combination_at(path: str) -> Option | None:
+    """The combination of options to which a path of a config leads; None: it leads to none."""
+    group, _, name = path.removesuffix(".yaml").rpartition("/")
+    return combination(group, name.removesuffix(_SCHEMA)) if PLUS in name else None
+
+
+def _name_combinations(config: Any) -> None:
+    """Replace each list of options in a file's defaults by the name of their combination, for groups that have some.
+
+    Hydra would merge the options of a list into one config.
+    """
+    for entry in OmegaConf.select(config, "defaults") or []:
+        # Unresolved: a value may refer to another group's choice, which only Hydra knows.
+        options: Any = OmegaConf.to_container(entry, resolve=False) if OmegaConf.is_dict(entry) else {}
+        for key, value in options.items():
+            group = str(key).split()[-1].lstrip("/")
+            if isinstance(value, list) and group in combining_groups() and value:
+                entry[key] = choice_of(group, value)
