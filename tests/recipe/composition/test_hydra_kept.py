@@ -158,14 +158,14 @@ def test_a_source_of_another_package_need_not_tell_its_content():
     assert hydra_kept._key(SimpleNamespace(provider="a package", path="s3://bucket"), "model/small") is None
 
 
-def test_only_so_many_compositions_are_kept(folder, kept, monkeypatch):
+def test_only_so_many_compositions_are_kept_those_used_last(folder, kept, monkeypatch):
     monkeypatch.setattr(hydra_kept, "_MOST_COMPOSITIONS", 3)
     for number in range(6):
         folder(f"model/m{number}.yaml", f"layers: {number}\n")
         for _ in range(3):
             assert composed(folder, f"model=m{number}").model.layers == number
-    assert len(kept) == 3
-    assert sorted(config.model.layers for config in kept.values()) == [3, 4, 5]
+        assert composed(folder, "model=m0").model.layers == 0
+    assert [config.model.layers for config in kept.values()] == [4, 5, 0]
 
 
 def test_a_schema_that_is_stored_anew_is_seen():
