@@ -6,13 +6,16 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from titanlab.costs.account import Init, ModelAccount, Operation
     from titanlab.costs.setting import Setting
     from titanlab.model.language_model import LanguageModel
     from titanlab.system.foreign import Foreign
+
+# The config of the models of one kind.
+Model = TypeVar("Model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ class ModelConfig(Protocol):
         return None
 
     @classmethod
-    def hugging_face(cls) -> HuggingFaceFamily | None:
+    def hugging_face(cls) -> HuggingFaceFamily[Any] | None:
         """The form of such models in transformers; None: transformers has no such models."""
         return None
 
@@ -99,7 +102,7 @@ class ModelBuilder(Protocol):
         """Build the full model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`."""
 
 
-class HuggingFaceFamily(Protocol):
+class HuggingFaceFamily(Protocol[Model]):
     """Models of one kind in the form of transformers: config.json and names of tensors, both ways.
 
     Attributes:
@@ -111,7 +114,7 @@ class HuggingFaceFamily(Protocol):
     derived: re.Pattern[str]
 
     @abstractmethod
-    def from_hf(self, config: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(self, config: Mapping[str, Any]) -> Model:
         """The model that a config.json describes.
 
         Raises:
@@ -119,21 +122,21 @@ class HuggingFaceFamily(Protocol):
         """
 
     @abstractmethod
-    def to_hf(self, model: Any, *, context: int) -> dict[str, Any]:
+    def to_hf(self, model: Model, *, context: int) -> dict[str, Any]:
         """config.json of a model whose sequences may have `context` tokens."""
 
     @abstractmethod
-    def tensors(self, model: Any) -> dict[str, Foreign]:
+    def tensors(self, model: Model) -> dict[str, Foreign]:
         """Name and order of rows in transformers of each parameter, by titanlab's name."""
 
-    def copies(self, model: Any) -> dict[str, str]:
+    def copies(self, model: Model) -> dict[str, str]:
         """Tensors that a folder may have in addition and that must equal another tensor, such as a tied head."""
         return {}
 
-    def stretched_context(self, model: Any) -> int:
+    def stretched_context(self, model: Model) -> int:
         """The context length in tokens for which rotary frequencies were scaled; 0 without scaling."""
         return 0
 
     @abstractmethod
-    def difference(self, model: Any, other: Any) -> str:
+    def difference(self, model: Model, other: Model) -> str:
         """The first field that makes two models compute differently with the same weights; empty: there is none."""

@@ -60,7 +60,7 @@ UNSUPPORTED: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class LlamaFamily(HuggingFaceFamily):
+class LlamaFamily(HuggingFaceFamily["Llama"]):
     """Llamas in the form of transformers.
 
     Attributes:

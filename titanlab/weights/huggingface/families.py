@@ -10,7 +10,7 @@ from titanlab.model.contract import HuggingFaceFamily, ModelConfig
 from titanlab.options import discover
 
 
-def family_for(config: Mapping[str, Any]) -> HuggingFaceFamily:
+def family_for(config: Mapping[str, Any]) -> HuggingFaceFamily[Any]:
     """The family that can read the model of a config.json.
 
     Raises:
@@ -18,7 +18,7 @@ def family_for(config: Mapping[str, Any]) -> HuggingFaceFamily:
     """
     architectures = config.get("architectures") or []
     architecture = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
-    known: dict[str, HuggingFaceFamily] = {}
+    known: dict[str, HuggingFaceFamily[Any]] = {}
     for option in discover()["model"].values():
         schema: type[ModelConfig] = option.schema
         if (family := schema.hugging_face()) is not None:
