@@ -125,6 +125,7 @@ def of_transformers(path):
     return documents.alone(lambda tokens: theirs(tokens).logits)
 
 
+@pytest.mark.full
 def test_documents_alone_are_those_of_transformers(hub, alone):
     assert distance(alone, of_transformers(hub)) <= BAR
     assert alone.std() > 0.5

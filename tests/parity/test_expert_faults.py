@@ -13,6 +13,9 @@ from titanlab.costs import tensor_styles
 from titanlab.parity.parity import compare
 from titanlab.training.balance import Balance
 
+# Balance of the first step shows in the routing of the second.
+STEPS = {"steps": 2}
+
 
 def without_sums_of_routers(made, run):
     """torchtitan #4054: tensor ranks keep their own part of the router's gradient."""
@@ -51,8 +54,8 @@ def with_auxiliary_losses_by_microbatch(made, run):
     ],
 )
 def test_faults_of_balance_are_seen(pool, tmp_path, fault, model):
-    reference = recipe(tmp_path, model, {})
-    made = recipe(tmp_path, model, {"shard": 2, "microbatch": 1})
+    reference = recipe(tmp_path, model, STEPS)
+    made = recipe(tmp_path, model, {"shard": 2, "microbatch": 1, **STEPS})
     wanted = pool.run(1, traced, reference, tiny.begin(reference))[0]
     found = pool.run(2, fault, made, tiny.begin(made))[0]
     assert compare(wanted, found).largest > 100 * BAR
@@ -63,8 +66,8 @@ def test_faults_of_balance_are_seen(pool, tmp_path, fault, model):
 
 @pytest.mark.parametrize("fault", [without_sums_of_routers])
 def test_a_router_whose_gradient_is_not_summed_over_tensor_ranks(pool, tmp_path, fault):
-    reference = recipe(tmp_path, "qwen3", {})
-    made = recipe(tmp_path, "qwen3", {"tensor": 2, "sequence_parallel": False})
+    reference = recipe(tmp_path, "qwen3", STEPS)
+    made = recipe(tmp_path, "qwen3", {"tensor": 2, "sequence_parallel": False, **STEPS})
     wanted = pool.run(1, traced, reference, tiny.begin(reference))[0]
     difference = compare(wanted, pool.run(2, fault, made, tiny.begin(made))[0])
     assert difference.gradient[0] > 1000 * BAR, difference

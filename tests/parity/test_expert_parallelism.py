@@ -14,7 +14,7 @@ AC = {"full": FullCheckpointing(), "selective_layer": SelectiveLayer(every=2)}
 ROWS = [
     ("qwen3", {"shard": 2, "expert": 2}, FULL),
     ("qwen3", {"shard": 2, "tensor": 2, "expert": 4, "microbatch": 2}, FULL),
-    ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv", "ac": "full"}, []),
+    ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "zbv", "ac": "full"}, FULL),
     ("qwen3", {"shard": 4, "expert": 2, "ac": "selective_layer"}, FULL),
     ("qwen3", {"shard": 4, "expert": 4, "microbatch": 1, "reshard_after_forward": "never"}, FULL),
     ("qwen3", {"tensor": 2, "expert": 2}, FULL),
@@ -25,7 +25,7 @@ ROWS = [
     ("qwen3", {"replicate": 2, "shard": 2, "expert": 2}, FULL),
     ("qwen3", {"replicate": 2, "shard": 4, "expert": 2}, FULL),
     ("qwen3", {"replicate": 2, "tensor": 2, "expert": 2}, FULL),
-    ("qwen3", {"shard": 2, "expert": 2, "max_grad_norm": 0.3}, FULL),
+    ("qwen3", {"shard": 2, "expert": 2, "max_grad_norm": 0.3}, []),
     ("qwen3", {"pipeline": 2, "tensor": 2, "expert": 2}, FULL),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "gpipe"}, FULL),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "looped_bfs"}, FULL),

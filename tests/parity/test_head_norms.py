@@ -20,7 +20,7 @@ BAR = 1e-5
 MODEL = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn_dim": 192, "vocab_size": 256}
 ROWS = [
     ({"tensor": 2}, []),
-    ({"tensor": 2, "sequence_parallel": False}, []),
+    ({"tensor": 2, "sequence_parallel": False}, [pytest.mark.full]),
     ({"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}, [pytest.mark.full]),
     ({"replicate": 2, "context": 2, "tensor": 2}, [pytest.mark.full]),
 ]

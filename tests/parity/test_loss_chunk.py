@@ -35,7 +35,7 @@ ROWS = [
     ("tied", {"shard": 2}, MATRIX),
     ("gaps", {"replicate": 2, "microbatch": 2}, MATRIX),
     ("uneven", {"tensor": 2}, []),
-    ("plain", {"pipeline": 2, "schedule": "zbv"}, []),
+    ("plain", {"pipeline": 2, "schedule": "zbv"}, MATRIX),
     ("plain", {"context": 2}, MATRIX),
     ("plain", {"tensor": 2, "sequence_parallel": False}, MATRIX),
     ("plain", {"pipeline": 2}, MATRIX),
