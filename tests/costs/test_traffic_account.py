@@ -78,7 +78,7 @@ def traffic_of(made: Recipe, steps: int):
 # Axes and choices that send differently, most of them with only one other that could interfere.
 LAYOUTS = [
     {"shard": 2},
-    {"shard": 4, "microbatch": 1, "vocab_size": 257},
+    {"shard": 4, "vocab_size": 257},
     {"shard": 2, "microbatch": 2, "reshard_after_forward": "never"},
     {"replicate": 2},
     {"replicate": 2, "bf16": True},
@@ -86,23 +86,23 @@ LAYOUTS = [
     {"tensor": 2},
     {"tensor": 2, "sequence_parallel": False},
     {"tensor": 2, "loss_parallel": False, "vocab_size": 257},
-    # 32 tokens of a microbatch in three chunks, the last of which is smaller.
-    {"tensor": 2, "microbatch": 1, "loss_chunk": 12},
+    # 192 tokens of a microbatch in three chunks, the last of which is smaller.
+    {"tensor": 2, "microbatch": 6, "loss_chunk": 72},
     {"context": 2},
-    {"context": 4, "context_method": "all_gather"},
-    {"context": 2, "tensor": 2},
-    {"pipeline": 2},
-    {"pipeline": 2, "shard": 2, "reshard_after_forward": "always"},
-    {"pipeline": 2, "layers": 4, "schedule": Interleaved1F1B()},
-    {"pipeline": 2, "layers": 4, "shard": 2, "schedule": ZBV()},
-    {"shard": 2, "tensor": 2, "microbatch": 3, "precision": Bf16(fp32_parts=["embedding", "head"])},
+    {"pipeline": 2, "microbatch": 3},
+    {"pipeline": 2, "layers": 4, "shard": 2, "microbatch": 2, "schedule": ZBV()},
     {"replicate": 2, "precision": Bf16Full(reduce="bf16")},
     {"shard": 2, "microbatch": 3, "precision": Float8Tensorwise()},
     # What is computed again is communicated again.
-    {"tensor": 2, "microbatch": 3, "ac": FullCheckpointing()},
+    {"tensor": 2, "microbatch": 6, "ac": FullCheckpointing()},
     {"context": 2, "context_method": "all_gather", "ac": FullCheckpointing()},
 ]
 FULL = [
+    {"context": 4, "context_method": "all_gather"},
+    {"context": 2, "tensor": 2},
+    {"pipeline": 2, "shard": 2, "reshard_after_forward": "always"},
+    {"pipeline": 2, "layers": 4, "schedule": Interleaved1F1B()},
+    {"shard": 2, "tensor": 2, "microbatch": 3, "precision": Bf16(fp32_parts=["embedding", "head"])},
     {"shard": 2, "tensor": 2, "microbatch": 3, "bf16": True},
     {"context": 4, "bf16": True},
     {"pipeline": 2, "tensor": 2},

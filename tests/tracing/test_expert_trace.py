@@ -39,7 +39,7 @@ LAYOUTS = {
     "expert 2 of 8 shards": {"model": MIXTRAL, "shard": 8, "expert": 2, "microbatch": 1},
     "expert 8 of 64": {"model": QWEN, "shard": 64, "expert": 8, "global_batch": 64, "bf16": True},
     "expert 4 in a pipeline": {"model": QWEN, "pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "expert": 4,
-                               "schedule": ZBV()},
+                               "global_batch": 4, "schedule": ZBV()},
     "5 axes": {"model": QWEN, "replicate": 2, "pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "bf16": True,
                "schedule": ZBV()},
 }  # fmt: skip
@@ -48,7 +48,8 @@ LAYOUTS = {
 # Only in `make test-full`.
 FULL = ("expert 2 of context 2, HSDP", "expert 2 of 8 shards", "expert 8 of 64", "expert 2 of tensor 2", "expert 2",
         "expert 2, few results kept", "expert 2, sorted rows kept", "expert 2, the exchange kept",
-        "experts divided among shards", "expert 2 of shard 4")  # fmt: skip
+        "experts divided among shards", "expert 2 of shard 4", "expert 4 of shard 2, tensor 2", "no sequence parallelism",
+        "5 axes")  # fmt: skip
 
 
 @pytest.mark.parametrize(
