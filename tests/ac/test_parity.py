@@ -1,4 +1,4 @@
-"""Whatever is computed again, training is the same: losses, norms, gradients and parameters of five steps.
+"""Whatever is computed again, training is the same: losses, norms, gradients and parameters of two steps.
 
 In eager mode the same operations run on the same numbers in the same order, so that nothing may differ at all from
 the same layout without checkpointing. Compiled with aot_eager what a budget moves into the backward pass is rounded as
@@ -48,7 +48,7 @@ LAYOUTS = {
     "zbv, fsdp": {"pipeline": 2, "shard": 2, "microbatch": 1, "pipeline_schedule": SCHEDULES["zbv"]},
     "fsdp, tensor": {"shard": 2, "tensor": 2},
 }
-COMMON = {"layers": 4, "steps": 5, "global_batch": 8, "seq_len": 32, "eps": 1e-6}
+COMMON = {"layers": 4, "steps": 2, "global_batch": 8, "seq_len": 32, "eps": 1e-6, "at_end": False}
 
 
 def traced(made, run):

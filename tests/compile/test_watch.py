@@ -116,7 +116,7 @@ def undisturbed(made, run):
 
 
 def test_a_recompilation_is_told_once_and_counted(pool, tmp_path):
-    made = tiny.recipe(tmp_path, steps=5, blocks=True, backend="aot_eager")
+    made = tiny.recipe(tmp_path, steps=5, blocks=True, backend="eager")
     run = tiny.begin(made)
     pool.run(1, meddled, made, run)
     assert json.loads((run.path / "result.json").read_text())["metrics"][RECOMPILATIONS] == 2
@@ -129,7 +129,7 @@ def test_a_recompilation_is_told_once_and_counted(pool, tmp_path):
 
 def test_compilation_is_reported_and_belongs_to_no_step(pool, tmp_path):
     made = tiny.recipe(
-        tmp_path, steps=4, blocks=True, loss=True, backend="aot_eager", validate_every=2, validation_sequences=15
+        tmp_path, steps=4, blocks=True, loss=True, backend="eager", validate_every=2, validation_sequences=15
     )
     run = tiny.begin(made)
     pool.run(1, undisturbed, made, run)

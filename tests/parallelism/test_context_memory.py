@@ -13,7 +13,7 @@ def figures(method):
     return measure(model_config(dim=64, layers=2), seq=SEQ, batch=1, method=method)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", ["ring", pytest.param("all_gather", marks=pytest.mark.full)])
 def test_peak_activation_bytes_fall_with_the_degree(pool, method):
     (single,) = pool.run(1, figures, method)
     # One matrix of float32 scores would be more than everything there is.

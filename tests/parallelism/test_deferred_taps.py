@@ -46,7 +46,9 @@ def counted(function):
     return products.count
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", ["selective_op", *(pytest.param(policy, marks=pytest.mark.full) for policy in ("none", "full"))]
+)
 def test_a_compiled_block_leaves_the_products_of_its_weights_for_later(policy):
     torch.manual_seed(0)
     model = llama.Llama(CONFIG, seq_len=SEQ)
@@ -157,8 +159,14 @@ def float8_layer(kind, **given):
     return model
 
 
-@pytest.mark.parametrize("backend", ["", "aot_eager"])
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, "") for kind in RECIPES),
+        ("float8_tensorwise", "aot_eager"),
+        *(pytest.param(kind, "aot_eager", marks=pytest.mark.full) for kind in RECIPES[1:]),
+    ],
+)
 def test_float8_computes_both_halves_as_torchao_does(kind, backend):
     """To the last bit; compiled code is held to compiled code."""
     given = {"all_gather": False} if kind == "float8_tensorwise" else {}

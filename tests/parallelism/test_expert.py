@@ -85,7 +85,11 @@ def test_two_ranks_compute_as_one(pool, skew):
         assert gradients["experts.w1.weight"][1 if "empty" in skew else 2].abs().sum() == 0
 
 
-@pytest.mark.parametrize("policy", [NoCheckpointing(), FullCheckpointing()], ids=lambda policy: policy.kind)
+@pytest.mark.parametrize(
+    "policy",
+    [NoCheckpointing(), pytest.param(FullCheckpointing(), marks=pytest.mark.full)],
+    ids=lambda policy: policy.kind,
+)
 def test_counts_of_any_size_share_one_compilation(pool, policy):
     tokens = 7
     every = pool.run(2, as_compiled_rank, list(SKEWS.values()), tokens, policy)

@@ -33,7 +33,7 @@ from titanlab.schedule.zbv_schema import ZBV
 
 # Sums of a product are rounded once instead of once for each joined layer.
 BAR = 1e-5
-COMMON = {"steps": 3, "global_batch": 4, "eps": 1e-6, "at_end": False}
+COMMON = {"steps": 2, "global_batch": 4, "eps": 1e-6, "at_end": False}
 SIZES = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "vocab_size": 256}
 QWEN3 = Qwen3(**SIZES, head_dim=32, ffn_dim=192)
 EXPERTS = Qwen3Moe(**SIZES, head_dim=32, ffn_dim=64, experts=4, active_experts=2)
