@@ -1,9 +1,11 @@
 """Float8: which modules change and into what, with which scales they multiply, and what a checkpoint has of them."""
 
 import dataclasses
+import logging
 import os
-import subprocess
 import sys
+import tempfile
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from tests import tiny
+from tests.pool import Pool
 from titanlab.checkpoint.folders import checkpoints, latest
 from titanlab.cluster.schema import Cluster
 from titanlab.distributed.mesh import build_mesh
@@ -24,7 +27,7 @@ from titanlab.parallelism.pipeline_weights import linear
 from titanlab.parallelism.tensor import TensorParallel
 from titanlab.parity import parity
 from titanlab.planner.timing.block_work import Part, work_of
-from titanlab.precision import float8
+from titanlab.precision import float8, mxfp8
 from titanlab.precision.bf16_schema import Bf16
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
 from titanlab.precision.mxfp8_schema import Mxfp8
@@ -337,13 +340,13 @@ def test_a_checkpoint_knows_nothing_of_float8(pool, tmp_path):
 
 def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
     """To the bit: scales are computed before the first step, too."""
-    straight = tiny.recipe(tmp_path, precision=Float8Tensorwise(), steps=4, name="straight", shard=2, every=2, keep=0)
+    straight = tiny.recipe(tmp_path, precision=Float8Tensorwise(), steps=3, name="straight", shard=2, every=2, keep=0)
     run = tiny.begin(straight)
     whole = pool.run(2, traced, straight, run)[0]
     again = tiny.recipe(
         tmp_path,
         precision=Float8Tensorwise(),
-        steps=4,
+        steps=3,
         name="again",
         shard=2,
         load_from=str(checkpoints(run.checkpoints)[0]),
@@ -353,17 +356,35 @@ def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
     assert all(torch.equal(whole.parameters[name], rest.parameters[name]) for name in whole.parameters)
 
 
+def importing():
+    """Whether torchao is imported before it is used and after, what is left disabled of logging, and what is said."""
+    with tempfile.TemporaryFile() as said:
+        kept = [os.dup(stream) for stream in (1, 2)]
+        try:
+            for stream in (1, 2):
+                os.dup2(said.fileno(), stream)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                before = "torchao" in sys.modules
+                mxfp8._multiplier(emulate=True)
+                float8.float8_product(None, None)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for stream, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, stream)
+                os.close(copy)
+        said.seek(0)
+        return before, "torchao" in sys.modules, logging.root.manager.disable, said.read().decode()
+
+
 def test_importing_is_quiet_and_lazy():
-    source = (
-        "import sys, warnings, torch; warnings.simplefilter('error')\n"
-        "import titanlab.precision.float8, titanlab.precision.mxfp8 as m\n"
-        "assert 'torchao' not in sys.modules\n"
-        "m._multiplier(emulate=True); titanlab.precision.float8.float8_product(None, None)\n"
-        "assert 'torchao' in sys.modules\n"
-        "import logging; assert logging.root.manager.disable == 0"
-    )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stdout + done.stderr == ""
+    # In a worker of its own, which has imported torch and titanlab, but nothing that a test imports.
+    workers = Pool(1)
+    try:
+        assert workers.run(1, importing) == [(False, True, 0, "")]
+    finally:
+        workers.close()
 
 
 def _layer(config):

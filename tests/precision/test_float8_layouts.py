@@ -27,7 +27,8 @@ from titanlab.schedule.zbv_schema import ZBV
 
 BAR = 1e-5
 NOISE = 1.5
-COMMON = {"layers": 4, "kv_heads": 4, "steps": 3, "global_batch": 4, "microbatch": 1, "seq_len": 32, "eps": 1e-6}
+COMMON = {"layers": 4, "kv_heads": 4, "steps": 3, "global_batch": 4, "microbatch": 1, "seq_len": 32, "eps": 1e-6,
+          "at_end": False}  # fmt: skip
 TENSOR = Float8Tensorwise()
 PLAIN = Float8Tensorwise(all_gather=False)
 ROW, ROW_HP, MX = Float8Rowwise(), Float8RowwiseWithGwHp(), Mxfp8()

@@ -15,14 +15,14 @@ def trained(made, run):
 
 def test_each_rank_writes_a_trace_of_each_window(pool, tmp_path):
     losses = []
-    for name, given in {"off": {}, "trace": {"profiler": Trace(skip=2, steps=2, every=4)}}.items():
-        made = tiny.recipe(tmp_path, name=name, steps=9, shard=2, **given)
+    for name, given in {"off": {}, "trace": {"profiler": Trace(skip=2, steps=1, every=3)}}.items():
+        made = tiny.recipe(tmp_path, name=name, steps=6, shard=2, **given)
         run = tiny.begin(made)
         pool.run(2, trained, made, run)
         losses.append([row[meter.LOSS] for row in run.metrics("train")])
     assert losses[0] == losses[1]
     files = sorted(path.name for path in run.traces.iterdir())
-    assert files == [f"attempt-1-steps-{steps}-rank-{rank}.json.gz" for steps in ("3-4", "7-8") for rank in (0, 1)]
+    assert files == [f"attempt-1-steps-{steps}-rank-{rank}.json.gz" for steps in ("3-3", "6-6") for rank in (0, 1)]
     for path in run.traces.iterdir():
         content = json.loads(gzip.decompress(path.read_bytes()))
         names = {event.get("name", "") for event in content["traceEvents"]}

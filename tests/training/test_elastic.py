@@ -108,7 +108,7 @@ def _pair(name: str, first: dict[str, Any], second: dict[str, Any], *, layer: st
 PAIRS = [
     _pair("one-ddp2", {}, {"replicate": 2}, layer="quick"),
     _pair("fsdp_tp-pp", {"shard": 2, "tensor": 2}, {"pipeline": 2}, layer="quick"),
-    _pair("cp-tp", {"context": 2}, {"tensor": 2}, layer="quick"),
+    _pair("cp-tp", {"context": 2}, {"tensor": 2}, layer="full"),
     _pair("one-fsdp8", {}, {"shard": 8}),
     _pair("one-4d16", {}, {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}, layer="full"),
     _pair("fsdp8-4d16", {"shard": 8}, {"pipeline": 2, "replicate": 2, "context": 2, "tensor": 2}),

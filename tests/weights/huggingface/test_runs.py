@@ -36,7 +36,7 @@ LAYOUTS = {
     "ddp 2": {"replicate": 2},
     "fsdp 2, pp 2": {"shard": 2, "pipeline": 2},
 }
-ALWAYS = "fsdp 2, tp 2"
+ALWAYS = "tp 2"
 EACH = [
     pytest.param(keys, id=name, marks=[] if name == ALWAYS else [pytest.mark.full]) for name, keys in LAYOUTS.items()
 ]
