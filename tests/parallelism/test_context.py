@@ -59,7 +59,7 @@ def largest_error(module, given, places=None):
 
 def fp32_errors():
     group, errors = opened(), {}
-    for method, kv_heads, batch, head_dim in itertools.product(METHODS, (4, 2), (1, 3), (16, 32, 64)):
+    for method, kv_heads, batch, head_dim in itertools.product(METHODS, (4, 2), (1, 3), (16, 64)):
         given = inputs(batch, kv_heads, head_dim)
         errors[method, kv_heads, batch, head_dim] = largest_error(ContextAttention(method, group), given)
     return errors
@@ -90,7 +90,7 @@ def bf16_errors():
     return errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_bf16_is_as_exact_as_one_process_in_bf16(pool, ranks):
     # Kernels round each part to 8 bits of mantissa, and sums are rounded once more: independent errors of about the
     # size of those that one process makes (2⁻⁹ each), so √2 times as much, and never twice.
