@@ -214,8 +214,8 @@ def gradients_of(made, trace):
 
 
 def test_tracing_changes_no_bit(pool, tmp_path):
-    made = tiny.recipe(tmp_path, context=2, tensor=2)
-    without, within = (pool.run(4, gradients_of, made, trace) for trace in (False, True))
+    made = tiny.recipe(tmp_path, context=2)
+    without, within = (pool.run(2, gradients_of, made, trace) for trace in (False, True))
     for bare, seen in zip(without, within, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(bare, seen, strict=True))
 

@@ -28,7 +28,7 @@ KINDS = {"plain": {}, "tied head": {"tied_head": True}, "odd sizes": {"vocab_siz
 
 ROWS = [
     ("plain", {"tensor": 2}, False),
-    ("plain", {"context": 2}, True),
+    ("plain", {"context": 2}, False),
     ("plain", {"pipeline": 2, "shard": 2, "schedule": "zbv"}, False),
     ("tied head", {"shard": 2, "tensor": 2}, False),
     ("plain", {"replicate": 2}, False),

@@ -38,7 +38,9 @@ def collectives(made):
         # The first block is gathered for each forward and each backward; the last one and the rest, which the
         # backward needs at once, stay whole for all microbatches.
         ({"shard": 2}, lambda microbatches: 2 * microbatches + 2, 3, DTensor),
-        ({"shard": 2, "reshard_after_forward": "never"}, lambda microbatches: 3, 3, DTensor),
+        pytest.param(
+            {"shard": 2, "reshard_after_forward": "never"}, lambda microbatches: 3, 3, DTensor, marks=pytest.mark.full
+        ),
         ({"replicate": 2}, lambda microbatches: 0, 1, torch.Tensor),
     ],
     ids=["fsdp", "never", "ddp"],

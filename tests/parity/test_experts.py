@@ -98,6 +98,10 @@ def test_a_layout_trains_as_one_process(pool, reference, tmp_path, model, given)
     assert difference.largest <= BAR, difference
     assert found.loads == reference(model).loads
     assert any(name.endswith("router.weight") for name in found.gradients)
+    # The norms of heads, of which each tensor-parallel rank has some: Qwen3's.
+    assert any(name.endswith("q_norm.weight") for name in found.gradients) is model.startswith(
+        ("qwen3", "sequence", "batch")
+    )
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mixtral"])

@@ -1,6 +1,6 @@
 """Every layout trains the same as one process, and one process trains as a bare loop does.
 
-Tolerances are the project's bars in fp32: 1e-5, relative, for losses and gradient norms of ten steps, and
+Tolerances are the project's bars in fp32: 1e-5, relative, for losses and gradient norms of five steps, and
 ‖Δ‖/‖reference‖ ≤ 1e-5 for every tensor. Adam divides by the gradient's own size, so that with its usual eps of 1e-8
 an element whose gradient is hardly more than rounding moves as far as any other: on one kind of CPU that alone was
 1.8e-5 of a parameter. With 1e-6, as in the matrix of layouts, such elements stay where they are.
@@ -28,6 +28,7 @@ from titanlab.training import assemble, stage
 from titanlab.weights.initialise import initialise
 
 BAR = tolerances.FP32
+COMMON = {"steps": 5, "eps": 1e-6, "at_end": False}
 
 # What the reference has in common with a layout; tests name it by its key.
 KINDS = {
@@ -52,7 +53,7 @@ def traces(pool, tmp_path_factory):
     def trace(kind, **layout):
         key = (kind, *sorted(layout.items()))
         if key not in known:
-            made = tiny.recipe(folder, name=f"run-{len(known)}", eps=1e-6, at_end=False, **KINDS[kind], **layout)
+            made = tiny.recipe(folder, name=f"run-{len(known)}", **COMMON, **KINDS[kind], **layout)
             every = pool.run(made.world, traced, made, tiny.begin(made))
             # What all ranks are told is the same to the last bit.
             assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
@@ -96,7 +97,7 @@ def traces(pool, tmp_path_factory):
 )
 def test_a_layout_trains_as_one_process(traces, kind, layout):
     difference = compare(traces(kind), traces(kind, **layout))
-    assert len(traces(kind, **layout).losses) == 10
+    assert len(traces(kind, **layout).losses) == 5
     assert difference.largest <= BAR, difference
     print(f"{kind} {layout}: {difference}")
 
@@ -135,7 +136,9 @@ class BareLoop:
             if step == 1:
                 found.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
             for group in optimizer.param_groups:
-                group["lr"] = made.optimizer.lr * rate_factor(made.optimizer.schedule, step=step, steps=10)
+                group["lr"] = made.optimizer.lr * rate_factor(
+                    made.optimizer.schedule, step=step, steps=made.training.steps
+                )
             optimizer.step()
             found.losses.append(loss.item())
             found.grad_norms.append(norm.item())
@@ -145,7 +148,7 @@ class BareLoop:
 
 @pytest.mark.parametrize("kind", ["clipped", "gaps", "tied"])
 def test_one_process_trains_as_a_bare_loop(traces, tmp_path, kind):
-    difference = compare(BareLoop(tiny.recipe(tmp_path, eps=1e-6, **KINDS[kind])).trace(), traces(kind))
+    difference = compare(BareLoop(tiny.recipe(tmp_path, **COMMON, **KINDS[kind])).trace(), traces(kind))
     assert difference.largest <= BAR, difference
 
 
@@ -227,7 +230,7 @@ def traced_with_labels_counted_here(made, run):
     ],
 )
 def test_a_planted_fault_is_found(pool, traces, tmp_path, faulty, kind, found_in):
-    made = tiny.recipe(tmp_path, shard=2, **KINDS[kind])
+    made = tiny.recipe(tmp_path, shard=2, **COMMON, **KINDS[kind])
     difference = compare(traces(kind), pool.run(2, faulty, made, tiny.begin(made))[0])
     assert difference.largest > 1000 * BAR
     found = getattr(difference, found_in)

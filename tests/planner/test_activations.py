@@ -58,7 +58,7 @@ def test_a_step_on_a_cpu_keeps_what_is_planned(pool, tmp_path, policy, microbatc
 
 
 # In `make test`; the others are rows of the same product.
-ALWAYS = (("zbv", "full"), ("1f1b", "none"))
+ALWAYS = (("zbv", "full"),)
 
 
 @pytest.mark.parametrize(

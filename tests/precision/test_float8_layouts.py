@@ -69,7 +69,7 @@ EXACT = [
     row(ROW, "fused, zbv", pipeline=2, fused=True, pipeline_schedule=ZBV()),
 ]
 NOISY = [
-    row(TENSOR, tensor=2, always=True),
+    row(TENSOR, tensor=2),
     row(PLAIN, "plain gather", tensor=2),
     row(TENSOR, tensor=2, sequence_parallel=False),
     row(ROW, tensor=2),

@@ -52,13 +52,13 @@ def test_a_run_is_validated_and_sampled_from(pool, tmp_path, text, precision, at
     data, tokenizer, cache = text
     losses = {}
     for each in (Fp32(), precision):
-        given = {"validate_every": 4, "validation_sequences": 12, "steps": 8, "vocab_size": 320, "rounding": "nearest"}
+        given = {"validate_every": 2, "validation_sequences": 12, "steps": 4, "vocab_size": 320, "rounding": "nearest"}
         made = tiny.recipe(tmp_path, name=each.kind, data=data, precision=each, shard=2, **given)
         run = tiny.begin(made)
         parameters = pool.run(2, trained, cache, made, run)[0]
         losses[each.kind] = [row[meter.VALIDATION_LOSS] for row in run.metrics("validation")]
     assert len(losses[precision.kind]) == 2
-    # The loss of twelve sequences after eight steps.
+    # The loss of twelve sequences after two steps, and after four.
     assert losses[precision.kind] == pytest.approx(losses["fp32"], rel=2e-3)
     run.tokenizer.mkdir()
     shutil.copy(tokenizer, run.tokenizer)

@@ -78,7 +78,7 @@ ROWS = {
     "joined": ({"tensor": 2, "shard": 2}, {"fused": True}),
     "joined, split backward": ({"tensor": 2, "pipeline": 2}, {"fused": True, **SPLIT}),
 }
-QUICK = ("tensor", "joined, split backward")
+QUICK = ("tensor",)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=[] if row in QUICK else pytest.mark.full) for row in ROWS])
