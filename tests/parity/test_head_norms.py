@@ -1,7 +1,8 @@
 """Models whose queries and keys are normalised in each head train on layouts as in one process.
 
 A rank of tensor parallelism has some of the heads, so its gradient of a head's norm is a part of the sum, with and
-without sequence parallelism. In `make test` the model with experts of test_experts.py has such norms.
+without sequence parallelism. In `make test` the model with experts of test_experts.py has
+such norms with it.
 """
 
 import os
@@ -20,7 +21,8 @@ BAR = 1e-5
 MODEL = {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn_dim": 192, "vocab_size": 256}
 ROWS = [
     ({"tensor": 2}, [pytest.mark.full]),
-    ({"tensor": 2, "sequence_parallel": False}, [pytest.mark.full]),
+    # Without it nothing else sums these gradients.
+    ({"tensor": 2, "sequence_parallel": False}, []),
     ({"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}, [pytest.mark.full]),
     ({"replicate": 2, "context": 2, "tensor": 2}, [pytest.mark.full]),
 ]
