@@ -1,8 +1,7 @@
 """Models whose queries and keys are normalised in each head train on layouts as in one process.
 
 A rank of tensor parallelism has some of the heads, so its gradient of a head's norm is a part of the sum, with and
-without sequence parallelism. In `make test` the model with experts of test_experts.py has
-such norms with it.
+without sequence parallelism. In `make test` it is the model of test_experts.py that has such norms with it.
 """
 
 import os
