@@ -24,7 +24,8 @@ from titanlab.sweep.table.collect import write_table
 from titanlab.sweep.table.look import look_at
 
 
-@pytest.fixture(params=["local", "nohup"])
+# tests/launch/local has jobs of `local` that run, are cancelled, and come later.
+@pytest.fixture(params=[pytest.param("local", marks=pytest.mark.full), "nohup"])
 def launch(request, tmp_path, monkeypatch):
     """The config of a launcher that runs one job at a time."""
     if request.param == "local":

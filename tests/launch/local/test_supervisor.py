@@ -13,10 +13,10 @@ from tests.until import until
 from titanlab.distributed.host import Host, cores
 from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
 from titanlab.launch.local.supervisor import Supervisor, _Job, _Running, visible_devices
-from titanlab.launch.local.wake import LOCK, has_work, wake
+from titanlab.launch.local.wake import LOCK, LOG, has_work, wake
 from titanlab.launch.local_schema import Local
 from titanlab.launch.shape import Shape
-from titanlab.launch.submission import Submission, write_submission
+from titanlab.launch.submission import Submission, jobs_folder, write_submission
 from titanlab.records.claim import is_claimed
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
@@ -30,10 +30,10 @@ from titanlab.system.process_start import born_at
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
-    """Jobs of the code that is submitted train nothing: `stub(seconds)` says how long they take instead."""
+    """Jobs of the code that is submitted train nothing; `stub(seconds)`: how long they take, unless a test ends them."""
     taken = snapshot.take
 
-    def of(seconds):
+    def of(seconds=180.0):
         package = stub_package(tmp_path / "stub", seconds=seconds)
         monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))
 
@@ -43,6 +43,11 @@ def stub(tmp_path, monkeypatch):
 
 def over(folder):
     return not has_work(folder.path) and not is_claimed(folder.path, file=LOCK)
+
+
+def end_jobs(folder):
+    """Jobs that run end well, and later ones at once."""
+    (folder.path / "end").touch()
 
 
 def ran(folder):
@@ -71,6 +76,8 @@ def test_jobs_run_in_order_and_all_ranks_of_each(stub, tmp_path, monkeypatch):
     # The two that fit together may start in either order; the larger ones wait for them.
     assert max(first[names[0]], first[names[1]]) < first[names[2]] < first[names[3]]
     assert {row[5] for row in rows} == {str(tmp_path / "here")}
+    # Threads are one share for every process that may run at once.
+    assert {row[3] for row in rows if row[2] == "2"} == {str(max(1, cores() // 2))}
     assert all(submitted.folder.run(name).result().kind is OutcomeKind.DONE for name in names)
     # Nothing is left to do, and the next submission starts nothing.
     assert submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet).jobs == ()
@@ -78,18 +85,19 @@ def test_jobs_run_in_order_and_all_ranks_of_each(stub, tmp_path, monkeypatch):
 
 
 def test_what_comes_later_is_run_by_the_same_supervisor(stub, tmp_path):
-    stub(1.0)
+    stub()
     folder = submit(study(tmp_path / "runs", seeds(1)), quiet).folder
     until(lambda: ran(folder))
     first = supervisor_of(folder)
     submit(study(tmp_path / "runs", seeds(2)), quiet)
+    end_jobs(folder)
     until(lambda: len(ran(folder)) == 2)
     assert supervisor_of(folder) == first
     until(lambda: over(folder))
 
 
 def test_the_job_of_a_killed_supervisor_goes_on_and_the_next_one_waits_for_it(stub, tmp_path):
-    stub(3.0)
+    stub()
     wanted = study(tmp_path / "runs", seeds(2), launch=Local(at_once=1))
     folder = submit(wanted, quiet).folder
     until(lambda: ran(folder))
@@ -98,15 +106,19 @@ def test_the_job_of_a_killed_supervisor_goes_on_and_the_next_one_waits_for_it(st
     found = submit(wanted, quiet)
     assert [each.action for each in found.decisions] == ["running", "queued"]
     assert found.jobs == ()
+    log = jobs_folder(folder.path) / LOG
+    until(lambda: "was started by an earlier supervisor" in log.read_text())
+    end_jobs(folder)
     until(lambda: over(folder))
-    assert len(ran(folder)) == 2
-    starts = [float(row[6]) for row in ran(folder)]
-    assert starts[1] - starts[0] > 2.5
+    first, second = (row[0] for row in ran(folder))
+    said = log.read_text()
+    assert first != second
+    assert said.index(f"{first} has ended") < said.index(f"{second} is started")
     assert all(run.result().kind is OutcomeKind.DONE for run in folder.runs())
 
 
 def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
-    stub(2.0)
+    stub()
     wanted = study(tmp_path / "runs", seeds(3), launch=Local(at_once=1))
     submitted = submit(wanted, quiet)
     folder = submitted.folder
@@ -124,7 +136,7 @@ def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
 
 
 def test_a_supervisor_that_is_told_to_end_asks_its_jobs_to(stub, tmp_path):
-    stub(30.0)
+    stub()
     folder = submit(study(tmp_path / "runs", seeds(2), launch=Local(at_once=1)), quiet).folder
     until(lambda: ran(folder))
     os.kill(supervisor_of(folder), signal.SIGTERM)
@@ -135,7 +147,7 @@ def test_a_supervisor_that_is_told_to_end_asks_its_jobs_to(stub, tmp_path):
 
 
 def test_where_another_run_meets_is_not_handed_on(stub, tmp_path, monkeypatch):
-    stub(2.0)
+    stub()
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     folder = submit(study(tmp_path / "runs", seeds(1), launch=Local()), quiet).folder
@@ -144,14 +156,8 @@ def test_where_another_run_meets_is_not_handed_on(stub, tmp_path, monkeypatch):
     pids = [supervisor_of(folder), local_job(folder.path, submission.token, 0).pid]
     said = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids]
     assert not [text for each in said for text in each if text.startswith(b"MASTER_")]
+    end_jobs(folder)
     until(lambda: over(folder))
-
-
-def test_threads_are_one_share_for_every_process(stub, tmp_path):
-    stub(0.0)
-    folder = submit(study(tmp_path / "runs", [{"shard": 2}], launch=Local(at_once=2)), quiet).folder
-    until(lambda: over(folder))
-    assert {row[3] for row in ran(folder)} == {str(max(1, cores() // 2))}
 
 
 # Without processes
