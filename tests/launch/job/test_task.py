@@ -52,11 +52,6 @@ def test_two_ranks_train_one_run(jobs):
     assert "step 3/3" in (run.logs / "rank-0.log").read_text()
     assert not run.is_claimed()
 
-    # Once more there is nothing to do, for any rank.
-    codes, said = ended(jobs.start(run, 2))
-    assert (codes, run.attempts()) == ([0, 0], [1])
-    assert said.count("is done: 3 steps") == 2
-
 
 @pytest.mark.full
 def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(jobs):
@@ -103,15 +98,14 @@ def test_one_that_is_cancelled_saves_and_says_who_asked(jobs):
     assert run.checkpoints.joinpath(f"step-{result.step:08d}", "index.json").exists()
 
 
+# tests/launch/local/test_ranks.py has a rank that raises in `make test`; test_rank_watch.py has what is noted of each.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "kind", "code", "exit_code", "cause"),
     [
         ("raise", OutcomeKind.CRASH, 1, 1, "LookupError: a planted fault"),
-        pytest.param("kill", OutcomeKind.CRASH, 1, -9, "killed by SIGKILL", marks=pytest.mark.full),
-        pytest.param(
-            *("exit", OutcomeKind.CRASH, 1, 0, "rank 1 ended early: ended with exit code 0 and left no result"),
-            marks=pytest.mark.full,
-        ),
+        ("kill", OutcomeKind.CRASH, 1, -9, "killed by SIGKILL"),
+        ("exit", OutcomeKind.CRASH, 1, 0, "rank 1 ended early: ended with exit code 0 and left no result"),
     ],
 )
 def test_the_rank_that_fails_is_told_and_every_process_says_so(jobs, fault, kind, code, exit_code, cause):
@@ -157,7 +151,10 @@ def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits(jobs, rank):
     assert result.cause.startswith(f"step 6 did not end within 5 s: {reason}")
 
 
-@pytest.mark.parametrize("gibibytes", [0.7, 1.5], ids=["at the import of torch", "in a step"])
+@pytest.mark.parametrize(
+    "gibibytes",
+    [pytest.param(0.7, id="at the import of torch", marks=pytest.mark.full), pytest.param(1.5, id="in a step")],
+)
 def test_one_without_memory(jobs, gibibytes):
     run = jobs.run(1, steps=4, fault="memory", step=3)
     codes, said = ended(jobs.start(run, 1, preamble=f"ulimit -v {int(gibibytes * 2**20)}", OMP_NUM_THREADS="1"))
@@ -165,13 +162,22 @@ def test_one_without_memory(jobs, gibibytes):
     assert (codes, result.kind, result.rank) == ([70], OutcomeKind.OOM, 0), said
 
 
-def test_a_run_in_other_hands_is_not_done_twice(jobs, monkeypatch):
+def ranks_of(run, *, launcher, world):
+    """The same job as each of its ranks sees it."""
+    return [
+        Job(run=run, place=Place(launcher=launcher, job_id="12", raw_job_id="12", ranks=ranks, nodes=("n1",)), token="aa", index=0)
+        for ranks in (replace(ALONE, rank=rank, world=world) for rank in range(world))
+    ]  # fmt: skip
+
+
+def test_a_run_in_other_hands_is_not_done_twice(jobs, monkeypatch, capsys):
     run = jobs.run(2, steps=3)
+    monkeypatch.setattr(task, "CLAIM_SECONDS", 0.1)
+    first, second = ranks_of(run, launcher="local", world=2)
     with run.claim():
-        ranks = jobs.start(run, 2)
-        codes, said = ended(ranks)
-    assert (codes, run.attempts()) == ([0, 0], [])
-    assert said.count("nothing is done twice") == 2
+        assert (task._lead(first), task._follow(second)) == (0, 0)
+    assert run.attempts() == []
+    assert capsys.readouterr().out.count("nothing is done twice") == 2
 
 
 def test_what_is_refused_at_the_start_is_a_result_too(jobs):
@@ -224,13 +230,15 @@ def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_agai
     assert put_back == ([1] if asked else [])
 
 
-def test_the_others_are_told_that_a_run_is_done(jobs):
+def test_the_others_are_told_that_a_run_is_done(jobs, capsys):
     run = jobs.run(2, launcher="slurm", steps=3)
-    run.write_result(Outcome(kind=OutcomeKind.DONE, attempt=1))
-    place = Place(launcher="slurm", job_id="12", raw_job_id="12", restart=0, index=None, ranks=ALONE, nodes=("n1",))
-    job = Job(run=run, place=place, token="aa", index=0)
-    assert task._lead(job) == 0
-    assert rendezvous.find(run, job.start).reason == "is done"
+    first, second = ranks_of(run, launcher="slurm", world=2)
+    run.write_result(Outcome(kind=OutcomeKind.DONE, attempt=1, steps=3))
+    assert (task._lead(first), task._follow(second)) == (0, 0)
+    # For one that is told before it finds the result.
+    assert rendezvous.find(run, second.start).reason == "is done"
+    assert run.attempts() == [1]
+    assert capsys.readouterr().out.count("is done: 3 steps") == 2
 
 
 @dataclass(kw_only=True)

@@ -63,21 +63,21 @@ def test_jobs_run_in_order_and_all_ranks_of_each(stub, tmp_path, monkeypatch):
     stub(0.1)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    points = [*seeds(2), {"shard": 2}, {"shard": 4}]
+    points = [*seeds(2), {"shard": 2}]
     submitted = submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet)
-    assert [shape.processes for _, shape, _ in submitted.jobs] == [1, 2, 4]
+    assert [shape.processes for _, shape, _ in submitted.jobs] == [1, 2]
     until(lambda: over(submitted.folder))
     rows = ran(submitted.folder)
     names = [each.run_name for each in submitted.decisions]
     assert sorted((row[0], int(row[1]), int(row[2])) for row in rows) == sorted(
-        (name, rank, world) for name, world in zip(names, (1, 1, 2, 4), strict=True) for rank in range(world)
+        (name, rank, world) for name, world in zip(names, (1, 1, 2), strict=True) for rank in range(world)
     )
     first = {name: min(float(row[6]) for row in rows if row[0] == name) for name in names}
-    # The two that fit together may start in either order; the larger ones wait for them.
-    assert max(first[names[0]], first[names[1]]) < first[names[2]] < first[names[3]]
+    # The two that fit together may start in either order; the larger one waits for them.
+    assert max(first[names[0]], first[names[1]]) < first[names[2]]
     assert {row[5] for row in rows} == {str(tmp_path / "here")}
     # Threads are one share for every process that may run at once.
-    assert {row[3] for row in rows if row[2] == "2"} == {str(max(1, cores() // 2))}
+    assert {row[3] for row in rows} == {str(max(1, cores() // 2))}
     assert all(submitted.folder.run(name).result().kind is OutcomeKind.DONE for name in names)
     # Nothing is left to do, and the next submission starts nothing.
     assert submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet).jobs == ()
