@@ -85,10 +85,13 @@ def test_no_verb_trusts_a_file(made, tmp_path, capsys, part):
     faults = []
     for number, path in enumerate(files):
         for place, (name, content) in enumerate(payloads(ran).items()):
+            # Each verb meets each content, and most files, if not each of them with each.
+            verbs = VERBS[(number + place) % part :: part]
+            if not verbs:
+                continue
             path.unlink()
             os.mkfifo(path) if content is None else path.write_bytes(content)
-            # Each verb meets each content, and most files, if not each of them with each.
-            for verb in VERBS[(number + place) % part :: part]:
+            for verb in verbs:
                 capsys.readouterr()
                 try:
                     code = main(verb.split())

@@ -23,6 +23,26 @@ def copy_of_the_clone(folder):
     return folder / "titanlab"
 
 
+def small_clone(folder):
+    """A clone of few files, where nothing of the real one matters."""
+    files = {
+        "titanlab/__init__.py": "",
+        "titanlab/launch/__init__.py": "",
+        "titanlab/launch/job/__init__.py": "",
+        "titanlab/launch/job/task.py": "",
+        "titanlab/distributed/__init__.py": "",
+        "titanlab/distributed/stop.py": "",
+        "titanlab/distributed/world.py": "# The world\n",
+        "conf/config.yaml": "defaults: [_self_]\n",
+        "conf/model/debug.yaml": "dim: 64\n",
+        "launch/slurm.yaml": "kind: slurm\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder / "titanlab"
+
+
 def git(folder, *words):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
     subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
@@ -42,7 +62,7 @@ def test_the_copy_has_the_code_and_the_yamls(tmp_path):
 
 
 def test_equal_content_is_one_copy_and_another_is_another(tmp_path):
-    package = copy_of_the_clone(tmp_path / "clone")
+    package = small_clone(tmp_path / "clone")
     first = snapshot.take(tmp_path / "code", package=package)
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "x.pyc").write_text("x")
@@ -52,7 +72,7 @@ def test_equal_content_is_one_copy_and_another_is_another(tmp_path):
 
 
 def test_a_wheels_yamls_are_inside_its_package(tmp_path):
-    package = copy_of_the_clone(tmp_path / "site")
+    package = small_clone(tmp_path / "site")
     shutil.copytree(tmp_path / "site" / "conf", package / "conf")
     shutil.rmtree(tmp_path / "site" / "conf")
     (tmp_path / "site" / "launch" / "somebody_elses.yaml").write_text("")
@@ -63,7 +83,7 @@ def test_a_wheels_yamls_are_inside_its_package(tmp_path):
 
 def test_its_git_state_is_what_was_recorded(tmp_path):
     clone = tmp_path / "clone"
-    package = copy_of_the_clone(clone)
+    package = small_clone(clone)
     git(clone, "init")
     git(clone, "add", "-A")
     git(clone, "commit", "-m", "all of it")
@@ -78,13 +98,13 @@ def test_its_git_state_is_what_was_recorded(tmp_path):
 
 
 def test_a_snapshot_of_an_installed_package_has_no_git(tmp_path):
-    taken = snapshot.take(tmp_path / "code", package=copy_of_the_clone(tmp_path / "site"))
+    taken = snapshot.take(tmp_path / "code", package=small_clone(tmp_path / "site"))
     assert git_state(taken / "titanlab") is None
 
 
 def test_what_is_edited_after_submission_reaches_no_job(slurm, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
-    package = copy_of_the_clone(clone)
+    package = small_clone(clone)
     (package / "launch" / "job" / "task.py").write_text("import titanlab.distributed.stop\nprint(titanlab.__file__)\n")
     taken = snapshot.take
     monkeypatch.setattr(snapshot, "take", lambda code: taken(code, package=package))

@@ -49,7 +49,7 @@ def attempt(made, run, bad_calls=(), bad_rank=0):
 
 LAYOUTS = [
     {"shard": 2},
-    {"pipeline": 2, "tensor": 2, "microbatch": 3},
+    full({"pipeline": 2, "tensor": 2, "microbatch": 3}),
     full({"replicate": 2}),
     full({"tensor": 2}),
     full({"context": 2}),

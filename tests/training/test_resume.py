@@ -26,6 +26,7 @@ STEPS = 8
 STOP = 3
 BAR = 1e-5
 LAYOUTS = [{}, {"shard": 2}]
+SINGLE_AND_FSDP = [pytest.param({}, id="single"), pytest.param({"shard": 2}, id="fsdp", marks=pytest.mark.full)]
 
 
 @dataclass(kw_only=True)
@@ -97,7 +98,7 @@ def same_bits(one, other):
         *(pytest.param(layout, id=name) for layout, name in zip(LAYOUTS, ("single", "fsdp"), strict=True)),
         pytest.param({"pipeline": 2, "tensor": 2, "microbatch": 3}, id="pipeline-tensor", marks=pytest.mark.full),
         pytest.param({"shard": 2, "context": 2}, id="fsdp-context", marks=pytest.mark.full),
-        pytest.param({"replicate": 4}, id="ddp"),
+        pytest.param({"replicate": 4}, id="ddp", marks=pytest.mark.full),
         pytest.param({"replicate": 2, "shard": 2}, id="hsdp", marks=pytest.mark.full),
     ],
 )
@@ -115,7 +116,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, straight, tmp_path, layout):
         assert after[0].drawn[STEPS] != after[1].drawn[STEPS]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["single", "fsdp"])
+@pytest.mark.parametrize("layout", SINGLE_AND_FSDP)
 def test_a_run_that_died_goes_on_from_its_last_checkpoint(pool, straight, tmp_path, layout):
     made = tiny.recipe(tmp_path, steps=STEPS, data=Planted(), every=2, **layout)
     run = tiny.begin(made)
@@ -170,7 +171,7 @@ def test_metrics_and_results_of_a_stopped_run(pool, tmp_path):
             {"shard": 1, "tensor": 1, "pipeline": 2, "microbatch": 3},
             marks=pytest.mark.full,
         ),
-        ({"pipeline": 2, "microbatch": 3}, {"pipeline": 1, "context": 2}),
+        pytest.param({"pipeline": 2, "microbatch": 3}, {"pipeline": 1, "context": 2}, marks=pytest.mark.full),
         pytest.param(
             {"pipeline": 2, "shard": 2, "microbatch": 1},
             {"pipeline": 1, "shard": 2, "tensor": 2},
@@ -232,7 +233,7 @@ def attempt_with_small_files(made, run):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["single", "fsdp"])
+@pytest.mark.parametrize("layout", SINGLE_AND_FSDP)
 def test_a_disk_that_fills_while_a_checkpoint_is_saved_costs_no_earlier_one(pool, straight, tmp_path, layout):
     made = tiny.recipe(tmp_path, steps=STEPS, data=Planted(), every=2, **layout)
     short = tiny.changed(made, steps=2)

@@ -51,7 +51,9 @@ def content(folder):
     return {**position, "tracker": None}, json.loads((folder / "index.json").read_text())["tensors"], tensors
 
 
-@pytest.mark.parametrize("layout", [{}, {"shard": 2}], ids=["single", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, id="single"), pytest.param({"shard": 2}, id="fsdp", marks=pytest.mark.full)]
+)
 def test_modes_save_the_same_bytes_at_the_same_steps(pool, tmp_path, layout):
     told = {}
     for mode in ("sync", "async"):
@@ -147,7 +149,7 @@ def full_disk(made, run, failing_steps):
         return losses(made, run)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.full), "async"])
 def test_the_training_goes_on_after_a_save_that_fails(pool, tmp_path, mode):
     """Like a disk that is full for a while."""
     made = tiny.recipe(tmp_path, steps=STEPS, saves=mode, every=2, keep=0, shard=2)
@@ -160,7 +162,7 @@ def test_the_training_goes_on_after_a_save_that_fails(pool, tmp_path, mode):
     assert "make room; training goes on" in log.replace("\n", " ").replace("  ", " ")
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.full), "async"])
 def test_the_last_save_must_succeed(pool, tmp_path, mode):
     made = tiny.recipe(tmp_path, steps=STEPS, saves=mode, every=4, shard=2)
     run = tiny.begin(made)

@@ -150,8 +150,14 @@ def test_validation_is_the_same_for_any_number_of_ranks(pool, tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"shard": 2}, {"shard": 2, "reshard_after_forward": "never", "bf16": True}, {"replicate": 2, "microbatch": 2}],
-    ids=["single", "fsdp", "bf16-never", "ddp"],
+    [
+        pytest.param({}, id="single"),
+        pytest.param({"shard": 2}, id="fsdp"),
+        pytest.param(
+            {"shard": 2, "reshard_after_forward": "never", "bf16": True}, id="bf16-never", marks=pytest.mark.full
+        ),
+        pytest.param({"replicate": 2, "microbatch": 2}, id="ddp", marks=pytest.mark.full),
+    ],
 )
 def test_validation_changes_nothing(pool, tmp_path, layout):
     traces = []

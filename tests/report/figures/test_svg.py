@@ -21,7 +21,7 @@ def figure(made):
     return throughput_by_layout(Table(mixed(made).folder).rows(), ranked=True, bands={"single": (900.0, 1100.0)})
 
 
-@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("kind", ["svg", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("png", "pdf"))])
 def test_the_same_runs_give_the_same_file(made, tmp_path, kind):
     rows = Table(mixed(made).folder).rows()
     for name in ("a", "b"):
