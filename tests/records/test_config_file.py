@@ -37,6 +37,21 @@ def test_fields_keep_their_order_and_repeat_themselves():
     assert config_text({"b": shared, "a": shared}) == "b:\n- 1\n- 2\na:\n- 1\n- 2\n"
 
 
+def test_a_section_that_was_written_before_is_not_taken_for_one_that_only_equals_it():
+    for value, text in ((1, "1"), (True, "true"), (1.0, "1.0"), (1, "1"), ("1", "'1'")):
+        assert config_text({"a": {"b": value}, "c": value}) == f"a:\n  b: {text}\nc: {text}\n"
+    assert config_text({}) == "{}\n"
+    changing = {"b": [1]}
+    assert config_text({"a": changing}) == "a:\n  b:\n  - 1\n"
+    changing["b"].append(2)
+    assert config_text({"a": changing}) == "a:\n  b:\n  - 1\n  - 2\n"
+
+
+def test_a_value_that_is_no_plain_one_is_refused():
+    with pytest.raises(yaml.representer.RepresenterError):
+        config_text({"a": 1, "b": {"c": object()}})
+
+
 @pytest.mark.parametrize(
     ("content", "rule"),
     [

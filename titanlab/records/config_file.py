@@ -57,7 +57,24 @@ def config_text(config: Mapping[str, Any]) -> str:
     Raises:
         yaml.representer.RepresenterError: a value is no plain value.
     """
-    text: str = yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    texts = []
+    for key, value in config.items():
+        try:
+            # Version 2 has no references: equal values are equal bytes, and 1, 1.0 and True are three values.
+            texts.append(_section_text(marshal.dumps({key: value}, 2)))
+        except ValueError:
+            texts.append(_dumped({key: value}))
+    return "".join(texts) or _dumped({})
+
+
+@functools.lru_cache(maxsize=4096)
+def _section_text(packed: bytes) -> str:
+    """The YAML text of a mapping of one key: the runs of a sweep differ in few of their sections."""
+    return _dumped(marshal.loads(packed))
+
+
+def _dumped(values: Mapping[str, Any]) -> str:
+    text: str = yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 
 
