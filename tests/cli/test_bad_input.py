@@ -556,12 +556,17 @@ def test_other_verbs(command, stuff, line, begins, cure):
     ("arguments", "environ", "begins"),
     [
         ("train data=synthetic training.stepz=3", {}, "training.stepz=3: is no key"),
-        ("train data=synthetic parallelism=fsdp world=3", {}, "training.global_batch=8: must be a multiple"),
-        ("train data=synthetic runs=/dev/null/runs", {}, "runs=/dev/null/runs: cannot be written"),
-        ("train -m data=synthetic training.steps=200,0", {}, "training.steps=0: must be at least 1"),
-        ("train data=synthetic", {"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two: must be a whole number"),
         ("train --nope", {}, "arguments=--nope: is no flag"),
         ("generate nope", {"HYDRA_FULL_ERROR": "1"}, "run=nope: fits no run"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("train data=synthetic parallelism=fsdp world=3", {}, "training.global_batch=8: must be a multiple"),
+                ("train data=synthetic runs=/dev/null/runs", {}, "runs=/dev/null/runs: cannot be written"),
+                ("train -m data=synthetic training.steps=200,0", {}, "training.steps=0: must be at least 1"),
+                ("train data=synthetic", {"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two: must be a whole number"),
+            ]
+        ),
     ],
     ids=str,
 )

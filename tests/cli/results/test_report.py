@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.sweeps import mixed
-from tests.sweep.made import Made
+from tests.sweep.made import Made, begin, end
 from titanlab.cli import main
 
 
@@ -27,7 +27,13 @@ def test_the_page_lies_in_the_sweeps_folder(sweep, capsys):
     assert "layouts.html" not in capsys.readouterr().out
 
 
-def test_another_place(sweep, capsys):
+def test_another_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    made = Made(tmp_path / "runs")
+    run = made.run("alone")
+    begin(run)
+    end(run)
+    sweep = made.folder.path
     for into, file in (("a/b.html", "a/b.html"), ("c", "c/layouts.html"), ("a", "a/layouts.html")):
         assert main(["report", str(sweep), "--into", into]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == f"report: {file}"
