@@ -278,6 +278,8 @@ def rows_of(folder):
     return [record["history"]["item"]["_step"] for record in records if record["type"] == "history"]
 
 
+# Here wandb's own process is refused; test_online_that_cannot_be_reached_goes_offline shows the rest in `make test`.
+@pytest.mark.full
 def test_the_real_wandb_that_is_refused_online_writes_everything_offline(run, told, refusing):
     tracker = open_tracker(Wandb(mode="online", finish_seconds=120), run, warn=told.append)
     for step in range(1, 21):

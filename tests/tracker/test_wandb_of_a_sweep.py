@@ -13,6 +13,7 @@ from titanlab.records.identity import identify
 from titanlab.records.run_folder import create_run
 from titanlab.report.wandb_workspace import json_text, view_of
 from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.tracker.jsonl import JsonlTracker
 from titanlab.tracker.wandb_schema import Wandb
 
 
@@ -63,6 +64,8 @@ def test_runs_of_a_sweep_can_be_grouped_filtered_and_compared(pool, prepared):
     assert summary[meter.MEASURED_STEPS] == 8 - recipe.training.unmeasured_steps
 
 
+# The next test shows what any tracker gets.
+@pytest.mark.full
 def test_a_run_that_fails_says_so_and_keeps_its_medians(pool, prepared, monkeypatch):
     recipe, run = prepared
     run = tiny.begin(recipe, run)
@@ -88,6 +91,20 @@ class FailsAt(tiny.story.Observer):
     def with_gradients(self, step, model):
         if step == self.step:
             raise ValueError("planted")
+
+
+def test_a_tracker_gets_the_outcome_and_the_medians_of_a_run_that_fails(tmp_path, monkeypatch):
+    finished = []
+    monkeypatch.setattr(
+        JsonlTracker, "finish", lambda self, summary, *, exit_code=0: finished.append((summary, exit_code))
+    )
+    recipe = tiny.recipe(tmp_path, steps=8)
+    with pytest.raises(ValueError, match="planted"):
+        fails_at_step(recipe, tiny.begin(recipe), 6)
+    ((summary, exit_code),) = finished
+    assert (summary["outcome"], exit_code) == ("crash", 1)
+    assert summary[meter.MEASURED_STEPS] == 6 - 1 - recipe.training.unmeasured_steps
+    assert summary[meter.TOKENS_PER_SECOND] > 0
 
 
 def fails_at_step(recipe, run, step):
