@@ -112,7 +112,11 @@ def imports(source: str, module: str, modules: Mapping[str, str]) -> Iterator[Im
                 for alias in child.names:
                     full = f"{base}.{alias.name}"
                     yield (full if full in modules else base, child.lineno, deferred, kind)
-            elif isinstance(child, ast.Call) and ast.unparse(child.func) == "importlib.import_module":
+            elif (
+                isinstance(child, ast.Call)
+                and isinstance(child.func, ast.Attribute)
+                and ast.unparse(child.func) == "importlib.import_module"
+            ):
                 # Names that are computed are those of options, which are discovered and not known.
                 constants = [value for value in child.args[:1] if isinstance(value, ast.Constant)]
                 yield from ((str(constant.value), child.lineno, deferred, kind) for constant in constants)

@@ -221,7 +221,8 @@ def attributes(path: str) -> frozenset[str]:
 def read(source: str) -> Reader:
     """What a module uses. One that does not import torch has no objects of torch's."""
     reader = Reader()
-    reader.visit(ast.parse(source))
+    if "torch" in source:
+        reader.visit(ast.parse(source))
     if not any(is_torch(use.name) for use in reader.uses):
         reader.uses.clear()
         reader.mentioned.clear()

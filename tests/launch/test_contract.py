@@ -28,6 +28,8 @@ ALLOWED = {
 
 def named(source: str) -> Iterator[tuple[int, str]]:
     """Lines that name a launcher: a constant text, or an import of its modules."""
+    if not any(text in source for text in (*KINDS, *VARIABLES)):
+        return
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -19,7 +19,7 @@ from titanlab.recipe.recipe import from_mapping
 from titanlab.training import generate as sampling
 from titanlab.training.generate import generate
 
-STEPS = 80
+STEPS = 40
 
 
 def trained(cache, made, run):
