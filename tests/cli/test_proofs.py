@@ -183,11 +183,13 @@ def test_a_large_layout_is_folded_and_what_does_not_fit_gets_a_second(says, rank
 @pytest.mark.parametrize(
     "keys",
     [
-        "data=files data.files=/nowhere/*.jsonl",
-        "data=tokens data.folder=/nowhere",
         "data=files data.files=/nowhere data.tokenizer=/nowhere/tokenizer.json",
         "init_from=/nowhere/weights",
         "checkpoint.load_from=/nowhere",
+        *(
+            pytest.param(keys, marks=pytest.mark.full)
+            for keys in ("data=files data.files=/nowhere/*.jsonl", "data=tokens data.folder=/nowhere")
+        ),
     ],
 )
 def test_files_of_the_cluster_need_not_be_here(says, ranks, keys):

@@ -37,7 +37,7 @@ HASH = re.compile(r"-[0-9a-f]{8}\b")
 # Commands that need no file of the reader's: each is run once, however many pages have it.
 ALIKE = re.compile(r"titanlab (train|sweep) (?!.*(--config-dir|--dry-run|data|file=|init_from=))")
 # Their commands are typed in `make test` too, those of the other pages in the slower layer.
-READ_FIRST = ("README.md", "docs/tutorial.md", "docs/configuration.md", "docs/troubleshooting.md")
+READ_FIRST = ("README.md", "docs/tutorial.md", "docs/configuration.md")
 # What no reader in an empty folder can type, and why. The list is short, and a line that is on no page is an error.
 ELSEWHERE = {
     ("docs/sweeps.md", "titanlab sweep +sweeps=mine --dry-run"): "tests/cli/test_sweep.py holds it to what is shown",

@@ -236,7 +236,7 @@ def test_the_only_damaged_checkpoint_stays(tmp_path, server):
         fall_back(error)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.full), "async"])
 def test_the_training_goes_on_after_a_save_that_fails(pool, tmp_path, server, mode):
     made = tiny.recipe(tmp_path, steps=6, every=2, keep=0, saves=mode, shard=2, folder=FOLDER)
     run = tiny.begin(made)

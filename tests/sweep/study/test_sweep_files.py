@@ -15,7 +15,7 @@ from titanlab.sweep.submit import decide
 
 FILES = sorted((conf_folder() / "sweeps").glob("*.yaml"))
 # What is planned in `make test` too.
-ALWAYS = ("cpu_1d_to_4d", "llama3_8b_8gpus_layouts", "long_context_cp", "moe_expert_parallel", "quickstart_layouts")
+ALWAYS = ("cpu_1d_to_4d", "long_context_cp", "moe_expert_parallel", "quickstart_layouts")
 # Name → runs, points that are dropped, processes of the largest.
 EXPECTED = {
     "ac_memory": (27, 0, 8),
