@@ -49,17 +49,32 @@ def started(body, first=30.0):
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def ended(body, first=30.0):
-    return result_of(started(body, first))
+# What processes do; most of the time they wait, so that all but one do at once.
+BODIES = {
+    "does not end": ("dog.step(1); dog.step(2); time.sleep(100)", 30.0),
+    "longer first step": ("time.sleep(1); dog.step(1); time.sleep(1); dog.step(2); dog.close(); time.sleep(1)", 30.0),
+    "start does not end": ("time.sleep(100)", 0.4),
+    "pause": (
+        'dog.step(1); dog.step(2)\n    with dog.pausing("validation", 2):\n        time.sleep(1)\n    dog.ending(2); time.sleep(1)',
+        30.0,
+    ),
+    "computes": ("dog.step(1); dog.step(2)\n    while True: pass", 30.0),
+    "others wait": ("dog.step(1); asked.append(1); time.sleep(100)", 30.0),
+    "slow": ("dog.step(1); time.sleep(0.7); dog.step(2); time.sleep(100)", 30.0),
+    "no step": ("dog.step(1); time.sleep(100)", 0.4),
+}
 
 
-def result_of(process):
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+@pytest.fixture(scope="module")
+def ended():
+    """How these processes end: `ended("pause")`."""
+    processes = {name: started(*how) for name, how in BODIES.items()}
+    outputs = {name: process.communicate(timeout=120) for name, process in processes.items()}
+    return lambda name: subprocess.CompletedProcess([], processes[name].returncode, *outputs[name])
 
 
-def test_a_step_that_does_not_end():
-    done = ended("dog.step(1); dog.step(2); time.sleep(100)")
+def test_a_step_that_does_not_end(ended):
+    done = ended("does not end")
     assert done.returncode == 71
     told = json.loads(done.stdout)
     assert (told["kind"], told["step"], told["rank"], told["attempt"], told["exit_code"]) == ("hang", 1, 3, 2, 71)
@@ -70,36 +85,34 @@ def test_a_step_that_does_not_end():
     assert "in slow_step" in done.stderr
 
 
-def test_the_start_and_the_first_step_may_take_longer():
-    process = started("time.sleep(1); dog.step(1); time.sleep(1); dog.step(2); dog.close(); time.sleep(1)")
-    told = json.loads(ended("time.sleep(100)", first=0.4).stdout)
+def test_the_start_and_the_first_step_may_take_longer(ended):
+    told = json.loads(ended("start does not end").stdout)
     assert told["cause"].startswith("the start did not end within 0.4")
-    done = result_of(process)
+    done = ended("longer first step")
     assert (done.returncode, done.stdout) == (0, "came on\n"), done.stderr
 
 
-def test_so_may_a_pause_between_steps():
-    body = 'dog.step(1); dog.step(2)\n    with dog.pausing("validation", 2):\n        time.sleep(1)\n    dog.ending(2); time.sleep(1)'
-    done = ended(body)
+def test_so_may_a_pause_between_steps(ended):
+    done = ended("pause")
     assert (done.returncode, done.stdout) == (0, "came on\n"), done.stderr
 
 
 def test_native_code_that_keeps_pythons_lock_is_ended_too():
-    done = ended("dog.step(1); dog.step(2); time.sleep(0.3); ctypes.PyDLL(None).sleep(100)")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(watchdog.NATIVE_SIGN)
-    assert "in slow_step" in done.stderr
+    process = started("dog.step(1); dog.step(2); time.sleep(0.3); ctypes.PyDLL(None).sleep(100)")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (1, "")
+    assert err.startswith(watchdog.NATIVE_SIGN)
+    assert "in slow_step" in err
 
 
-def test_a_rank_that_computes_keeps_others_waiting():
+def test_a_rank_that_computes_keeps_others_waiting(ended):
     """In an endless loop of its own, or in a step that is longer than the limit."""
-    done = ended("dog.step(1); dog.step(2)\n    while True: pass")
-    cause = json.loads(done.stdout)["cause"]
+    cause = json.loads(ended("computes").stdout)["cause"]
     assert cause.startswith("step 2 did not end within 0.5 s: rank 3 computes in slow_step (")
 
 
-def test_a_rank_that_others_wait_for_says_where_it_stands_before_its_own_limit():
-    done = ended("dog.step(1); asked.append(1); time.sleep(100)")
+def test_a_rank_that_others_wait_for_says_where_it_stands_before_its_own_limit(ended):
+    done = ended("others wait")
     told = json.loads(done.stdout)
     assert done.returncode == 71
     assert told["cause"].startswith("step 1 had not ended after ")
@@ -107,13 +120,11 @@ def test_a_rank_that_others_wait_for_says_where_it_stands_before_its_own_limit()
     assert not told["echo"]
 
 
-def test_a_limit_that_is_too_short_names_its_key_and_how_long_steps_took():
-    body = "dog.step(1); time.sleep(0.7); dog.step(2); time.sleep(100)"
-    process = started("dog.step(1); time.sleep(100)", first=0.4)
-    cause = json.loads(ended(body).stdout)["cause"]
+def test_a_limit_that_is_too_short_names_its_key_and_how_long_steps_took(ended):
+    cause = json.loads(ended("slow").stdout)["cause"]
     assert re.search(r"; the one step before it took (0\.[7-9]|1)\S* s; if it was only slow, try ", cause)
     assert float(cause.partition("training.step_timeout_seconds=")[2]) >= 7
-    cause = json.loads(result_of(process).stdout)["cause"]
+    cause = json.loads(ended("no step").stdout)["cause"]
     assert cause.endswith("; no step is complete yet; if it was only slow, try training.first_step_timeout_seconds=1")
 
 
