@@ -250,7 +250,7 @@ def test_a_single_rank_that_fails(ranks_run):
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", -9)])
 def test_the_first_failure_ends_the_others_and_alone_counts(ranks_run, monkeypatch, script, code):
-    monkeypatch.setattr(local, "GRACE_SECONDS", 1)
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.3)
     begin = time.monotonic()
     failures = ranks_run(3, f'if [ $RANK = 1 ]; then {script}; fi; trap "" TERM; {WAIT}')
     assert failures == [Failure(rank=1, exit_code=code)]
