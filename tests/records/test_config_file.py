@@ -12,7 +12,11 @@ from titanlab.errors import ConfigError
 from titanlab.records.config_file import config_text, excess, read_config
 
 SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("ab1e-.+_:#'\" \n$é", max_size=8)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text("ab1e-.+_:#'\" \n\r\t\x00\x85\u2028\u2029\ufeff$é", max_size=8)
 )
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", min_size=1), inner), max_leaves=8

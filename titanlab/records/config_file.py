@@ -22,6 +22,8 @@ from titanlab.system.regular_file import read_text
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Before each line that begins at its first column.
 _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
+# Line breaks of Unicode that are none in YAML 1.2.
+_BREAKS = re.compile("[\x85\u2028\u2029]")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*:( |$)")
 MOST_VALUES = 100_000
 MOST_DEPTH = 200
@@ -37,6 +39,9 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     # PyYAML reads 1e-5 as text, OmegaConf (like YAML 1.2) as a number; both read '1e-5' as text.
     style = "'" if _looks_like_number(value) else None
+    if _BREAKS.search(value):
+        # PyYAML writes these breaks as they are between quotes of other styles, and reads them as spaces.
+        style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
