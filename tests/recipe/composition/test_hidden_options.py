@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import titanlab
+from titanlab.cli.hydra_flags.answers import answer
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.loader import Loader
@@ -49,6 +50,27 @@ def test_an_option_is_refused_that_a_recipe_chooses_and_another_folder_hides(tmp
     with_option(tmp_path, "model/llama_2m.yaml", DEBUG)
     with pytest.raises(ConfigError, match="^model=llama_2m: "):
         loader("--config-dir", folder, "+recipe=mine").recipe()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "chosen", "hidden"),
+    [
+        ("model/mine.yaml", "defaults: [llama_2m, _self_]\n", "model=mine", "model/llama_2m"),
+        ("tracker/unused.yaml", "", "tracker=[tensorboard,jsonl]", "tracker/jsonl"),
+    ],
+)
+def test_so_is_one_that_a_chosen_option_begins_with_or_is_made_of(tmp_path, file, text, chosen, hidden):
+    folder = with_option(tmp_path, file, text)
+    with_option(tmp_path, f"{hidden}.yaml", "kind: other\n")
+    with pytest.raises(ConfigError, match=f"^{hidden.replace('/', '=')}: .*{hidden}.yaml is never read"):
+        loader("--config-dir", folder, chosen).recipe()
+
+
+@pytest.mark.parametrize("asked", [["--cfg", "job"], ["--info", "config"], ["--cfg", "all", "-p", "model"]])
+def test_what_only_shows_a_config_refuses_it_too(tmp_path, asked):
+    folder = with_option(tmp_path, "model/debug.yaml", DEBUG)
+    with pytest.raises(ConfigError, match="^model=debug: .* is never read"):
+        answer(read_flags(["--config-dir", folder, *asked]))
 
 
 def test_hidden_options_that_nothing_chooses_or_that_say_the_same_are_allowed(tmp_path):

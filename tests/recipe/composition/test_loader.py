@@ -68,7 +68,7 @@ def test_a_folder_of_one_command_line_is_not_searched_for_the_next(tmp_path):
 
 def test_internals_of_hydra_are_used_in_three_files_whose_names_say_so():
     users = {path.name for path in PACKAGE.rglob("*.py") if "hydra._internal" in path.read_text()}
-    assert users == {"hydra_internal.py", "hydra_sources.py", "hydra_kept.py"}
+    assert users == {"hydra_internal.py", "hydra_sources.py", "hydra_loader.py"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 import yaml
@@ -14,24 +14,29 @@ from omegaconf.errors import OmegaConfBaseException
 from titanlab.errors import ConfigError
 
 
-def check_hidden(sources: Sequence[ConfigSource], group: str, option: str) -> None:
-    """Check that a chosen option is the same in all folders that have it.
+def check_hidden(sources: Sequence[ConfigSource], paths: Iterable[str]) -> None:
+    """Check that each option of a composition is the same in all folders that have it.
 
     The person who wrote the later one would otherwise train with another model or layout than they believe.
 
     Args:
         sources: in the order in which Hydra searches them.
+        paths: of configs; those without a group, and those of Hydra itself, are not checked.
 
     Raises:
         ConfigError: a later folder has a different option of this name.
     """
-    path = f"{group}/{option}"
-    having = [source for source in sources if source.is_config(path)]
-    for read, source in itertools.product(having[:1], having[1:]):
-        if _content(source, path) != _content(read, path):
-            file = f"{_place(source)}/{path}.yaml"
-            rule = f"{file} is never read: {_place(read)} has an option of that name"
-            raise ConfigError(group, option, rule, f"rename the file, and choose {group}={_new_name(option)}")
+    folders = [source for source in sources if source.scheme() in ("file", "pkg") and source.provider != "hydra"]
+    for path in dict.fromkeys(paths):
+        group, _, option = path.partition("/")
+        if not option or group == "hydra" or len(folders) < 2:
+            continue
+        having = [source for source in folders if source.is_config(path)]
+        for read, source in itertools.product(having[:1], having[1:]):
+            if _content(source, path) != _content(read, path):
+                file = f"{_place(source)}/{path}.yaml"
+                rule = f"{file} is never read: {_place(read)} has an option of that name"
+                raise ConfigError(group, option, rule, f"rename the file, and choose {group}={_new_name(option)}")
 
 
 def _content(source: ConfigSource, path: str) -> object:

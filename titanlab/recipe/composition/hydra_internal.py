@@ -1,8 +1,8 @@
-"""Uses of Hydra's private API, and their reasons; `hydra_sources.py` and `hydra_kept.py` have the others.
+"""Uses of Hydra's private API, and their reasons; `hydra_sources.py` and `hydra_loader.py` have the others.
 
 - The parser of Hydra's flags: only `hydra.main` uses it, but a mistake in a flag has to become a ConfigError.
 - The sources from which Hydra reads configs (`hydra_sources.py`), and what it does again for every composition
-  (`hydra_kept.py`).
+  (`hydra_loader.py`).
 - The names of Hydra's own sweeper and launcher: no public name tells them from those of plugins.
 - The conversion of one value of a sweep: Hydra's public iterator returns it as it was parsed, with quotes.
 
@@ -18,10 +18,8 @@ from typing import Any
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override
-from hydra.plugins.config_source import ConfigSource
-from omegaconf import DictConfig, OmegaConf
 
-from titanlab.recipe.composition import hydra_kept
+from titanlab.recipe.composition import hydra_loader
 from titanlab.recipe.composition.hydra_sources import (
     FileConfigSource,
     ImportlibResourcesConfigSource,
@@ -34,7 +32,7 @@ _OWN_PLUGINS = "hydra._internal.core_plugins.basic_"
 
 def replace_sources() -> None:
     """Make Hydra read configs with titanlab's classes, and keep what it has read; a second call changes nothing."""
-    hydra_kept.replace()
+    hydra_loader.replace()
     types = SourcesRegistry.instance().types
     types["file"] = FileConfigSource
     types["pkg"] = ImportlibResourcesConfigSource
@@ -57,17 +55,3 @@ def plain_value(value: Any) -> Any:
 def is_hydras_own(target: str) -> bool:
     """Whether the `_target_` of a sweeper or a launcher is a class of Hydra itself, and not of a plugin."""
     return target.startswith(_OWN_PLUGINS)
-
-
-def folders_of(whole: DictConfig) -> list[ConfigSource]:
-    """The folders and packages from which a composition took its options, in the order in which they were searched.
-
-    Hydra's loader does not show those of `hydra.searchpath`, and its own folder and the schemas are left out.
-    """
-    kinds = SourcesRegistry.instance().types
-    entries: Any = OmegaConf.to_container(whole.hydra.runtime.config_sources)
-    return [
-        kinds[entry["schema"]](entry["provider"], f"{entry['schema']}://{entry['path']}")
-        for entry in entries
-        if entry["schema"] in ("file", "pkg") and entry["provider"] != "hydra"
-    ]

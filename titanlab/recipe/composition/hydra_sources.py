@@ -2,7 +2,7 @@
 
 Hydra has no public way to check a file before it is used, to read a file once for many compositions, or to replace a
 source. The classes here have the names of Hydra's own classes, so that Hydra does not register its own again and finds
-the source of schemas by its name. `hydra_kept.py` keeps what they have read.
+the source of schemas by its name. `hydra_loader.py` keeps what they have read.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -28,8 +28,6 @@ from titanlab.errors import ConfigError
 from titanlab.recipe.composition.combinations import choice_of, with_combinations
 from titanlab.recipe.composition.errors import composition_errors
 from titanlab.recipe.composition.flags import Flags
-from titanlab.recipe.composition.hidden_options import check_hidden
-from titanlab.recipe.composition.hydra_internal import folders_of
 from titanlab.recipe.composition.hydra_settings import check_files
 from titanlab.recipe.composition.recipes import PackagesOnSearchPath, conf_folder, register, to_recipe
 from titanlab.recipe.recipe import Recipe
@@ -72,8 +70,6 @@ class Loader:
         self._hydra = _hydra_loader(flags)
         self._known_choices: Mapping[str, Any] = {}
         self._shared: Composed | None = None
-        # Options of which it is known that no other folder has a different one of the same name.
-        self._visible: set[tuple[str, str]] = set()
         self._is_group = functools.cache(self._find_group)
         self._fills_own_group = functools.cache(self._has_own_keys_only)
 
@@ -209,23 +205,11 @@ class Loader:
         choices = OmegaConf.to_container(whole.hydra.runtime.choices)
         assert isinstance(choices, dict)
         by_group = {str(group): option for group, option in choices.items()}
-        self._check_hidden(whole, by_group)
         config = whole.copy()
         with read_write(config), open_dict(config):
             del config["hydra"]
         asks_hydra = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
         return Composed(config=config, whole=whole, choices=by_group, asks_hydra=asks_hydra)
-
-    def _check_hidden(self, whole: DictConfig, choices: Mapping[str, Any]) -> None:
-        """Check the options of a composition that no earlier one has chosen."""
-        folders: list[ConfigSource] = []
-        for key, option in choices.items():
-            chosen = (key.partition("@")[0], option)
-            if not isinstance(option, str) or chosen in self._visible or key.startswith("hydra/"):
-                continue
-            folders = folders or folders_of(whole)
-            check_hidden(folders, *chosen)
-            self._visible.add(chosen)
 
 
 def _hydra_loader(flags: Flags) -> ConfigLoader:

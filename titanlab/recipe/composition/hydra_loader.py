@@ -1,15 +1,14 @@
-"""What Hydra does again for every composition is done once in a process, as long as configs have the same content.
+"""What titanlab replaces in Hydra's loader, which has no public way to any of it.
 
-Hydra reads and copies some forty configs for each composition, and merges them one into the other. Here a process keeps
+What Hydra does again for every composition is done once in a process, as long as configs have the same content. Hydra
+reads and copies some forty configs for each composition, and merges them one into the other. Here a process keeps
 
 - each config that it has read, until its content changes. Hydra gets copies where it changes them;
 - the merged configs of a defaults list that is composed for the second time. Values that a command line or a point of a
   sweep sets are merged afterwards, so that compositions with other values share it.
 
-And what `${group}` in a defaults list can refer to, which Hydra collects for every file, is collected where a defaults
-list refers to a group.
-
-Hydra has no public way to any of it.
+What `${group}` in a defaults list can refer to, which Hydra collects for every file, is collected where a defaults list
+refers to a group. And an option that another of the same name hides is refused, for every verb and flag.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig
 
+from titanlab.recipe.composition.hidden_options import check_hidden
 from titanlab.recipe.composition.hydra_sources import KnowsContent
 
 _Loader = config_loader_impl.ConfigLoaderImpl
@@ -36,7 +36,7 @@ _MOST_COMPOSITIONS = 64
 
 
 def replace() -> None:
-    """Make Hydra keep what it has read and merged; a second call changes nothing."""
+    """Make Hydra's loader use what is defined here; a second call changes nothing."""
     config_loader_impl.CachingConfigRepository = Repository  # type: ignore[attr-defined]
     _Loader._load_single_config = _load_single  # type: ignore[method-assign]
     _Loader._compose_config_from_defaults_list = _composed  # type: ignore[method-assign]
@@ -97,7 +97,12 @@ _compositions: dict[Hashable, DictConfig | None] = {}
 
 
 def _composed(self: Any, defaults: list[ResultDefault], repo: Any) -> DictConfig:
-    """What Hydra's method returns: the configs of a defaults list, merged."""
+    """What Hydra's method returns: the configs of a defaults list, merged.
+
+    Raises:
+        ConfigError: the list has an option that differs from one of the same name in a later folder.
+    """
+    check_hidden(repo.get_sources(), [str(default.config_path) for default in defaults])
     contents = [repo.content(str(default.config_path)) for default in defaults]
     if None in contents:
         return _hydras_compose(self, defaults, repo)

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal import config_loader_impl
 from omegaconf import Container, OmegaConf
 
-from titanlab.recipe.composition import hydra_kept, hydra_sources
+from titanlab.recipe.composition import hydra_loader, hydra_sources
 from titanlab.recipe.composition.flags import read_flags
 from titanlab.recipe.composition.hydra_internal import replace_sources
 from titanlab.recipe.composition.loader import Loader
@@ -19,18 +19,18 @@ from titanlab.recipe.composition.recipes import register
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
     """The merged configs of this test alone, by defaults list and contents."""
-    monkeypatch.setattr(hydra_kept, "_compositions", {})
-    monkeypatch.setattr(hydra_kept.Repository, "_read", {})
-    return hydra_kept._compositions
+    monkeypatch.setattr(hydra_loader, "_compositions", {})
+    monkeypatch.setattr(hydra_loader.Repository, "_read", {})
+    return hydra_loader._compositions
 
 
 @pytest.fixture
 def merges(monkeypatch):
     """How many defaults lists Hydra has merged."""
     merged = []
-    hydras = hydra_kept._hydras_compose
+    hydras = hydra_loader._hydras_compose
     monkeypatch.setattr(
-        hydra_kept, "_hydras_compose", lambda *given, **named: merged.append(named) or hydras(*given, **named)
+        hydra_loader, "_hydras_compose", lambda *given, **named: merged.append(named) or hydras(*given, **named)
     )
     return merged
 
@@ -55,12 +55,12 @@ def nodes(config, path=""):
 def of_hydra(monkeypatch, *arguments):
     """A composition in which nothing is kept: Hydra's own functions."""
     with monkeypatch.context() as patch:
-        patch.setattr(hydra_kept, "replace", lambda: None)
-        patch.setattr(config_loader_impl, "CachingConfigRepository", hydra_kept.CachingConfigRepository)
+        patch.setattr(hydra_loader, "replace", lambda: None)
+        patch.setattr(config_loader_impl, "CachingConfigRepository", hydra_loader.CachingConfigRepository)
         loader = config_loader_impl.ConfigLoaderImpl
-        patch.setattr(loader, "_load_single_config", hydra_kept._hydras_load_single)
-        patch.setattr(loader, "_compose_config_from_defaults_list", hydra_kept._hydras_compose)
-        patch.setattr(hydra_kept.defaults_list, "_create_interpolation_map", hydra_kept._hydras_choices)
+        patch.setattr(loader, "_load_single_config", hydra_loader._hydras_load_single)
+        patch.setattr(loader, "_compose_config_from_defaults_list", hydra_loader._hydras_compose)
+        patch.setattr(hydra_loader.defaults_list, "_create_interpolation_map", hydra_loader._hydras_choices)
         return whole(*arguments)
 
 
@@ -93,13 +93,13 @@ def test_values_share_what_is_merged_before_them(merges):
 def test_a_changed_composition_reaches_no_other(kept):
     first = [whole() for _ in range(3)][-1]
     expected = nodes(first)
-    read = {key: copy.deepcopy(result) for key, result in hydra_kept.Repository._read.items()}
+    read = {key: copy.deepcopy(result) for key, result in hydra_loader.Repository._read.items()}
     first.training.steps = 12345
     first.hydra.job.name = "changed"
     del first.model
     OmegaConf.set_readonly(first, True)
     assert nodes(whole()) == expected
-    assert [nodes(result.config) for result in hydra_kept.Repository._read.values()] == [
+    assert [nodes(result.config) for result in hydra_loader.Repository._read.values()] == [
         nodes(result.config) for result in read.values()
     ]
 
@@ -155,11 +155,11 @@ def test_a_config_whose_source_cannot_tell_its_content_is_merged_each_time(folde
 
 
 def test_a_source_of_another_package_need_not_tell_its_content():
-    assert hydra_kept._key(SimpleNamespace(provider="a package", path="s3://bucket"), "model/small") is None
+    assert hydra_loader._key(SimpleNamespace(provider="a package", path="s3://bucket"), "model/small") is None
 
 
 def test_only_so_many_compositions_are_kept_those_used_last(folder, kept, monkeypatch):
-    monkeypatch.setattr(hydra_kept, "_MOST_COMPOSITIONS", 3)
+    monkeypatch.setattr(hydra_loader, "_MOST_COMPOSITIONS", 3)
     for number in range(6):
         folder(f"model/m{number}.yaml", f"layers: {number}\n")
         for _ in range(3):
