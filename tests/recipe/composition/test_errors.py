@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.recipe.composition.errors import composition_errors
+from titanlab.recipe.composition.flags import read_flags
+from titanlab.recipe.composition.loader import Loader
 
 
 def translated(error, overrides=(), flags=None):
@@ -145,3 +147,21 @@ def test_of_several_values_the_wrong_one_is_shown(recipe):
 
 def test_the_value_is_shown_as_it_was_typed(recipe):
     assert refused(recipe, "seed", "x", ["++seed='x'"]) == "seed='x': must be a whole number; try 0"
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("training={stepz:1}", "has stepz, which is no key of this recipe; did you mean training.steps?"),
+        (
+            "optimizer.schedule={nope:1}",
+            "has nope, which is no key of this recipe; keys of optimizer.schedule: warmup_steps",
+        ),
+        ("optimizer.schedule={warmup_steps:2,nope:{a:1}}", "has nope, which is no key of this recipe; "),
+    ],
+)
+def test_an_unknown_key_of_a_mapping_is_shown_as_it_was_given(override, rule):
+    flags = read_flags([override])
+    with pytest.raises(ConfigError) as raised:
+        Loader(flags, flags.overrides).recipe()
+    assert str(raised.value).startswith(f"{override}: {rule}")

@@ -140,7 +140,7 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     if isinstance(cause, ConfigTypeError) and "deletion" in str(cause.msg):
         return ConfigError(key, "", "cannot be taken out", f"give it a value: {key}=…")
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _unknown_of_several(key, value, values) or unknown_key(key, value)
+        return _unknown_of_several(key, value, values) or _unknown_in_mapping(key, values) or unknown_key(key, value)
     return ConfigError(key, value, first_line(cause), COMPARE)
 
 
@@ -154,6 +154,15 @@ def _unknown_of_several(key: str, value: object, values: Mapping[str, str]) -> C
             rule = f"is a key of one of the chosen options, {name}"
             return ConfigError(key, value, rule, f"try {group}.{name}.{rest}={value}")
     return None
+
+
+def _unknown_in_mapping(key: str, values: Mapping[str, str]) -> ConfigError | None:
+    """The error for a key of a mapping that an override gives: `training={stepz:1}`."""
+    given = next((name for name in values if key.startswith(f"{name}.") and values[name].startswith("{")), None)
+    if given is None:
+        return None
+    rule = f"has {key.removeprefix(f'{given}.')}, which is no key of this recipe"
+    return ConfigError(given, values[given], rule, unknown_key(key, None).cure)
 
 
 def _refusal(error: BaseException | None) -> ConfigError | None:

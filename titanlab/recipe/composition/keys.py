@@ -90,7 +90,9 @@ def advice(name: str) -> str:
     near = [known for known in names if known.endswith(f".{name}")]  # Users may remember only the end of a key.
     if len(near) > 1:
         return f"did you mean {' or '.join(near)}?"
-    near += difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+    # Keys of the same group are alike by their group: of these, the ends are compared. The group itself was not meant.
+    others = [known for known in names if not siblings or not f"{known}.".startswith(f"{group}.")]
+    near += difflib.get_close_matches(name, others, n=1, cutoff=0.85)
     near += [f"{group}.{sibling}" for sibling in difflib.get_close_matches(end, siblings, n=1)]
     if not near and not siblings:
         near = [known for known in difflib.get_close_matches(name, names, n=1) if not name.startswith(f"{known}.")]
