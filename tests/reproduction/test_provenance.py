@@ -45,10 +45,11 @@ def test_clean_code_has_a_commit_and_no_patch(run):
     assert code.env["code"]["version"] == "1.0"
 
 
-def test_changed_code_has_its_patch(run):
-    record(run, git={"sha": SHA, "dirty": True, "patch": True, "patch_complete": True}, patch=PATCH)
+@pytest.mark.parametrize("patch", [PATCH, PATCH.replace("\n", "\r\n")])
+def test_changed_code_has_its_patch_byte_for_byte(run, patch):
+    record(run, git={"sha": SHA, "dirty": True, "patch": True, "patch_complete": True}, patch=patch)
     code = recorded_code(run, 1)
-    assert (code.patch, code.problem) == (PATCH, None)
+    assert (code.patch, code.problem) == (patch, None)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,8 @@ def test_plain_files_below_the_root_are_taken(patch):
         ("+++ b/.gitmodules\n", "it names 'b/.gitmodules'"),
         ("Binary files a/../x and b/x differ\n", "it names 'a/../x'"),
         ("new file mode 120000\n", "it makes a link or a submodule"),
+        ("new file mode 120000\r\n", "it makes a link or a submodule"),
+        ("+++ b/.git\r\n", "it names 'b/.git'"),
         ("new mode 160000\n", "it makes a link or a submodule"),
         ("index 1234567..89abcde 120000\n", "it makes a link or a submodule"),
     ],

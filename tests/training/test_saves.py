@@ -16,6 +16,7 @@ import torch
 from tests import tiny
 from tests.planted_schema import Planted
 from tests.pool import RankFailure
+from tests.until import until
 from titanlab.checkpoint import store
 from titanlab.checkpoint.folders import checkpoints, step_of
 from titanlab.checkpoint.listing import list_checkpoints
@@ -116,6 +117,8 @@ class Blocker(Observer):
 
     def after_step(self, step, totals):
         if step == 3:
+            # The thread of an asynchronous save may still be writing into it.
+            until(lambda: (self.run.checkpoints / "step-00000002").is_dir())
             shutil.rmtree(self.run.checkpoints)
             self.run.checkpoints.write_text("")
 

@@ -12,7 +12,7 @@ from titanlab.errors import ConfigError
 from titanlab.records.git_state import PATCH_LIMIT, RECORD
 from titanlab.records.json_file import read_optional
 from titanlab.records.run_folder import RunFolder
-from titanlab.system.regular_file import read_text
+from titanlab.system.regular_file import read_bytes
 
 _SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -21,7 +21,7 @@ _HIDDEN = "[hidden]"
 _NAMES = re.compile(
     r"^(?:--- |\+\+\+ |rename from |rename to |copy from |copy to |diff --git |Binary files )(.*)$", re.MULTILINE
 )
-_LINK = re.compile(r"^(?:new file mode|new mode|index \S+) 1(?:2|6)0000$", re.MULTILINE)
+_LINK = re.compile(r"^(?:new file mode|new mode|index \S+) 1(?:2|6)0000\r?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,8 @@ def _patch(run: RunFolder, attempt: int, git: Mapping[str, Any]) -> tuple[str, s
     if not git.get("patch"):
         return "", "the code was changed, and the difference was not kept"
     try:
-        text = read_text(run.attempt_folder(attempt) / "code.patch", most_bytes=4 * PATCH_LIMIT)
+        # Line ends as they are: git compares them with those of the commit.
+        text = read_bytes(run.attempt_folder(attempt) / "code.patch", most_bytes=4 * PATCH_LIMIT).decode()
     except (OSError, UnicodeDecodeError) as error:
         return "", f"the code was changed, and code.patch cannot be read ({error})"
     if (wrong := wrong_path(text)) is not None:
