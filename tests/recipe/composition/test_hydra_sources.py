@@ -1,6 +1,7 @@
 """Files are read once, and schemas converted once."""
 
 import copy
+import os
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -21,6 +22,13 @@ def test_a_file_is_read_again_when_it_has_changed(tmp_path):
     assert FileConfigSource("mine", f"file://{tmp_path}").load_config("fast").config == {"steps": 3}
     file.write_text("steps: 50\n")
     assert FileConfigSource("mine", f"file://{tmp_path}").load_config("fast").config == {"steps": 50}
+    # As `cp -p` and archives leave it: the same size and time.
+    before = file.stat()
+    other = tmp_path / "other.yaml"
+    other.write_text("steps: 60\n")
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.rename(file)
+    assert FileConfigSource("mine", f"file://{tmp_path}").load_config("fast").config == {"steps": 60}
 
 
 def test_a_file_that_is_gone_is_an_error(tmp_path):

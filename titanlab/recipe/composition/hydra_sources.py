@@ -59,7 +59,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
     _results: ClassVar[dict[tuple[str, Hashable], ConfigResult]] = {}
 
     def content(self, config_path: str) -> Hashable | None:
-        """The file with its time and size."""
+        """The file with its state."""
         return _state(self._file(config_path))
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -108,7 +108,7 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
         super().__init__(provider, path)
 
     def content(self, config_path: str) -> Hashable | None:
-        """The file with its time and size; None for a package in an archive."""
+        """The file with its state; None for a package in an archive."""
         file = importlib.resources.files(self.path).joinpath(self._normalize_file_name(config_path))
         return _state(str(file)) if isinstance(file, Path) else None
 
@@ -188,13 +188,13 @@ def check_options(content: Any, file: str) -> None:
                 raise ConfigError(group, shown, rule, f'write {group}: "{words[0]}", with the quotes')
 
 
-def _state(file: str) -> tuple[str, int, int] | None:
-    """A file with its time and size; None if there is none."""
+def _state(file: str) -> Hashable | None:
+    """What changes with the content of a file, also if a person sets its time back; None if there is no file."""
     try:
         status = os.stat(file)
     except OSError:
         return None
-    return file, status.st_mtime_ns, status.st_size
+    return file, status.st_dev, status.st_ino, status.st_ctime_ns, status.st_mtime_ns, status.st_size
 
 
 def _combination_at(path: str) -> Option | None:
