@@ -12,7 +12,7 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.system.disk import disk_fault
 from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import error_line
-from titanlab.terminal.stream import open_closed_streams
+from titanlab.terminal.stream import discard, has_no_reader, open_closed_streams, replace_unwritable
 
 # verb → (module, help text). A module is imported when its verb is called: some need torch, most do not.
 VERBS = {
@@ -85,11 +85,45 @@ VERBS = {
     ),
 }
 
+_TRAINING = (["train"], ["sweep"], ["resume"], ["retry"])
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the process's exit code: 0 for success, 2 for bad input, else the outcome's code."""
     open_closed_streams()
+    replace_unwritable(sys.stdout)
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _call(words)
+        sys.stdout.flush()
+    except TitanlabError as error:
+        error_line(str(error))
+        code = error.exit_code
+    except BrokenPipeError:
+        if not has_no_reader(sys.stdout):
+            raise
+        code = 0
+    except OSError as error:
+        fault = disk_fault(error, ends_run=words[:1] in _TRAINING)
+        if fault is None:
+            raise
+        error_line(fault)
+        code = OutcomeKind.CRASH.exit_code
+    except KeyboardInterrupt:
+        # No rank has started yet; after the start, the ranks handle Ctrl-C.
+        error_line("interrupted; nothing was started")
+        code = OutcomeKind.CANCELLED.exit_code
+    except SystemExit as end:
+        # argparse raises it after `--help`.
+        code = int(end.code or 0)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard(sys.stdout)
+    return code
+
+
+def _call(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -97,32 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"titanlab {__version__}")
         return 0
     verb, rest = words[0], words[1:]
-    try:
-        if verb not in VERBS:
-            # Imported here: it takes time, and verbs are seldom misspelled.
-            import difflib
+    if verb not in VERBS:
+        # Imported here: it takes time, and verbs are seldom misspelled.
+        import difflib
 
-            near = difflib.get_close_matches(verb, VERBS, n=1)
-            cure = "".join(f"try {known}; " for known in near) + f"known: {', '.join(VERBS)}"
-            raise ConfigError("verb", verb, "there is no such verb", cure)
-        code = main_of(verb)(rest)
-    except TitanlabError as error:
-        error_line(str(error))
-        return error.exit_code
-    except OSError as error:
-        fault = disk_fault(error)
-        if fault is None:
-            raise
-        error_line(fault)
-        return OutcomeKind.CRASH.exit_code
-    except KeyboardInterrupt:
-        # No rank has started yet; after the start, the ranks handle Ctrl-C.
-        error_line("interrupted; nothing was started")
-        return OutcomeKind.CANCELLED.exit_code
-    except SystemExit as end:
-        # argparse raises it after `--help`.
-        return int(end.code or 0)
-    return code
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        cure = "".join(f"try {known}; " for known in near) + f"known: {', '.join(VERBS)}"
+        raise ConfigError("verb", verb, "there is no such verb", cure)
+    return main_of(verb)(rest)
 
 
 def main_of(verb: str) -> Callable[[Sequence[str]], int]:

@@ -20,7 +20,7 @@ from typing import Literal, TextIO
 
 from titanlab.terminal.phase import Phase
 from titanlab.terminal.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
-from titanlab.terminal.stream import can_show, columns_of, is_capable, shown_width, simplified
+from titanlab.terminal.stream import can_show, columns_of, discard, is_capable, shown_width, simplified
 
 Rows = Sequence[tuple[str, object]]
 Tone = Literal["good", "halted", "bad"]
@@ -272,10 +272,7 @@ class Console:
             stream.write(text if can_show(stream, text) else simplified(text, stream))
             stream.flush()
         except BrokenPipeError:
-            # The reader of the pipe has ended (`| head`). The interpreter flushes the buffer again when it exits; that
-            # would fail and change the exit code.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            discard(stream)  # The reader of the pipe has ended (`| head`).
         except (OSError, ValueError):
             pass  # A full disk, a closed terminal or file: lost output must not end the run.
 

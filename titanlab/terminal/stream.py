@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import select
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -26,6 +29,33 @@ def open_closed_streams() -> None:
             os.set_inheritable(number, True)
             # For this process, Python has set the stream to None.
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def replace_unwritable(stream: TextIO) -> None:
+    """Write `?` for characters that the stream's encoding does not have, such as a file's name that is not UTF-8."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
+
+
+def has_no_reader(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader has ended (`| head`)."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):
+        return False
+
+
+def discard(stream: TextIO) -> None:
+    """Send what a stream has not yet written, and all that follows, to the null device.
+
+    The interpreter flushes standard output again when it exits; that would fail and change the exit code.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def is_capable(stream: Any, environ: Mapping[str, str]) -> bool:

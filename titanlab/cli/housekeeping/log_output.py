@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from types import TracebackType
 from typing import TextIO
@@ -11,6 +9,7 @@ from typing import TextIO
 from titanlab.records.logs.order import Line
 from titanlab.terminal.console import Console
 from titanlab.terminal.foreign_text import harmless
+from titanlab.terminal.stream import discard
 
 _FLUSH_BYTES = 1 << 16
 
@@ -66,9 +65,7 @@ class LogOutput:
             self._stream.flush()
         except BrokenPipeError:
             self._is_open = False
-            # The interpreter flushes the stream again when it exits; that would fail and change the exit code.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            discard(self._stream)
         except OSError:
             self._is_open = False  # A full disk, or a closed terminal.
         return self._is_open

@@ -14,6 +14,7 @@ from titanlab.sweep.table import listing
 from titanlab.sweep.table.listing import Row
 from titanlab.sweep.table.ranking import drift_lines
 from titanlab.terminal.numerals import counted
+from titanlab.terminal.stream import discard
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -152,9 +153,7 @@ class Screen:
             self._stream.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
             self._stream.flush()
         except BrokenPipeError:
-            # The reader of the pipe has ended (`| head`).
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            discard(self._stream)  # The reader of the pipe has ended (`| head`).
 
 
 def settled(rows: Sequence[Row]) -> bool:

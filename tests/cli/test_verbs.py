@@ -1,0 +1,113 @@
+"""The command line around every verb: which verb is called, what its errors come to, and output that nobody takes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from titanlab.cli import main, verbs
+from titanlab.errors import ConfigError, TitanlabError
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., int]], None]:
+    """Puts a function in place of what `titanlab status` calls."""
+
+    def put(function: Callable[..., int]) -> None:
+        module = SimpleNamespace(main=function)
+        monkeypatch.setattr(verbs, "importlib", SimpleNamespace(import_module=lambda name: module))
+
+    return put
+
+
+def raising(error: BaseException) -> Callable[..., int]:
+    def function(arguments):
+        raise error
+
+    return function
+
+
+def test_a_verb_gets_its_arguments_and_its_code_is_returned(verb):
+    given = []
+    verb(lambda arguments: given.append(arguments) or 7)
+    assert main(["status", "a b", "--json"]) == 7
+    assert given == [["a b", "--json"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("a", "x\ny", "is wrong", "mend it"), 2, "error: a=x y: is wrong; mend it\n"),
+        (TitanlabError("it\nfailed"), 1, "error: it failed\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/f"), 1, "error: the disk is full (/f): make room\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted; nothing was started\n"),
+        (SystemExit(None), 0, ""),
+        (SystemExit(3), 3, ""),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(verb, capsys, error, code, line):
+    verb(raising(error))
+    assert main(["status"]) == code
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize("name", ["train", "resume"])
+def test_a_verb_that_trains_says_how_to_go_on_after_a_full_disk(verb, capsys, name):
+    verb(raising(OSError(errno.ENOSPC, "No space left on device")))
+    assert main([name]) == 1
+    assert capsys.readouterr().err.endswith(", then go on with titanlab resume or retry\n")
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "no"), BrokenPipeError(32, "Broken pipe"), KeyError("x")])
+def test_an_error_of_titanlab_itself_is_not_hidden(verb, error):
+    """A broken pipe may be one to a process of titanlab's own; only that of its output is of no interest."""
+    verb(raising(error))
+    with pytest.raises(type(error)):
+        main(["status"])
+
+
+def titanlab(arguments: str, shell: str, **environ: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs a command line of the shell in which "$@" is `titanlab ARGUMENTS`."""
+    return subprocess.run(
+        ["bash", "-c", shell, "bash", sys.executable, "-m", "titanlab", *arguments.split()],
+        env={**os.environ, **environ},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("arguments", "unbuffered"), [("--help", "1"), ("parity --help", ""), ("status --help", "")])
+def test_whoever_reads_no_more_gets_no_traceback(tmp_path, arguments, unbuffered):
+    # The fifo's only reader has ended before the command writes.
+    shell = f'mkfifo {tmp_path}/p; (exec <{tmp_path}/p) & exec 3>{tmp_path}/p; wait; "$@" >&3'
+    done = titanlab(arguments, shell, PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_full_disk_below_the_output_is_one_line():
+    for unbuffered in ("", "1"):
+        done = titanlab("--help", '"$@" >/dev/full', PYTHONUNBUFFERED=unbuffered)
+        assert (done.returncode, done.stderr) == (1, b"error: the disk is full: make room\n")
+
+
+def test_characters_that_the_output_does_not_have_are_replaced():
+    done = titanlab("--help", '"$@"', PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"usage: titanlab VERB [ARGUMENT ?]" in done.stdout
+
+
+def test_a_file_s_name_that_is_no_text_is_shown():
+    """A name of bytes that are not UTF-8 comes as lone surrogates, which UTF-8 cannot write."""
+    code = "from titanlab.cli import main, verbs; verbs.main_of = lambda name: lambda given: print(given[0]) or 0; "
+    code += "import sys; sys.exit(main())"
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
+    command = [sys.executable, "-c", code, "status", b"a\xffb"]
+    done = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"a?b\n", b"")
