@@ -73,7 +73,8 @@ def test_a_folder_that_is_there_is_not_touched(corpus: Path, tmp_path: Path, cac
     ("changes", "message"),
     [
         ({"files": "none/*.txt"}, r"^files=.*none/\*\.txt: matches no file"),
-        ({"tokenizer": "none.model"}, r"^--tokenizer=.*none\.model: does not exist"),
+        ({"tokenizer": "none.model"}, r"^--tokenizer=.*none\.model: does not exist; .*, or leave it out to train one$"),
+        ({"files": ""}, r"^files=: names no file; give a file, a folder or a glob: corpus/\*\.jsonl$"),
         ({"vocab_size": 10}, r"^--vocab-size=10: must be at least 320"),
         ({"vocab_size": 9999}, r"^--vocab-size=9999: the corpus is too small for it"),
         ({"validation_fraction": 0.9}, r"^--validation-fraction=0.9: must be between 0 and 0.5"),

@@ -53,7 +53,7 @@ ELSEWHERE = {
         "titanlab resume RUN --step 8",
     ): "tests/checkpoint/test_listing.py has a run with checkpoints",
     ("docs/checkpoints.md", "titanlab export RUN --into FOLDER --format dcp"): "tests/checkpoint/test_older.py does it",
-    ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/weights/test_dcp.py does it",
+    ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/cli/files/test_import_weights.py does it",
     ("docs/proofs.md", "titanlab parity alone two-ranks"): "tests/parity/test_finished_runs.py compares runs",
     ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/reproduction/test_repro.py has a repository",
     ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"): "tests/gpt/test_gpt_package.py installs the model",

@@ -16,6 +16,9 @@ from titanlab.data.shards.index import Index
 from titanlab.data.tokenizers import tokenizer as tokenizers
 from titanlab.errors import ConfigError
 
+# What the cures of data=files name, and what it is on the command line.
+_CURES = {"data.tokenizer": "--tokenizer", "data.files=": "", "null to train one": "leave it out to train one"}
+
 
 def write_token_shards(
     files: str,
@@ -53,7 +56,10 @@ def write_token_shards(
             raise
         name = error.key.removeprefix("data").lstrip(".") or "files"
         key = name if name == "files" else "--" + name.replace("_", "-")
-        raise ConfigError(key, error.value, error.rule, error.cure.replace("data.tokenizer", "--tokenizer")) from error
+        cure = error.cure
+        for text, here in _CURES.items():
+            cure = cure.replace(text, here)
+        raise ConfigError(key, error.value, error.rule, cure) from error
 
 
 def _write(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from titanlab.checkpoint.folders import find, of_step
 from titanlab.checkpoint.remote.run_place import checkpoints_of
@@ -13,6 +12,7 @@ from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.cli.files.import_weights import option_name
 from titanlab.errors import ConfigError
 from titanlab.system.user_path import user_path
+from titanlab.terminal.console import Console
 from titanlab.weights.biases import left_out
 from titanlab.weights.folder_writer import check_apart, check_target, whole_folder
 from titanlab.weights.interchange import is_weights, write_hf, write_ours
@@ -20,6 +20,7 @@ from titanlab.weights.origin import from_folder, from_run
 from titanlab.weights.source import DTYPES
 
 _FORMATS = ("hf", "titanlab", "dcp")
+_SHARD_SIZE = "5GB"
 # Before the names of parameters.
 _PREFIXES = {"titanlab": "model.", "torchtitan": ""}
 
@@ -28,14 +29,14 @@ def main(arguments: Sequence[str]) -> int:
     """Write the weights, and print how to open them."""
     parser = Arguments("export", "Write a run's weights, or an imported folder's, for transformers or for init_from.")
     parser.add_argument("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
-    parser.add_argument("--into", type=Path, required=True, help="the folder to make")
+    parser.add_argument("--into", type=user_path, required=True, help="the folder to make")
     parser.add_argument("--format", default="hf", help="hf, titanlab or dcp (default hf)")
     parser.add_argument(
         "--names", default="titanlab", help="of parameters in dcp: titanlab or torchtitan (model. or none)"
     )
     parser.add_argument("--dtype", help=f"{', '.join(DTYPES.values())} (default: as saved)")
     parser.add_argument("--step", type=int, help="of the checkpoint (default: the latest)")
-    parser.add_argument("--shard-size", default="5GB", help="most bytes of a file (default 5GB)")
+    parser.add_argument("--shard-size", help="most bytes of a file (default 5GB)")
     parser.add_argument("--name", help="of the model's option, for --format titanlab (default: from --into)")
     parser.add_argument("--force", action="store_true", help="replace weights that are there")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
@@ -44,11 +45,28 @@ def main(arguments: Sequence[str]) -> int:
         value = getattr(args, key)
         if value is not None and value not in known:
             raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
-    if args.format == "dcp":
-        return _export_dcp(args)
-    if args.names != "titanlab":
-        raise ConfigError("--names", args.names, f"is of --format dcp, and the format is {args.format}", "leave it out")
-    shard_bytes = bytes_of(args.shard_size, "--shard-size")
+    _check_format(args)
+    with Console() as console:
+        return _export_dcp(args, console) if args.format == "dcp" else _export(args, console)
+
+
+def _check_format(args: argparse.Namespace) -> None:
+    """Refuse flags that the format does not know."""
+    kinds = {
+        "--names": (args.names if args.names != "titanlab" else None, ("dcp",)),
+        "--shard-size": (args.shard_size, ("hf", "titanlab")),
+        "--force": (args.force or None, ("hf", "titanlab")),
+        "--name": (args.name, ("titanlab",)),
+    }
+    for key, (value, formats) in kinds.items():
+        if value is not None and args.format not in formats:
+            rule = f"is of --format {' or '.join(formats)}, and the format is {args.format}"
+            raise ConfigError(key, value, rule, "leave it out")
+
+
+def _export(args: argparse.Namespace, console: Console) -> int:
+    """Write the model's weights."""
+    shard_bytes = bytes_of(args.shard_size or _SHARD_SIZE, "--shard-size")
     name = option_name(args.name, str(args.into))
     check_target(args.into, is_weights, force=args.force)
     folder = user_path(args.run)
@@ -60,14 +78,15 @@ def main(arguments: Sequence[str]) -> int:
     else:
         origin = from_run(args.run, args.runs, step=args.step)
     if args.format == "titanlab":
-        print(write_ours(origin, args.into, name=name, dtype=args.dtype, shard_bytes=shard_bytes, report=print))
+        line = write_ours(origin, args.into, name=name, dtype=args.dtype, shard_bytes=shard_bytes, report=console.note)
+        console.note(line)
     else:
-        write_hf(origin, args.into, dtype=args.dtype, shard_bytes=shard_bytes, report=print)
-        print(f"AutoModelForCausalLM.from_pretrained({str(args.into)!r})")
+        write_hf(origin, args.into, dtype=args.dtype, shard_bytes=shard_bytes, report=console.note)
+        console.note(f"AutoModelForCausalLM.from_pretrained({str(args.into)!r})")
     return 0
 
 
-def _export_dcp(args: argparse.Namespace) -> int:
+def _export_dcp(args: argparse.Namespace, console: Console) -> int:
     """Write a run's whole checkpoint, optimizer included, for tools that read torch.distributed.checkpoint."""
     if args.dtype is not None:
         raise ConfigError("--dtype", args.dtype, "a checkpoint keeps its dtypes with --format dcp", "leave it out")
@@ -86,6 +105,6 @@ def _export_dcp(args: argparse.Namespace) -> int:
     # With titanlab's names the folder has a position.json, which has them.
     line = left_out(from_run(str(checkpoint), args.runs, step=None).source.biases) if prefix == "" else ""
     if line:
-        print(line)
-    print(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(args.into)!r})")
+        console.note(line)
+    console.note(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(args.into)!r})")
     return 0

@@ -18,6 +18,7 @@ from titanlab.errors import ConfigError
 from titanlab.model.contract import ModelConfig
 from titanlab.recipe.composition.recipes import conf_folder
 from titanlab.system.user_path import user_path
+from titanlab.terminal.console import Console
 from titanlab.weights.folder_writer import check_apart, check_target
 from titanlab.weights.huggingface.download import fetch_model
 from titanlab.weights.interchange import is_weights, write_ours
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         "overrides", nargs="*", metavar="model.KEY=VALUE", help="sizes of the model of a folder with .metadata"
     )
     parser.add_argument("--model", help="of a folder with .metadata, which has no config: the model's option")
-    parser.add_argument("--into", type=Path, help="the folder to make (default weights/NAME)")
+    parser.add_argument("--into", type=user_path, help="the folder to make (default weights/NAME)")
     parser.add_argument("--name", help="of the model's option, model=NAME (default: from the source's name)")
     parser.add_argument("--revision", help="branch, tag or commit of a model of the hub")
     parser.add_argument(
@@ -48,13 +49,15 @@ def main(arguments: Sequence[str]) -> int:
     name = option_name(args.name, args.source)
     into = args.into or Path("weights", name)
     check_target(into, is_weights, force=args.force)
-    origin = _origin(args, into)
-    print(write_ours(origin, into, name=name, dtype=None, shard_bytes=shard_bytes, report=print))
+    with Console() as console:
+        origin = _origin(args, into, console)
+        line = write_ours(origin, into, name=name, dtype=None, shard_bytes=shard_bytes, report=console.note)
+        console.note(line)
     return 0
 
 
-def _origin(args: argparse.Namespace, into: Path) -> Origin:
-    folder = _folder(args.source, args.revision, args.token)
+def _origin(args: argparse.Namespace, into: Path, console: Console) -> Origin:
+    folder = _folder(args.source, args.revision, args.token, console)
     check_apart(folder, into)
     if has_pickle(folder):
         return from_dcp(folder, _model(args.model, args.overrides, folder), _KEY)
@@ -76,7 +79,7 @@ def _model(option: str | None, overrides: Sequence[str], folder: Path) -> ModelC
     return recipe.model
 
 
-def _folder(source: str, revision: str | None, token: str | None) -> Path:
+def _folder(source: str, revision: str | None, token: str | None, console: Console) -> Path:
     path = user_path(source)
     if path.exists():
         if revision is not None:
@@ -86,7 +89,7 @@ def _folder(source: str, revision: str | None, token: str | None) -> Path:
     if not (owner and slash and name) or "/" in name or owner.startswith((".", "~")):
         cure = "give a folder of Hugging Face's, or a model of its hub as owner/name"
         raise ConfigError(_KEY, source, "there is no such folder", cure)
-    return fetch_model(source, revision=revision, token=token, key=_KEY, report=print)
+    return fetch_model(source, revision=revision, token=token, key=_KEY, report=console.note)
 
 
 def option_name(name: str | None, source: str) -> str:
@@ -95,8 +98,21 @@ def option_name(name: str | None, source: str) -> str:
     if name is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
             raise ConfigError("--name", name, "becomes model=NAME: letters, digits and _", "try my_model")
+        if not _is_text(name):
+            raise ConfigError("--name", name, "is no text for Hydra, which reads model=NAME", f"try {name}_imported")
         if name in own:
             raise ConfigError("--name", name, "is an option of titanlab's own", f"try {name}_imported")
         return name
     derived = re.sub(r"[^a-z0-9]+", "_", user_path(source).absolute().name.lower()).strip("_") or "model"
-    return f"{derived}_imported" if derived in own else derived
+    return f"{derived}_imported" if derived in own or not _is_text(derived) else derived
+
+
+def _is_text(name: str) -> bool:
+    """Whether Hydra reads the name as it is; it does not for null, true, nan, 1e5 and 1_000."""
+    # Imported here: it takes 0.1 s, and a mistake in the arguments is reported without it.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    override = OverridesParser.create().parse_override(f"model={name}")
+    value = override.value()
+    is_constant = value is None or isinstance(value, bool | float)
+    return not is_constant and override.get_value_element_as_str() == name

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.data.tokenise import write_token_shards
 from titanlab.recipe.literal import path_override
+from titanlab.system.user_path import user_path
+from titanlab.terminal.console import Console
 
 
 def main(arguments: Sequence[str]) -> int:
     """Tokenise, and print how to train on the result."""
     parser = Arguments("tokenize", "Make memory-mapped token shards of text, JSONL or parquet files.")
     parser.add_argument("files", help="a glob, quoted: 'corpus/**/*.jsonl'")
-    parser.add_argument("folder", type=Path, help="where the shards go")
+    parser.add_argument("folder", type=user_path, help="where the shards go")
     parser.add_argument("--tokenizer", help="a SentencePiece .model or a tokenizer.json (default: one is trained)")
     parser.add_argument("--vocab-size", type=int, default=32768, help="of a tokenizer that is trained (default 32768)")
     parser.add_argument("--text-field", default="text", help="of JSONL and parquet (default text)")
@@ -23,6 +25,11 @@ def main(arguments: Sequence[str]) -> int:
         "--validation-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)"
     )
     args = parser.parse_args(arguments)
+    with Console() as console:
+        return _tokenise(args, console)
+
+
+def _tokenise(args: argparse.Namespace, console: Console) -> int:
     index = write_token_shards(
         args.files,
         args.folder,
@@ -30,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         vocab_size=args.vocab_size,
         text_field=args.text_field,
         validation_fraction=args.validation_fraction,
-        report=print,
+        report=console.note,
     )
     # The model's default vocabulary may be smaller than the tokenizer's.
     command = [
@@ -40,5 +47,5 @@ def main(arguments: Sequence[str]) -> int:
         path_override("data.folder", args.folder),
         f"model.vocab_size={index.vocab_size}",
     ]
-    print(shlex.join(command))
+    console.note(shlex.join(command))
     return 0

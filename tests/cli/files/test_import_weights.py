@@ -1,14 +1,18 @@
-"""`titanlab import` of a folder of torch.distributed.checkpoint, as torchtitan and other tools save one."""
+"""`titanlab import`: a folder of torch.distributed.checkpoint, as torchtitan and other tools save one; names, folders."""
 
 import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tests.weights.huggingface import made as folders
 from titanlab.__main__ import main
+from titanlab.cli.files.import_weights import option_name
 from titanlab.model.llama_schema import Llama
 from titanlab.weights.folder import open_weights
+from titanlab.weights.interchange import is_weights
 
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
 MODEL = ["--model", "debug", *(f"model.{key}={value}" for key, value in SIZES.items())]
@@ -113,3 +117,45 @@ def test_missing_data_has_a_hint_that_fits_a_folder_of_another_tool(tmp_path, ca
     assert err.startswith(f"error: source={theirs}: cannot be read (")
     assert err.endswith("; give another checkpoint, or a whole copy of this one\n")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("name", ["null", "NULL", "true", "True", "nan", "inf", "1e5", "1_000"])
+def test_a_name_that_hydra_reads_as_something_else_is_refused(tmp_path, capsys, name):
+    """model=null would choose no model, and model=1_000 the option 1000."""
+    assert main(["import", str(tmp_path), "--into", str(tmp_path / "ours"), "--name", name]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: --name={name}: is no text for Hydra, which reads model=NAME; try "
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("/x/My Model (v2)", "my_model_v2"),
+        ("/x/null", "null_imported"),
+        ("/x/1e5", "1e5_imported"),
+        ("/x/7b", "7b"),
+        ("/x/007", "007"),
+        ("/x/???", "model"),
+        ("org/llama3_8b", "llama3_8b_imported"),
+    ],
+)
+def test_the_name_is_that_of_the_source_unless_it_cannot_be_chosen(source, name):
+    found = option_name(None, source)
+    assert found == name
+    override = OverridesParser.create().parse_override(f"model={found}")
+    assert (override.get_value_element_as_str(), override.value() is None) == (found, False)
+
+
+def test_a_home_folder_is_that_of_the_user(tmp_path, monkeypatch, capsys):
+    """Bash leaves the ~ of --into=~/x as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    theirs = folders.folder(tmp_path / "hub")
+    assert main(["import", str(theirs), "--into=~/ours"]) == 0
+    assert is_weights(tmp_path / "home" / "ours")
+    assert f"init_from={tmp_path}/home/ours" in capsys.readouterr().out
+    assert main(["export", "~/ours", "--into=~/theirs"]) == 0
+    assert (tmp_path / "home" / "theirs" / "config.json").is_file()
+    assert f"from_pretrained('{tmp_path}/home/theirs')" in capsys.readouterr().out
+    assert not (tmp_path / "~").exists()
