@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sweep.made import Made
+from tests.sweep.made import Made, begin, end
 from titanlab.cli import main
+from titanlab.costs import meter
 from titanlab.parity.forked import Ended, RunFailed
 from titanlab.parity.parity import Trace
 from titanlab.records.outcome import Outcome, OutcomeKind
@@ -69,7 +70,11 @@ def says(here, capsys):
     [
         ("", "arguments=: say nothing of what to"),
         ("--steps 0 +recipe=quickstart", "--steps=0: must lie in 1 to 100; try 3"),
-        ("--steps x +recipe=quickstart", "arguments="),
+        ("--steps x +recipe=quickstart", "--steps=x: must be a whole number; see `titanlab "),
+        (
+            "+recipe=quickstart --only",
+            "arguments=+recipe=quickstart --only: argument --only: expected one argument; see",
+        ),
         ("--processes 999 +recipe=quickstart", "--processes=999: must lie in 1 to 256; try 16"),
         ("nonesuch", "sweep=nonesuch: is no sweep under runs"),
         ("nonesuch seed=2", "recipe=nonesuch: is no recipe and no sweep of conf"),
@@ -238,6 +243,36 @@ def test_folders_are_kept_where_they_are_wanted(says, here, ranks):
     assert (code, err.startswith("error: --keep=full: has files already")) == (2, True)
     code, out, _ = says("rehearse", "+recipe=quickstart", "--keep", "new")
     assert (code, out.splitlines()[-1]) == (0, "kept in new")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["nonesuch", "+recipe=quickstart --only nonesuch", "+recipe=quickstart --steps 0"]
+)
+def test_a_mistake_makes_no_folder(says, here, arguments):
+    code, _, _ = says("rehearse", *arguments.split(), "--keep", "new")
+    assert (code, list(here.iterdir())) == (2, [])
+
+
+def test_a_folder_of_the_home_is_kept_there(says, here, ranks, monkeypatch):
+    monkeypatch.setenv("HOME", str(here / "home"))
+    code, _, _ = says("rehearse", "+recipe=quickstart", "--keep=~/kept")
+    assert (code, (here / "home" / "kept").is_dir(), (here / "~").exists()) == (0, True, False)
+
+
+def test_paths_may_have_spaces_and_equals_signs(says, here, ranks):
+    made = Made(here / "my lr=3 runs")
+    one, two = made.run("one"), made.run("two")
+    for run in (one, two):
+        begin(run)
+        with run.open_metrics(1) as metrics:
+            metrics.write("train", 1, {meter.LOSS: 5.5, meter.TOKENS_SEEN: 384, meter.GRAD_NORM: 1.0})
+        end(run)
+    code, out, err = says("parity", f"my lr=3 runs/layouts/{one.path.name}", str(two.path))
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{two.path.name} against {one.path.name}, at equal tokens")
+    code, out, err = says("rehearse", "my lr=3 runs/layouts")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "ok: 2 recipes in 2 rehearsals"
 
 
 def call_for_real(*arguments):

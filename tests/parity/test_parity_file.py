@@ -2,10 +2,12 @@
 
 import json
 import re
+import threading
 
 import pytest
 
 from titanlab.errors import ConfigError
+from titanlab.parity import parity_file
 from titanlab.parity.parity_file import read_parity, write_parity
 from titanlab.parity.proof import Row
 
@@ -50,6 +52,26 @@ def test_rows_of_runs_that_were_proved_again_replace_the_earlier_ones(tmp_path):
         ("a", "fp32", False),
         ("c", "fp32", True),
     ]
+
+
+def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
+    write_parity(tmp_path, [], reference="x")
+    threads = []
+    write = parity_file.write_json
+
+    def slowly(path, value):
+        if not threads:
+            threads.append(
+                threading.Thread(target=write_parity, args=(tmp_path, [mapping("b")]), kwargs={"reference": "x"})
+            )
+            threads[0].start()
+            threads[0].join(0.1)
+        write(path, value)
+
+    monkeypatch.setattr(parity_file, "write_json", slowly)
+    write_parity(tmp_path, [mapping("a")], reference="x")
+    threads[0].join()
+    assert [row["run"] for row in read_parity(tmp_path)["rows"]] == ["a", "b"]
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):

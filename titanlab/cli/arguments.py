@@ -1,4 +1,4 @@
-"""Parses arguments of the verbs that take no recipe, and sizes of files; errors are ConfigErrors."""
+"""Parses arguments and flags of the verbs, and sizes of files; errors are ConfigErrors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,34 @@ _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 _MOST_BYTES = 2.0**63  # file systems have signed 64-bit sizes
 
 
-class Arguments(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """argparse whose errors are ConfigErrors."""
+
+    _command_line = ""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError; argparse calls this for every mistake."""
+        wrong = re.fullmatch(r"argument (\S+): invalid (int|float) value: '(.*)'", message, re.DOTALL)
+        if wrong is not None:
+            kind = "a whole number" if wrong[2] == "int" else "a number"
+            raise ConfigError(wrong[1], wrong[3], f"must be {kind}", f"see `{self.prog} --help`")
+        raise ConfigError("arguments", self._command_line, message, f"see `{self.prog} --help`")
+
+
+class Flags(_Parser):
+    """Parses the flags of a verb that takes overrides of a recipe beside them, and prints a help of its own."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(prog=f"titanlab {verb}", add_help=False, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the flags, and return what else there is; store the arguments for `error`."""
+        self._command_line = " ".join(args or [])
+        return super().parse_known_args(args, namespace)
+
+
+class Arguments(_Parser):
+    """Parses the arguments of a verb."""
 
     def __init__(self, verb: str, description: str) -> None:
         super().__init__(prog=f"titanlab {verb}", description=description, allow_abbrev=False)
@@ -42,14 +68,6 @@ class Arguments(argparse.ArgumentParser):
                 name = action.option_strings[0] if action.option_strings else action.dest
                 check_whole(name, value, MOST_64_BITS, cure=f"see `{self.prog} --help`")
         return parsed
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a ConfigError; argparse calls this for every mistake."""
-        wrong = re.fullmatch(r"argument (\S+): invalid (int|float) value: '(.*)'", message, re.DOTALL)
-        if wrong is not None:
-            kind = "a whole number" if wrong[2] == "int" else "a number"
-            raise ConfigError(wrong[1], wrong[3], f"must be {kind}", f"see `{self.prog} --help`")
-        raise ConfigError("arguments", self._command_line, message, f"see `{self.prog} --help`")
 
 
 def bytes_of(text: str, key: str) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from titanlab.cli.arguments import Flags
 from titanlab.cli.compose import compose_one
 from titanlab.errors import ConfigError
 from titanlab.planner.explanation import (
@@ -29,6 +28,7 @@ from titanlab.recipe.recipe import Recipe
 from titanlab.schedule import grid
 from titanlab.sweep.table.listing import aligned
 from titanlab.system.atomic_file import finite
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted, grouped
 
@@ -61,13 +61,6 @@ options:
 
 Degrees, microbatch, schedule, stages of a rank and activation checkpointing vary; world and global batch stay.
 What the figures rest on: docs/planner.md."""
-
-
-class _Flags(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("arguments", " ".join(sys.argv[1:])[:80], message, "see `titanlab plan --help`")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -117,12 +110,12 @@ def _answered(args: Any, rest: list[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The verb's own flags, and the rest of the command line."""
-    parser = _Flags(add_help=False, allow_abbrev=False)
+    parser = Flags("plan")
     parser.add_argument("--top", type=int)
     parser.add_argument("--vary", default="")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=user_path)
     parser.add_argument("--calibrate", metavar="SWEEP")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=user_path)
     parser.add_argument("--runs")
     parser.add_argument("--rank", default="")
     for flag in ("--why", "--explain", "--trace", "--json", "--measure"):

@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from titanlab.cli.arguments import Arguments
@@ -23,6 +22,7 @@ from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.grid import rows
 from titanlab.schedule.plot import draw
 from titanlab.schedule.timeline import Timeline, simulate
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 
 ALL = "all"
@@ -105,8 +105,8 @@ def _parser() -> Arguments:
     ):
         text = f"time of a {what}" + ("" if name == "transfer" else ", one microbatch, all layers of a rank")
         parser.add_argument(f"--{name}", type=float, help=f"{text} (default {default})")
-    parser.add_argument("--plot", type=Path, help="draw it: timeline.svg, timeline.png")
-    parser.add_argument("--csv", type=Path, help="write the order, for schedule=csv schedule.file=…")
+    parser.add_argument("--plot", type=user_path, help="draw it: timeline.svg, timeline.png")
+    parser.add_argument("--csv", type=user_path, help="write the order, for schedule=csv schedule.file=…")
     return parser
 
 

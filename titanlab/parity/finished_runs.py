@@ -78,7 +78,8 @@ def _read(run: RunFolder) -> Logged:
         rule = "has not finished" + (f": {state.state}, step {state.step} of {state.steps}" if state else "")
         raise ConfigError("run", name, rule, "wait for it: titanlab status")
     if outcome.kind not in (OutcomeKind.DONE, OutcomeKind.NAN):
-        rule = f"ended as {outcome.kind.value} at step {outcome.step} of {outcome.steps}: {outcome.cause}"
+        rule = f"ended as {outcome.kind.value} at step {outcome.step} of {outcome.steps}"
+        rule += f": {outcome.cause}" if outcome.cause else ""
         raise ConfigError("run", name, rule, "compare runs that have done all of their steps")
     rows = {}
     for row in run.metrics(TRAIN):

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
+from titanlab.records.claim import claimed
 from titanlab.records.json_file import check_object, read_object
 from titanlab.system.atomic_file import write_json
 
 SCHEMA = 1
 NAME = "parity.json"
+_LOCK = ".parity.lock"
+_PATIENCE_SECONDS = 10.0
 _CURE = "remove that file, and prove the sweep again"
 
 
@@ -41,18 +44,20 @@ def write_parity(sweep: Path, rows: Sequence[Mapping[str, Any]], *, reference: s
         reference: what the runs were held to.
 
     Raises:
-        ConfigError: an earlier file is damaged.
+        ConfigError: an earlier file is damaged, another process writes it for too long, or the folder is read-only.
         OSError: the file cannot be written.
     """
     sweep.mkdir(parents=True, exist_ok=True)
-    earlier = (read_parity(sweep) or {}).get("rows", [])
-    now = {row["run"] for row in rows}
-    kept = [row for row in earlier if row["run"] not in now]
-    value = {
-        "schema": SCHEMA,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "reference": reference,
-        "rows": [*kept, *rows],
-    }
-    write_json(sweep / NAME, value)
+    # Two commands may prove parts of one sweep at the same time.
+    with claimed(sweep, "sweep", patience_seconds=_PATIENCE_SECONDS, file=_LOCK):
+        earlier = (read_parity(sweep) or {}).get("rows", [])
+        now = {row["run"] for row in rows}
+        kept = [row for row in earlier if row["run"] not in now]
+        value = {
+            "schema": SCHEMA,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "reference": reference,
+            "rows": [*kept, *rows],
+        }
+        write_json(sweep / NAME, value)
     return sweep / NAME

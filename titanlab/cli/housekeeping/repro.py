@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", help="the run's folder, name, or the first digits of its hash")
     parser.add_argument("--into", type=Path, help="the folder to make (default repro-RUN)")
     parser.add_argument("--attempt", type=int, help="of the run (default the newest)")
-    parser.add_argument("--repo", type=Path, help="a git repository that has the commit (default: titanlab's own)")
+    parser.add_argument("--repo", type=user_path, help="a git repository that has the commit (default: titanlab's own)")
     parser.add_argument("--dry-run", action="store_true", help="only say what differs, and make no folder")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,9 @@ def choose(arguments: Sequence[str], runs: str) -> Chosen:
 
 
 def is_name(argument: str) -> bool:
-    """Whether an argument is a name, and no override or flag."""
+    """Whether an argument is a name or the path of a folder, and no override or flag."""
+    if os.sep in argument and not argument.startswith("+") and user_path(argument).is_dir():
+        return True  # A path may have spaces and equals signs in it.
     return "=" not in argument and not argument.startswith(("-", "+", "~")) and " " not in argument.strip()
 
 

@@ -1,19 +1,8 @@
-"""Flags of the verbs that take overrides of a recipe beside flags of their own."""
+"""Checks of flags that proofs and rehearsals have in common."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from typing import NoReturn
-
 from titanlab.errors import ConfigError
-
-
-class Flags(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("arguments", " ".join(sys.argv[1:])[:80], message, f"see `{self.prog} --help`")
 
 
 def check_number(key: str, value: int, most: int, usual: int) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlab.cli.arguments import Flags
 from titanlab.cli.proofs.candidates import Chosen, choose, is_name, is_recipe, one_recipe
-from titanlab.cli.proofs.flags import Flags, check_number
+from titanlab.cli.proofs.flags import check_number
 from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes, table
 from titanlab.errors import ConfigError
 from titanlab.parity.finished_runs import NOT_COMPARED, compare_runs
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    parser = Flags(prog="titanlab parity", add_help=False, allow_abbrev=False)
+    parser = Flags("parity")
     parser.add_argument("--steps", type=int, default=_STEPS)
     parser.add_argument("--processes", type=int, default=MOST_PROCESSES)
     parser.add_argument("--only", default="")

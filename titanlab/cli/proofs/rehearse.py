@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlab.cli.arguments import Flags
 from titanlab.cli.proofs.candidates import Chosen, choose
-from titanlab.cli.proofs.flags import Flags, check_number
+from titanlab.cli.proofs.flags import check_number
 from titanlab.cli.proofs.listing import left_out_lines, sizes_and_notes
 from titanlab.errors import ConfigError
 from titanlab.parity.folding import MOST_PROCESSES
@@ -19,6 +20,7 @@ from titanlab.parity.rehearsal import FAILED, STEPS, Rehearsal, Result, plan_reh
 from titanlab.records.outcome import OutcomeKind
 from titanlab.sweep.table.listing import aligned
 from titanlab.system.atomic_file import finite
+from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
 from titanlab.terminal.numerals import counted
 from titanlab.terminal.paths import shown_path
@@ -69,24 +71,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    parser = Flags(prog="titanlab rehearse", add_help=False, allow_abbrev=False)
+    parser = Flags("rehearse")
     parser.add_argument("--only", default="")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--processes", type=int, default=MOST_PROCESSES)
-    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--keep", type=user_path)
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--inductor", action="store_true")
     parser.add_argument("--json", action="store_true")
     args, rest = parser.parse_known_args(list(arguments))
     check_number("--steps", args.steps, _MOST_STEPS, STEPS)
     check_number("--processes", args.processes, 256, MOST_PROCESSES)
-    if args.keep is not None:
-        _check_folder(args.keep)
     return args, rest
 
 
-def _check_folder(folder: Path) -> None:
-    """Make the folder of `--keep`.
+def _made(folder: Path) -> Path:
+    """The folder of `--keep`, which is made.
 
     Raises:
         ConfigError: it has files, or cannot be made.
@@ -100,10 +100,11 @@ def _check_folder(folder: Path) -> None:
     if not is_empty:
         # Runs of an earlier rehearsal would resume.
         raise ConfigError("--keep", folder, "has files already", "give an empty folder, or a new one")
+    return folder.absolute()
 
 
 def _rehearse(chosen: Chosen, args: Any, console: Console) -> int:
-    folder = args.keep.absolute() if args.keep else Path(tempfile.mkdtemp(prefix="titanlab-rehearse-"))
+    folder = _made(args.keep) if args.keep is not None else Path(tempfile.mkdtemp(prefix="titanlab-rehearse-"))
     results = [_broken(name, reason) for name, reason in chosen.broken]
     rehearsals = plan_rehearsals(
         chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor
