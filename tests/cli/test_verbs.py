@@ -46,6 +46,11 @@ def test_a_verb_gets_its_arguments_and_its_code_is_returned(verb):
         (ConfigError("a", "x\ny", "is wrong", "mend it"), 2, "error: a=x y: is wrong; mend it\n"),
         (TitanlabError("it\nfailed"), 1, "error: it failed\n"),
         (OSError(errno.ENOSPC, "No space left on device", "/f"), 1, "error: the disk is full (/f): make room\n"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/of/another"),
+            2,
+            "error: path=/of/another: cannot be used (Permission denied); ask its owner for permission, or name another path\n",
+        ),
         (KeyboardInterrupt(), 130, "error: interrupted; nothing was started\n"),
         (SystemExit(None), 0, ""),
         (SystemExit(3), 3, ""),
@@ -62,6 +67,27 @@ def test_a_verb_that_trains_says_how_to_go_on_after_a_full_disk(verb, capsys, na
     verb(raising(OSError(errno.ENOSPC, "No space left on device")))
     assert main([name]) == 1
     assert capsys.readouterr().err.endswith(", then go on with titanlab resume or retry\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "status NAME",
+        "checkpoints NAME",
+        "generate NAME",
+        "export NAME --into x",
+        "import NAME --into x",
+        "import . --into NAME",
+        "clean --runs NAME",
+        "rehearse NAME",
+        "train data=synthetic runs=NAME",
+        "train data=tokens data.folder=NAME",
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_line(command, line):
+    said = command(line.replace("NAME", "n" * 300))
+    assert said.refusal["key"] == "path"
+    assert said.refusal["rule"] == "cannot be used (File name too long)"
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "no"), BrokenPipeError(32, "Broken pipe"), KeyError("x")])

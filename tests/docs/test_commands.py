@@ -55,7 +55,7 @@ ELSEWHERE = {
     ("docs/checkpoints.md", "titanlab export RUN --into FOLDER --format dcp"): "tests/checkpoint/test_older.py does it",
     ("docs/checkpoints.md", "titanlab import FOLDER --model llama3_1_8b"): "tests/cli/files/test_import_weights.py does it",
     ("docs/proofs.md", "titanlab parity alone two-ranks"): "tests/parity/test_finished_runs.py compares runs",
-    ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/reproduction/test_repro.py has a repository",
+    ("docs/housekeeping.md", "titanlab repro RUN --into FOLDER"): "tests/cli/housekeeping/test_repro.py has a repository",
     ("docs/models-of-your-own.md", "titanlab train model=gpt_tiny"): "tests/gpt/test_gpt_package.py installs the model",
     (
         "docs/models-of-your-own.md",

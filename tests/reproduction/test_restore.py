@@ -55,7 +55,7 @@ def code(folder):
 def test_a_commit_comes_back_in_a_worktree_and_no_hook_runs(repository, recorded, tmp_path, monkeypatch):
     # A hook of another repository sets these.
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
-    restored = restore(recorded, repository, tmp_path / "into")
+    restored = restore(recorded, repository, tmp_path / "into", run="a-1")
     assert (restored.source, restored.is_same, restored.notes) == (f"commit {recorded.sha[:12]}", True, ())
     assert code(tmp_path / "into") == "value = 1\n"
     assert not (repository.parent / "ran").exists()
@@ -63,7 +63,7 @@ def test_a_commit_comes_back_in_a_worktree_and_no_hook_runs(repository, recorded
 
 
 def test_the_difference_is_applied(repository, recorded, tmp_path):
-    restored = restore(replace(recorded, patch=PATCH), repository, tmp_path / "into")
+    restored = restore(replace(recorded, patch=PATCH), repository, tmp_path / "into", run="a-1")
     assert restored.source.endswith(" with code.patch")
     assert code(tmp_path / "into") == 'value = "é"\n'
     # The fingerprint of the unchanged code is another.
@@ -72,7 +72,7 @@ def test_the_difference_is_applied(repository, recorded, tmp_path):
 
 def test_a_difference_that_does_not_fit_is_left_out_whole(repository, recorded, tmp_path):
     patch = PATCH + PATCH.replace("code.py", "other.py")
-    restored = restore(replace(recorded, patch=patch), repository, tmp_path / "into")
+    restored = restore(replace(recorded, patch=patch), repository, tmp_path / "into", run="a-1")
     assert code(tmp_path / "into") == "value = 1\n"
     (note,) = restored.notes
     assert note.startswith("code.patch does not fit the commit (")
@@ -80,20 +80,20 @@ def test_a_difference_that_does_not_fit_is_left_out_whole(repository, recorded, 
 
 
 def test_a_problem_of_the_difference_is_said_where_no_snapshot_is_kept(repository, recorded, tmp_path):
-    restored = restore(replace(recorded, problem="it was not kept"), repository, tmp_path / "into")
+    restored = restore(replace(recorded, problem="it was not kept"), repository, tmp_path / "into", run="a-1")
     assert restored.notes == ("it was not kept",)
 
 
 def test_with_such_a_problem_a_snapshot_is_better_than_the_commit(repository, recorded, snapshot, tmp_path):
     given = replace(recorded, problem="it was not kept", snapshot=snapshot)
-    restored = restore(given, repository, tmp_path / "into")
+    restored = restore(given, repository, tmp_path / "into", run="a-1")
     assert (restored.source, restored.is_same) == (f"the snapshot {snapshot}", True)
     assert restored.notes == ("it was not kept",)
 
 
 def test_without_the_commit_the_snapshot_is_copied(repository, recorded, snapshot, tmp_path):
     given = replace(recorded, sha="0" * 40, snapshot=snapshot)
-    restored = restore(given, repository, tmp_path / "into")
+    restored = restore(given, repository, tmp_path / "into", run="a-1")
     assert restored.notes == (f"commit 000000000000 is not in {repository}: fetch it, or give --repo FOLDER",)
     assert code(tmp_path / "into") == "value = 1\n"
 
@@ -102,10 +102,10 @@ def test_without_the_commit_the_snapshot_is_copied(repository, recorded, snapsho
 def test_the_folder_may_be_new_or_empty(snapshot, tmp_path, name):
     given = replace(NONE, snapshot=snapshot)
     into = tmp_path / name
-    restore(given, None, into)
+    restore(given, None, into, run="a-1")
     empty = tmp_path / "empty"
     empty.mkdir()
-    restore(given, None, empty)
+    restore(given, None, empty, run="a-1")
     assert code(into) == code(empty)
 
 
@@ -121,7 +121,7 @@ def test_of_a_snapshot_only_plain_files_of_code_are_copied(snapshot, tmp_path):
     (snapshot / "titanlab" / "odd.py").mkdir()
     os.mkfifo(snapshot / "titanlab" / "pipe.py")
     given = replace(NONE, fingerprint=code_fingerprint(snapshot / "titanlab"), snapshot=snapshot)
-    restored = restore(given, None, tmp_path / "into")
+    restored = restore(given, None, tmp_path / "into", run="a-1")
     files = [path.relative_to(tmp_path / "into") for path in (tmp_path / "into").rglob("*") if not path.is_dir()]
     assert sorted(map(str, files)) == ["conf.yaml", "titanlab/code.py"]
     assert restored.is_same is True
@@ -137,9 +137,9 @@ def test_of_a_snapshot_only_plain_files_of_code_are_copied(snapshot, tmp_path):
 )
 def test_code_that_is_nowhere_is_one_line(repository, tmp_path, change, in_repository, reason):
     with pytest.raises(ConfigError) as caught:
-        restore(replace(NONE, **change), repository if in_repository else None, tmp_path / "repro-x")
+        restore(replace(NONE, **change), repository if in_repository else None, tmp_path / "repro-x", run="a-1")
     said = str(caught.value)
-    assert said.startswith("run=repro-x: its code cannot be restored: ")
+    assert said.startswith("run=a-1: its code cannot be restored: ")
     assert reason in said
     assert said.endswith(
         "; and no snapshot is kept; install titanlab 1.2 by hand, or find the repository that has the commit"
@@ -151,7 +151,7 @@ def test_a_folder_that_git_does_not_take_is_one_line(repository, recorded, tmp_p
     (tmp_path / "into").mkdir()
     (tmp_path / "into" / "file").write_text("mine")
     with pytest.raises(ConfigError) as caught:
-        restore(recorded, repository, tmp_path / "into")
+        restore(recorded, repository, tmp_path / "into", run="a-1")
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"--into={tmp_path}/into: git worktree add says: ")
     assert (tmp_path / "into" / "file").read_text() == "mine"

@@ -23,6 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--all", action="store_true", help="forget the failures on all hosts")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
+    if args.clear is not None and args.all:
+        raise ConfigError("--clear", args.clear, "is one host, and --all is given", "leave one of the two out")
     runs = user_path(args.runs)
     known = bad_hosts(runs)
     with Console() as console:

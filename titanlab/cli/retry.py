@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
+from titanlab.errors import ConfigError
 from titanlab.sweep.retry import FAILED, Retried, retry
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep
 from titanlab.terminal.console import Console
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say which they are, and submit nothing")
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
+    if args.outcome and args.all_failed:
+        raise ConfigError("--outcome", args.outcome, "is one of those of --all-failed", "leave one of the two out")
     outcomes = [word.strip() for word in args.outcome.split(",") if word.strip()]
     folder = open_sweep(args.sweep, args.runs)
     with Console() as console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -85,6 +86,11 @@ VERBS = {
     ),
 }
 
+# Paths that a person has given; pathlib raises these when it only asks whether something is there.
+_PATHS = {
+    errno.ENAMETOOLONG: "check the path or the name that you gave",
+    errno.EACCES: "ask its owner for permission, or name another path",
+}
 _TRAINING = (["train"], ["sweep"], ["resume"], ["retry"])
 
 
@@ -104,11 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         code = 0
     except OSError as error:
-        fault = disk_fault(error, ends_run=words[:1] in _TRAINING)
-        if fault is None:
+        if error.errno in _PATHS and isinstance(error.filename, str):
+            rule = f"cannot be used ({error.strerror})"
+            refusal = ConfigError("path", error.filename, rule, _PATHS[error.errno])
+            error_line(str(refusal))
+            code = refusal.exit_code
+        elif (fault := disk_fault(error, ends_run=words[:1] in _TRAINING)) is not None:
+            error_line(fault)
+            code = OutcomeKind.CRASH.exit_code
+        else:
             raise
-        error_line(fault)
-        code = OutcomeKind.CRASH.exit_code
     except KeyboardInterrupt:
         # No rank has started yet; after the start, the ranks handle Ctrl-C.
         error_line("interrupted; nothing was started")

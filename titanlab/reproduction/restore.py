@@ -43,8 +43,11 @@ def repository_of(folder: Path) -> Path | None:
     return Path(answer.output.strip()) if answer is not None and answer.code == 0 and answer.output.strip() else None
 
 
-def restore(code: RecordedCode, repository: Path | None, into: Path) -> Restored:
+def restore(code: RecordedCode, repository: Path | None, into: Path, *, run: str) -> Restored:
     """Make the folder.
+
+    Args:
+        run: the name of the run, for the error.
 
     Raises:
         ConfigError: neither the commit nor a snapshot is here, or git fails.
@@ -65,7 +68,7 @@ def restore(code: RecordedCode, repository: Path | None, into: Path) -> Restored
     if code.snapshot is None:
         reason = "; ".join([*notes, *([code.problem] if code.problem else [])])
         cure = f"install titanlab {code.version} by hand, or find the repository that has the commit"
-        raise ConfigError("run", into.name, f"its code cannot be restored: {reason}; and no snapshot is kept", cure)
+        raise ConfigError("run", run, f"its code cannot be restored: {reason}; and no snapshot is kept", cure)
     if code.problem is not None:
         notes.append(code.problem)
     return _from_snapshot(code, code.snapshot, into, notes)

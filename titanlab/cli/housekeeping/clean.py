@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from titanlab.cli.arguments import Arguments
 from titanlab.errors import ConfigError
+from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.cleaning.caches import cached
 from titanlab.sweep.cleaning.item import CACHES, KINDS, Item, Refused, remove_item
@@ -25,7 +27,7 @@ _LARGEST = 10
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Remove what the user agrees to. Returns 1 if something could not be removed."""
+    """Remove what the user agrees to. Returns 1 if something could not be removed, 130 after Ctrl-C."""
     parser = Arguments("clean", "Remove what no run needs any more; results, logs and records always stay.")
     parser.add_argument("name", nargs="?", metavar="RUN | SWEEP", help="one run or one sweep (default: all of them)")
     parser.add_argument(
@@ -41,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
     args = parser.parse_args(arguments)
     kinds = _kinds(args.what)
+    if args.name is not None and args.what.strip() != "all" and (shared := [kind for kind in kinds if kind in CACHES]):
+        rule = f"{shared[0]} is of all runs, and {args.name} is named"
+        raise ConfigError("--what", args.what, rule, "leave the run or the sweep out")
     if args.keep is not None and args.keep < 1:
         raise ConfigError("--keep", args.keep, "must be at least 1", "resume needs the newest checkpoint")
     sweeps, only, root = _chosen(args.name, user_path(args.runs).absolute())
@@ -63,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 def _kinds(text: str) -> list[str]:
     if text.strip() == "all":
         return list(KINDS)
-    kinds = [word.strip() for word in text.split(",") if word.strip()]
+    kinds = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         rule = f"{unknown[0]} is no kind" if unknown else "names no kind"
@@ -74,6 +79,8 @@ def _kinds(text: str) -> list[str]:
 def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder | None, Path]:
     """The sweeps, the only run that is wanted, and the folder of runs that they are in."""
     if name is None:
+        if os.path.lexists(root) and not root.is_dir():
+            raise ConfigError("--runs", root, "is no folder", "name the folder of runs")
         folders = [SweepFolder(path) for path in sorted(root.glob("*")) if path.is_dir()]
         return [folder for folder in folders if folder.manifest() or folder.runs()], None, root
     run_or_sweep = find_run_or_sweep(name, root, key="name")
@@ -91,7 +98,8 @@ def _show(console: Console, survey: Survey, items: Sequence[Item], kinds: Sequen
         total = data_size(sum(item.bytes for item in items))
         console.note("\n".join(aligned(_HEADINGS, [*rows, ["", str(len(items)), total, ""]], right=_HEADINGS[1:3])))
     else:
-        console.note("nothing is to be removed")
+        is_missing = not os.path.lexists(survey.root)
+        console.note("nothing is to be removed" + (f": there is no folder {survey.root}" if is_missing else ""))
     largest = sorted(items, key=lambda item: -item.bytes)
     for item in largest if lists_all else largest[:_LARGEST]:
         console.note(f"  {data_size(item.bytes):>9}  {shown_path(item.path)}")
@@ -131,6 +139,10 @@ def _remove(console: Console, items: Sequence[Item]) -> int:
         except Refused as refused:
             console.warn(f"{item.path} is left alone: {refused}")
             code = 1
+        except KeyboardInterrupt:
+            console.error("interrupted; what is left can be removed by the same command")
+            code = OutcomeKind.CANCELLED.exit_code
+            break
         else:
             freed, removed = freed + item.bytes, removed + 1
     console.note(f"removed {counted(removed, 'item')}, {data_size(freed)}")

@@ -41,12 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     attempt = run.chosen_attempt(args.attempt)
     code = recorded_code(run, attempt)
     into = Path(os.path.abspath(user_path(args.into or Path(f"repro-{run.path.name}"))))
-    _check_folder(into)
+    if not args.dry_run:
+        _check_folder(into)
     text = composable(run.config(attempt) if attempt else run.config())
     with Console() as console:
         if not args.dry_run:
             repository = repository_of(args.repo or Path(titanlab.__file__).parent)
-            restored = restore(code, repository, into)
+            restored = restore(code, repository, into, run=run.path.name)
             write_config(into / _FOLDER, text)
             _show_code(console, code, restored, into)
         _show_environment(console, code)
@@ -61,7 +62,9 @@ def main(arguments: Sequence[str]) -> int:
 def _check_folder(into: Path) -> None:
     if os.path.lexists(into) and not (into.is_dir() and not into.is_symlink() and not any(into.iterdir())):
         raise ConfigError("--into", into, "is there already", "give a new folder")
-    parent = next(path for path in into.parents if path.exists())
+    parent = next(path for path in into.parents if os.path.lexists(path))
+    if not parent.is_dir():
+        raise ConfigError("--into", into, f"cannot be made ({parent} is no folder)", "give another folder")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError("--into", into, f"cannot be made (no permission in {parent})", "give another folder")
 

@@ -149,6 +149,8 @@ def test_code_that_is_nowhere_is_one_line(made, call, tmp_path, git_values, reas
         path.write_text(json.dumps(env))
     code, out, err = call(run)
     assert (code, out, err.count("\n")) == (2, "", 1)
+    # The run is named, and not the folder that was to be made.
+    assert err.startswith(f"error: run={run.path.name}: its code cannot be restored: ")
     assert reason in err
     assert "and no snapshot is kept" in err
     assert not (tmp_path / "out").exists()
@@ -220,6 +222,23 @@ def test_a_folder_that_is_there_is_refused(made, call, tmp_path):
     assert (code, (tmp_path / "out" / "mine").read_text()) == (2, "x")
     assert "is there already; give a new folder" in err
     assert call(run, "--attempt", "4")[2].startswith("error: --attempt=4: the run has no such attempt; known: 1; ")
+
+
+def test_a_dry_run_needs_no_folder(made, call, tmp_path):
+    """The folder of an earlier `titanlab repro` was in its way, and it makes none."""
+    run = made()
+    assert call(run)[0] == 0
+    code, out, err = call(run, "--dry-run")
+    assert (code, err) == (0, "")
+    assert "config: " in out
+
+
+def test_a_folder_below_a_file_is_refused_as_such(made, call, tmp_path):
+    (tmp_path / "file").write_text("")
+    _, _, err = call(made(), "--into", str(tmp_path / "file" / "x"))
+    assert err == (
+        f"error: --into={tmp_path}/file/x: cannot be made ({tmp_path}/file is no folder); give another folder\n"
+    )
 
 
 def test_a_run_without_a_record_is_refused(made, call):

@@ -333,5 +333,48 @@ def test_remote_checkpoints_are_named_and_left_alone(run, call):
     assert len(steps(run)) == 4
 
 
-def test_an_empty_folder_of_runs(call):
-    assert call("--yes")[1].startswith("nothing is to be removed")
+@pytest.mark.parametrize("what", ["compile-cache", "temporary,data-cache"])
+def test_caches_are_of_no_single_run(run, call, what):
+    """It said that nothing is to be removed."""
+    name = what.rpartition(",")[2]
+    code, _, err = call(run.path, "--what", what, "--dry-run")
+    assert (code, err.partition("; ")[0]) == (
+        2,
+        f"error: --what={what}: {name} is of all runs, and {run.path} is named",
+    )
+    assert call(run.path, "--what", "all", "--dry-run")[0] == 0
+
+
+def test_a_kind_that_is_given_twice_is_shown_once(run, call):
+    out = call("--dry-run", "--what", "checkpoints,checkpoints")[1]
+    assert out.count("checkpoints      3") == 1
+
+
+def test_ctrl_c_says_what_is_removed_and_the_same_command_removes_the_rest(run, call, monkeypatch):
+    remove, removed = clean.remove_item, []
+
+    def interrupted(item):
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(item.path.name)
+        remove(item)
+
+    monkeypatch.setattr(clean, "remove_item", interrupted)
+    code, out, err = call("--yes")
+    assert (code, len(steps(run))) == (130, 3)
+    assert err == "error: interrupted; what is left can be removed by the same command\n"
+    assert out.splitlines()[-1].startswith("removed 1 item, ")
+    monkeypatch.setattr(clean, "remove_item", remove)
+    assert call("--yes", "--what", "checkpoints")[0] == 0
+    assert steps(run) == ["8"]
+
+
+def test_an_empty_folder_of_runs(call, tmp_path):
+    line = call("--yes", "--what", "checkpoints")[1].splitlines()[0]
+    assert line == f"nothing is to be removed: there is no folder {tmp_path / 'runs'}"
+    (tmp_path / "runs").mkdir()
+    assert call("--yes")[1].splitlines()[0] == "nothing is to be removed"
+    (tmp_path / "runs").rmdir()
+    (tmp_path / "runs").write_text("")
+    code, _, err = call("--yes")
+    assert (code, err) == (2, f"error: --runs={tmp_path / 'runs'}: is no folder; name the folder of runs\n")

@@ -1,0 +1,52 @@
+"""`titanlab hosts`: hosts on which runs have failed, and how they are forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sweep.made import Made
+from titanlab.cli import main
+from titanlab.launch.bad_hosts import bad_hosts, names, note_bad_host
+from titanlab.records.outcome import Outcome, OutcomeKind
+
+
+@pytest.fixture
+def says(here, capsys):
+    """Failures on n1 (twice) and n2; what `hosts` says."""
+    run = Made(here / "runs").run("one")
+    for attempt, host in enumerate(("n1", "n2", "n1"), 1):
+        note_bad_host(run, Outcome(kind=OutcomeKind.HANG, attempt=attempt, cause="rank 3 is silent"), host)
+
+    def call(*arguments):
+        code = main(["hosts", *arguments])
+        return code, *capsys.readouterr(), names(bad_hosts(here / "runs"))
+
+    return call
+
+
+def test_each_failure_is_a_line(says):
+    code, out, err, _ = says()
+    assert (code, err) == (0, "")
+    heading, *rows = out.splitlines()
+    assert heading.split() == ["host", "when", "outcome", "run", "cause"]
+    assert [row.split()[0] for row in rows] == ["n1", "n2", "n1"]
+    assert all("hang" in row and row.endswith("rank 3 is silent") for row in rows)
+
+
+def test_one_host_or_all_are_forgotten(says):
+    assert says("--clear", "n1") == (0, "cleared: n1\n", "", ["n2"])
+    assert says("--all") == (0, "cleared: n2\n", "", [])
+    assert says("--all") == (0, "cleared: nothing\n", "", [])
+    assert says()[1] == "no run under runs has failed because of its host\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "err"),
+    [
+        ("--clear n9", "--clear=n9: is not on the list; it has: n1, n2; see `titanlab hosts`"),
+        ("--clear n1 --all", "--clear=n1: is one host, and --all is given; leave one of the two out"),
+    ],
+)
+def test_a_mistake_forgets_nothing(says, arguments, err):
+    """`--clear n1 --all` forgot n1 alone."""
+    assert says(*arguments.split()) == (2, "", f"error: {err}\n", ["n1", "n2"])

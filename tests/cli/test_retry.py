@@ -1,0 +1,66 @@
+"""`titanlab retry`: which runs are chosen, and what is said of them; tests/sweep/test_retry.py submits them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sweep.made import Made, begin, end
+from titanlab.cli import main
+
+
+@pytest.fixture
+def says(here, capsys):
+    """A sweep of a run that is done, one that has crashed and one that ran out of memory; what `retry` says of it."""
+    made = Made(here / "runs")
+    names = {}
+    for name, kind in {"good": "done", "bad": "crash", "big": "oom"}.items():
+        run = made.run(name)
+        begin(run)
+        end(run, kind)
+        names[name] = run.path.name
+
+    def call(*arguments):
+        before = sorted(path for path in (here / "runs").rglob("*") if not path.name.startswith("."))
+        code = main(["retry", "layouts", *arguments])
+        assert sorted(path for path in (here / "runs").rglob("*") if not path.name.startswith(".")) == before
+        out, err = capsys.readouterr()
+        for name, folder in names.items():
+            out, err = out.replace(folder, name), err.replace(folder, name)
+        return code, out, err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out"),
+    [
+        ("--all-failed", "bad: crash\nbig: oom\n2 runs would be submitted\n"),
+        ("--outcome oom", "big: oom\n1 run would be submitted\n"),
+        ("--outcome oom,,hang", "big: oom\n1 run would be submitted\n"),
+        ("--stale", "bad: crash, anew\nbig: oom, anew\ngood: done, anew\n3 runs would be submitted\n"),
+        ("--stale --outcome crash", "bad: crash, anew\n1 run would be submitted\n"),
+        ("bad bad", "bad: crash\n1 run would be submitted\n"),
+        (
+            "good --all-failed",
+            "good is left alone: done\nnothing of layouts is to be done again; titanlab status layouts shows its runs\n",
+        ),
+    ],
+)
+def test_a_dry_run_names_the_runs_and_submits_none(says, arguments, out):
+    assert says(*arguments.split(), "--dry-run") == (0, out, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "err"),
+    [
+        ("--outcome oom --all-failed", "--outcome=oom: is one of those of --all-failed; leave one of the two out"),
+        ("--outcome ,", "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale"),
+        ("--outcome oom,fire", "--outcome=fire: is no outcome; known: oom, "),
+        ("nonesuch", "run=nonesuch: fits no run of sweep layouts; try "),
+    ],
+)
+def test_a_mistake_submits_nothing(says, arguments, err):
+    """`--outcome oom --all-failed` submitted all that had failed."""
+    code, out, said = says(*arguments.split())
+    assert (code, out, said.count("\n")) == (2, "", 1)
+    assert said.startswith(f"error: {err}")
