@@ -1,0 +1,57 @@
+"""What Hydra prints for flags that start nothing, and that the process is as before."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from titanlab.cli import main
+from titanlab.cli.hydra_flags import answers
+from titanlab.errors import ConfigError
+from titanlab.recipe.composition.flags import read_flags
+
+
+def state():
+    return list(sys.argv), os.environ.get("HYDRA_FULL_ERROR"), sys.stdout, sys.stderr
+
+
+@pytest.mark.parametrize("full", [None, "0"])
+@pytest.mark.parametrize(
+    "arguments", ["--cfg job", "--cfg job model.dim=x", "--info defaults", "--cfg job +recipe=nonesuch"]
+)
+def test_the_process_is_as_before(here, monkeypatch, arguments, full):
+    if full is None:
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    else:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", full)
+    before = state()
+    main(["train", *arguments.split()])
+    assert state() == before
+    assert list(here.iterdir()) == []
+
+
+def test_hydra_that_exits_with_an_error_is_one_line(monkeypatch):
+    def gives_up(**given):
+        def decorate(function):
+            def call():
+                sys.stderr.write("usage: …\n\nthe reason\n")
+                raise SystemExit(2)
+
+            return call
+
+        return decorate
+
+    monkeypatch.setattr(answers.hydra, "main", gives_up)
+    with pytest.raises(ConfigError) as refused:
+        answers.answer(read_flags(["--cfg", "job"]))
+    assert str(refused.value) == "arguments=--cfg job: the reason; see `titanlab train --help`"
+
+
+def test_the_help_names_no_schemas(here, capsys):
+    """A person chooses options; only YAML files begin with a schema."""
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "parallelism: " in out
+    assert "_schema" not in out
