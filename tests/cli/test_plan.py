@@ -118,7 +118,7 @@ def test_local_is_this_host(plan, monkeypatch):
     ("arguments", "complaint"),
     [
         (["world=8", "--top", "0"], "--top=0: must lie in 1 to 1,000"),
-        (["world=8", "--top", "many"], "invalid int value"),
+        (["world=8", "--top", "many"], "--top=many: must be a whole number; see `titanlab plan --help`"),
         (["world=8", "--vary", "optimizer"], "--vary=optimizer: cannot be varied"),
         (["world=0"], "world=0: must be at least 1"),
         (["world=-3"], "world=-3: must be at least 1"),
