@@ -171,8 +171,12 @@ def _attention(config: Llama, batch: int, seq_len: int) -> Operation:
         kept, operators = (q, k, v, mixed, lse), (Operator(names=FUSED_ATTENTION, results=(mixed, lse)),)
     if config.fused and config.has_head_norms:
         # The values are a part of one tensor with queries and keys as they were before their norms.
-        before = (replace(x, name=f"attention.{name}") for x, name in ((q, "wq"), (k, "wk")))
-        kept = (*kept, *(replace(x, shape=(batch, seq_len, *x.shape[1::2])) for x in before))
+        if config.attention == "math":
+            # It keeps copies of the values. On a GPU the norms keep their inputs, and so that tensor.
+            kept = (*kept, *_on("cuda", replace(v, name="attention.wqkv.values")))
+        else:
+            before = (replace(x, name=f"attention.{name}") for x, name in ((q, "wq"), (k, "wk")))
+            kept = (*kept, *(replace(x, shape=(batch, seq_len, *x.shape[1::2])) for x in before))
     return Operation(
         name="attention.inner",
         kind="attention",
@@ -194,11 +198,16 @@ def _plain_attention(
     ]
     weights = replace(scaled[0], name="attention.inner.weights", shape=(*q.shape[:-1], q.shape[-2]))
     scores, out = (replace(x, name=f"{x.name}.product") for x in (weights, mixed))
-    products = (
-        Operator(names=("aten.bmm.default",), results=(scores,)),
-        Operator(names=("aten.bmm.default",), results=(replace(out, element_bytes=4),)),
-    )
-    return [*scaled, weights], products
+    results = {
+        "aten.mul.Scalar": scaled[:2],
+        "aten.bmm.default": (scores,),
+        # Of the scores and the causal mask.
+        "aten.add.Tensor": (replace(weights, name=f"{weights.name}.masked"),),
+        "aten._safe_softmax.default": (weights,),
+    }
+    operators = (Operator(names=(name,), results=tuple(tensors)) for name, tensors in results.items())
+    last = Operator(names=("aten.bmm.default",), results=(replace(out, element_bytes=4),))
+    return [*scaled, weights], (*operators, last)
 
 
 def _mixed(config: Llama, attention: Operation, tokens: tuple[int, int]) -> Activation:

@@ -8,6 +8,7 @@ from titanlab.costs.account import Activation, Operation, Operator, RoutedExpert
 from titanlab.costs.operators import EXCHANGE, GROUPED_PRODUCT
 
 _SELECT = ("aten.index_select.default",)
+_SUM = ("aten.sum.dim_IntList",)
 # In place of the plan of a dense feed-forward.
 TENSOR_PLAN = {
     "layers.*.feed_forward": "experts",
@@ -84,6 +85,13 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
             "aten._softmax.default",
             keeps=(scores, chosen, best, total, *kept),
             passes=6.0,
+            later=(
+                Operator(names=("aten.topk.default",), results=(replace(best, name="feed_forward.ranked"), chosen)),
+                Operator(names=("aten.gather.default",), results=(best,)),
+                Operator(names=("aten.mul.Tensor",), results=(replace(logits, name="feed_forward.entropies"),)),
+                Operator(names=_SUM, results=(total,)),
+                Operator(names=("aten.div.Tensor",), results=(weights,)),
+            ),
         ),
         _moves(
             "feed_forward.spread",
@@ -110,10 +118,13 @@ def operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list
         _moves(
             "feed_forward.combine",
             combined,
-            "aten.sum.dim_IntList",
+            *_SUM,
             keeps=(down, weights, order, inverse),
             passes=4.0 * experts.active + 1,
-            first=(Operator(names=_SELECT, results=(by_token,)),),
+            first=(
+                Operator(names=_SELECT, results=(by_token,)),
+                Operator(names=("aten.mul.Tensor",), results=(replace(down, name="feed_forward.weighted"),)),
+            ),
         ),
     ]
 
@@ -164,14 +175,15 @@ def _moves(
     keeps: tuple[Activation, ...],
     passes: float = 3.0,
     first: tuple[Operator, ...] = (),
+    later: tuple[Operator, ...] = (),
 ) -> Operation:
-    """An operation whose time is that of moving its result's bytes; `first`: operators before the last one."""
+    """An operation whose time is that of moving its result's bytes; `first`, `later`: the operators around this one."""
     return Operation(
         name=name,
         kind="pointwise",
         flops=0,
         output=result.shape,
         keeps=keeps,
-        operators=(*first, Operator(names=(operator,), results=(result,))),
+        operators=(*first, Operator(names=(operator,), results=(result,)), *later),
         passes=passes,
     )

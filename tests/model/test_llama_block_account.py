@@ -1,0 +1,115 @@
+"""What a Llama block declares is what its module keeps and multiplies, to the byte: odd sizes, shared heads, fused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.activation_memory import build, inputs
+from titanlab.ac.block_schema import NoCheckpointing
+from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.costs import flops
+from titanlab.costs.account import Share, kept
+from titanlab.model.llama_schema import Llama
+from titanlab.model.qwen3_schema import Qwen3
+from titanlab.parallelism.joined import join_products
+from titanlab.tracing.saved_bytes import SavedBytes
+
+SIZES = {"dim": 64, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": 64}
+ODD = {**SIZES, "dim": 60, "heads": 6, "kv_heads": 3, "ffn_dim": 77}
+MODELS = {
+    "one head": Llama(**{**SIZES, "heads": 1, "kv_heads": 1}),
+    "one shared head": Llama(**{**SIZES, "kv_heads": 1}),
+    "odd widths": Llama(**ODD),
+    # Heads of 10, so that all of them together are narrower than the stream.
+    "narrow heads": Qwen3(**SIZES, head_dim=10),
+    "wide heads": Qwen3(**{**SIZES, "kv_heads": 4}, head_dim=18),
+}
+BFLOAT16 = torch.bfloat16
+
+
+def measured_and_declared(config, policy, *, batch=3, seq=7, dtype=torch.float32):
+    """Bytes that one block keeps on a CPU, and those that its account says."""
+    stack = build(config, NoCheckpointing(), dtype)
+    join_products(stack, config.account().joined, None)
+    policy.implementation().apply({0: stack.layers["0"]})
+    hidden, rope = inputs(config, batch=batch, seq=seq, dtype=dtype)
+    saved = SavedBytes({0: stack.layers["0"]})
+    stack(hidden * 1, rope).sum().backward()
+    share = Share(element_bytes=dtype.itemsize, accelerator="cpu")
+    block = config.block_operations(batch=batch, seq_len=seq)
+    return saved.by_block[0], policy.saved_bytes(block, share, number=0)
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(1, 1), (3, 7)])
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_keeps_every_byte_that_it_declares(model, fused, batch, seq):
+    config = dataclasses.replace(MODELS[model], fused=fused)
+    for dtype in (torch.float32, BFLOAT16):
+        measured, declared = measured_and_declared(config, NoCheckpointing(), batch=batch, seq=seq, dtype=dtype)
+        assert measured == declared, dtype
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("model", ["one shared head", "narrow heads", "wide heads"])
+def test_attention_that_writes_out_its_scores_keeps_copies(model, fused):
+    """Of fused projections nothing is kept then: norms and attention have copies in float32 of all their parts."""
+    config = dataclasses.replace(MODELS[model], fused=fused, attention="math")
+    measured, declared = measured_and_declared(config, NoCheckpointing(), dtype=BFLOAT16)
+    assert measured == declared
+
+
+@pytest.mark.parametrize("attention", ["auto", "math"])
+def test_on_a_gpu_the_norms_of_heads_keep_the_whole_tensor_of_fused_projections(attention):
+    """The kernel of the norm keeps its input, a part of that tensor; so the values stay, also if they are copied."""
+    apart = dataclasses.replace(MODELS["wide heads"], kv_heads=2, attention=attention)
+    bytes_of = {
+        fused: Share(element_bytes=2).bytes_of(
+            kept(dataclasses.replace(apart, fused=fused).block_operations(batch=3, seq_len=7))
+        )
+        for fused in (False, True)
+    }
+    values = 3 * 7 * 2 * 18
+    # Other kernels keep the values themselves, in a tensor of their own or in that of all.
+    assert bytes_of[True] - bytes_of[False] == (2 * values if attention == "math" else 0)
+
+
+OPERATORS = [
+    "aten.mm.default",
+    "aten.mul.Tensor",
+    "aten.add.Tensor",
+    "aten.silu.default",
+    "aten.pow.Tensor_Scalar",
+    "aten.rsqrt.default",
+    "aten.bmm.default",
+    "aten.mul.Scalar",
+    "aten._safe_softmax.default",
+]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_saved_operator_keeps_every_byte_that_it_declares(operator):
+    """One block with norms of heads, whose attention writes out its scores, has all of these operators."""
+    config = dataclasses.replace(MODELS["narrow heads"], attention="math")
+    policy = SelectiveOp(saved=[operator], every_other_matmul=False)
+    measured, declared = measured_and_declared(config, policy)
+    assert measured == declared
+    assert measured > 3 * 7 * config.dim * 4  # More than the input of the block.
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fused_projections_multiply_as_much_as_torch_counts(model):
+    # Of the kernels of attention, torch counts only products that are written out.
+    config = dataclasses.replace(MODELS[model], fused=True, attention="math")
+    stack = build(config, NoCheckpointing(), torch.float32)
+    join_products(stack, config.account().joined, None)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        stack(*inputs(config, batch=3, seq=7, dtype=torch.float32))
+    block = config.block_operations(batch=3, seq_len=7)
+    assert counter.get_total_flops() == flops.forward(block)
+    apart = dataclasses.replace(config, fused=False).block_operations(batch=3, seq_len=7)
+    assert flops.forward(block) == flops.forward(apart)
