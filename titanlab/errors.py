@@ -24,14 +24,14 @@ class ConfigError(TitanlabError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         return (type(self), (self.key, self.value, self.rule, self.cure))
 
-
-class DamagedPosition(ConfigError):
-    """A value of a checkpoint's position that no run saves; a run resumes from the checkpoint before it."""
-
     @property
     def problem(self) -> str:
         """The value and the rule that it breaks, without the cure."""
         return f"{self.key}={_shown(self.value)}: {self.rule}"
+
+
+class DamagedPosition(ConfigError):
+    """A value of a checkpoint's position that no run saves; a run resumes from the checkpoint before it."""
 
 
 def _shown(value: object) -> str:

@@ -57,7 +57,8 @@ def test_the_limit_leaves_a_margin_and_is_null_where_memory_is_not_known():
     [
         ({"accelerator": "cpu", "device": "cpu"}, "these CPUs were not measured (titanlab plan --measure)"),
         ({"device": "Strange 9000"}, "cluster.device=Strange 9000: nothing is known of its speed"),
-        ({"device": None}, "cluster.device=None: an estimate needs a device"),
+        ({"device": None}, "cluster.device=null: an estimate needs a device"),
+        ({"device": "A\nB"}, "cluster.device=A B: nothing is known of its speed"),
         ({"efficiencies": {"product": 7.0}}, "cluster.efficiencies.product=7.0: must lie between 0.01 and 1"),
     ],
 )

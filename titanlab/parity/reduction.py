@@ -110,7 +110,7 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         made = resolve(made, world=None, accelerator="cpu", device="cpu")
         check(made)
     except ConfigError as error:
-        rule = f"cannot be reduced to {layout.label}: {error.key}={error.value} {error.rule}"
+        rule = f"cannot be reduced to {layout.label}: {error.problem}"
         raise ConfigError(
             "recipe", case.run, rule, "prove it in its own size: titanlab train, with few steps"
         ) from error

@@ -56,7 +56,7 @@ def estimate_or_reason(recipe: Recipe) -> Estimate | str:
     try:
         machine = machine_of(recipe)
     except ConfigError as error:
-        return f"{error.key}={error.value}: {error.rule}"
+        return error.problem
     reserved = reserved_bytes(recipe, machine, most_memory(recipe))
     whole = Sharding(key_of(recipe.model), key_of(recipe.precision), key_of(recipe.optimizer), 1, 1)
     saved = added(stored_pieces(whole).values())
