@@ -189,13 +189,16 @@ def test_an_attempt_that_cannot_be_begun_leaves_all_as_it_was(run, monkeypatch):
     assert (run.path / "status.json").read_text() == before
 
 
-def test_a_verb_says_it_in_a_line(monkeypatch, capsys):
-    def status(arguments):
+@pytest.mark.parametrize(("verb", "trains"), [("status", False), ("resume", True)])
+def test_a_verb_says_it_in_a_line(monkeypatch, capsys, verb, trains):
+    def verb_main(arguments):
         raise full("/runs/x")
 
-    monkeypatch.setattr("titanlab.cli.status.main", status)
-    assert main(["status"]) == 1
-    assert capsys.readouterr().err == f"error: {disk_fault(full('/runs/x'))}\n"
+    monkeypatch.setattr(f"titanlab.cli.{verb}.main", verb_main)
+    assert main([verb]) == 1
+    said = capsys.readouterr().err
+    assert said == f"error: {disk_fault(full('/runs/x'), ends_run=trains)}\n"
+    assert ("titanlab resume" in said) is trains
 
 
 def test_metrics_that_cannot_be_written_are_whole_rows_again_in_the_next_attempt(run):
