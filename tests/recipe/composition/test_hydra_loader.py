@@ -104,6 +104,16 @@ def test_a_changed_composition_reaches_no_other(kept):
     ]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra: such a file is deprecated.
+def test_a_file_that_hydra_merges_with_the_schema_of_its_name_is_kept_as_it_was_read(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "llama_schema.yaml").write_text("dim: 32\n")
+    configs = [nodes(whole("--config-dir", str(tmp_path))) for _ in range(3)]
+    assert configs[0] == configs[1] == configs[2]
+    (read,) = [result.config for key, result in hydra_loader.Repository._read.items() if str(tmp_path) in str(key)]
+    assert read == {"dim": 32}
+
+
 @pytest.fixture
 def folder(tmp_path):
     """`write(name, text)` into a folder of options, with another time than the file had."""

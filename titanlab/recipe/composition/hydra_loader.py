@@ -75,7 +75,8 @@ class Repository(CachingConfigRepository):
             return None, self.delegate.load_config(config_path)
         if key not in self._read:
             self._read[key] = self.delegate.load_config(config_path)
-        return key, self._read[key]
+        # Where a schema has the name of a file, Hydra puts the two merged in the place of the config.
+        return key, copy.copy(self._read[key])
 
 
 class _Copies:
