@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing
 from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.cluster.schema import Cluster
 from titanlab.compile.schema import Compile
+from titanlab.costs import meter
 from titanlab.costs.attention_order import order
 from titanlab.data.synthetic_schema import Synthetic
 from titanlab.distributed.ranks import joined
@@ -99,6 +101,8 @@ def attended(name, qkv, grad, *, compiled=False):
 @pytest.mark.parametrize("name", ["auto", "flash", "flash3", "cudnn", "efficient", "math", "flash_attn"])
 def test_every_kernel_gives_the_same_attention(name, kv_heads, compiled):
     needs(name)
+    # One function is compiled for few kernels.
+    torch._dynamo.reset()
     torch.manual_seed(0)
     shapes = [(2, 256, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
     *qkv, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
@@ -106,6 +110,16 @@ def test_every_kernel_gives_the_same_attention(name, kv_heads, compiled):
     expected = attended("math", [x.double() for x in qkv], grad.double())
     for mine, exact in zip(found, expected, strict=True):
         assert (mine.double() - exact).norm() / exact.norm() < 2**-6, name
+
+
+def test_the_layout_of_the_gradient_changes_nothing_for_cudnn():
+    # Its kernels of a shape are kept, and were used again for gradients of another layout.
+    torch.manual_seed(0)
+    *qkv, grad = (torch.randn(2, 128, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 4, 4, 4))
+    by_token = attended("cudnn", qkv, grad)
+    by_head = attended("cudnn", qkv, grad.transpose(1, 2).contiguous().transpose(1, 2))
+    for one, other in zip(by_token, by_head, strict=True):
+        assert (one.double() - other.double()).norm() < 2**-6 * one.double().norm()
 
 
 def kernels_of(name, dtype):
@@ -158,6 +172,16 @@ def test_recorded_graphs_train_as_eager_blocks(tmp_path, microbatch, ac):
     assert counters["cudagraph_skips"] == 0
     # fp32, but for the order of sums.
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_steps_before_and_after_a_pause_last_as_long_as_others(tmp_path):
+    made = tiny.recipe(tmp_path, steps=16, validate_every=4, log_every=1)
+    made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+    run = tiny.begin(made)
+    assert tiny.as_rank(made, run).kind is OutcomeKind.DONE
+    seconds = [row[meter.STEP_SECONDS] for row in run.metrics("train")][4:]
+    # The last two steps before a pause are read at once.
+    assert min(seconds) > statistics.median(seconds) / 4
 
 
 def test_the_update_waits_for_nothing_on_the_device(tmp_path):

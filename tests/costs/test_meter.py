@@ -98,6 +98,36 @@ def test_pauses_belong_to_no_step_wherever_they_fall():
     assert meter.summary()[names.TRAIN_SECONDS] == 5.0
 
 
+def test_a_step_that_is_read_late_lasts_as_long_as_it_took():
+    clock = Clock()
+    meter = metered(clock)
+    begun = clock()
+    loads = (0.5, 0.25, 0.125)
+    for seconds in loads[:2]:
+        with meter.loading_data():
+            clock.run(seconds)
+    clock.run(2.0)
+    # The first one is read while the second one is computed; the third one has begun when both are read.
+    assert meter.end_step(tokens=10, at=begun + 1.0) == 1.0
+    with meter.loading_data():
+        clock.run(loads[2])
+    assert meter.end_step(tokens=10, at=begun + 2.5) == 1.5
+    assert meter.end_step(tokens=10, at=begun + 4.5) == 2.0
+    assert [meter._data_seconds[step] for step in range(3)] == list(loads)
+
+
+def test_batches_of_steps_that_were_given_up_count_in_none():
+    clock = Clock()
+    meter = metered(clock)
+    with meter.loading_data():
+        clock.run(8.0)
+    meter.forget_batches()
+    with meter.loading_data():
+        clock.run(1.0)
+    meter.end_step(tokens=1)
+    assert meter.window().data_seconds == 1.0
+
+
 def test_what_happens_once_is_no_pause_to_come():
     clock = Clock()
     meter = metered(clock)

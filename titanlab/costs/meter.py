@@ -1,8 +1,8 @@
 """Measurement of a run: seconds, tokens, FLOPs; it uses a clock and no device.
 
 A step lasts from the end of the previous step to its own end, without the time inside `paused`
-(validation, checkpoints). On an accelerator call `end_step` after an operation that waits for the
-device, such as reading the step's flags; otherwise queued work counts in a later step.
+(validation, checkpoints). An accelerator computes while the host already sends the next step, and its results are read
+later: pass `end_step` the time at which the device has ended the step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import statistics
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,8 @@ class Meter:
         # Pauses that do not recur, so that the estimate of the remaining time excludes them.
         self._once_total = 0.0
         self._step_paused = 0.0
-        self._step_data = 0.0
+        # Of steps that have not ended: with a step that is sent before the last one ends there are two.
+        self._loaded: deque[float] = deque()
         self._depth = 0
         self._mark: float | None = None
 
@@ -151,18 +153,19 @@ class Meter:
     def begin(self) -> None:
         """Start the first step."""
         self._mark = self._clock()
-        self._step_paused = self._step_data = 0.0
+        self._step_paused = 0.0
+        self._loaded.clear()
 
     @contextlib.contextmanager
     def loading_data(self) -> Iterator[None]:
-        """Time inside the block is waiting for data, a part of the step."""
+        """Time inside the block is waiting for data, a part of the step; once a step if steps end late."""
         start = self._clock()
         try:
             yield
         finally:
             # Batches for validation, inside `paused`, are not part of a step.
             if self._depth == 0:
-                self._step_data += self._clock() - start
+                self._loaded.append(self._clock() - start)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -183,22 +186,35 @@ class Meter:
         self._step_paused += seconds
         self._once_total += seconds
 
-    def end_step(self, tokens: int) -> float:
+    def forget_batches(self) -> None:
+        """Forget the batches of steps that will not end: the run goes back to an earlier step."""
+        self._loaded.clear()
+
+    def end_step(self, tokens: int, *, at: float | None = None) -> float:
         """End a step over `tokens` tokens, of all devices; return its seconds.
+
+        Args:
+            at: when the step has ended, by the meter's clock; None: now.
 
         Raises:
             RuntimeError: `begin` was not called.
         """
         if self._mark is None:
             raise RuntimeError("Meter.end_step before Meter.begin")
-        now = self._clock()
-        seconds = max(0.0, now - self._mark - self._step_paused)
-        self._mark = now
+        end = self._clock() if at is None else at
+        seconds = max(0.0, end - self._mark - self._step_paused)
+        self._mark = end
         self._seconds.append(seconds)
-        self._data_seconds.append(self._step_data)
+        data = 0.0
+        while self._loaded:
+            data += self._loaded.popleft()
+            if at is not None:
+                # The others are those of steps that the device still computes.
+                break
+        self._data_seconds.append(data)
         self._tokens.append(tokens)
         self._tokens_seen += tokens
-        self._step_paused = self._step_data = 0.0
+        self._step_paused = 0.0
         return seconds
 
     def window(self) -> Speed:

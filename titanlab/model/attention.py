@@ -96,7 +96,10 @@ class InnerAttention(nn.Module):
             # Only this kernel does not support shared key/value heads (torch's sdp_utils.cpp).
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with sdpa_kernel(list(backends), set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **mask)
+            output = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **mask)
+        if SDPBackend.CUDNN_ATTENTION in backends:
+            return _GradientByToken.apply(output)  # type: ignore[no-any-return, no-untyped-call]
+        return output
 
     def _chosen(self, q: Tensor) -> Sequence[SDPBackend]:
         for backends, dtype, head_dim, longest in self._measured:
@@ -106,6 +109,28 @@ class InnerAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return self.kernel
+
+
+class _GradientByToken(torch.autograd.Function):
+    """The same values, whose gradient [batch, heads, seq, head_dim] lies in memory as [batch, seq, heads, head_dim].
+
+    torch keeps the kernels of cuDNN by shapes and by strides of q, k and v. Kernels that were made for a gradient of
+    one layout are used again for another one, and compute other gradients, without an error: seen with torch 2.11 on an
+    H200, where a function ran eager and then compiled. The gradient of a model's attention comes in this layout from
+    the projection behind it, so that nothing is copied.
+    """
+
+    @staticmethod
+    def forward(output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class _Measured(NamedTuple):

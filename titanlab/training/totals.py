@@ -109,9 +109,14 @@ class Reduction:
         self._values = torch.cat(values if counts is None else [*values, counts])
         if device.type == "cuda":
             self._values = self._values.to("cpu", non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event(enable_timing=True)
             self._arrived.record()
         self._exact = device.type == "cpu"
+
+    @property
+    def arrived(self) -> torch.cuda.Event | None:
+        """Of a GPU, when the totals are on the host; None: they are computed there."""
+        return None if self._exact else self._arrived
 
     def gradient_factor(self, max_norm: float | None) -> torch.Tensor | None:
         """The factor for the gradients: correction for ignored labels and the loss scale, and clipping.

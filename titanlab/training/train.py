@@ -41,6 +41,7 @@ from titanlab.training.profiling import named_before_steps, named_consumers, pro
 from titanlab.training.recording.logging_recorder import open_recorder
 from titanlab.training.saves import Saves
 from titanlab.training.start import load_start
+from titanlab.training.step_ends import StepEnd, StepEnds
 from titanlab.training.totals import Reduction, Totals
 from titanlab.training.validation import validate
 
@@ -172,9 +173,10 @@ def train(
             while len(waiting) > lag:
                 known_step, known_rate, reduction = waiting.pop(0)
                 totals = reduction.read()
+                end = StepEnd(step_ends.after(reduction.arrived), next_runs=len(waiting) > 0)
                 position = replace(position, step=known_step, tokens=position.tokens + totals.tokens)
                 observer.after_step(known_step, totals)
-                recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens)
+                recorder.record(known_step, totals, rate=known_rate, tokens_seen=position.tokens, end=end)
                 if (started := start_up.end()) is not None:
                     recorder.started(started)
                 saves.learn(totals)
@@ -192,6 +194,7 @@ def train(
         rollbacks = Rollbacks(recipe.training, run, world, warn=recorder.warn)
         stack.enter_context(_no_automatic_collection())
         model.train()
+        step_ends = StepEnds(world.device)
         recorder.start()
         start_up.begin("first_step")
         step = first_step = position.step

@@ -16,6 +16,7 @@ from titanlab.terminal import phase
 from titanlab.training.memory import memory
 from titanlab.training.recording.logging_recorder import LoggingRecorder, open_recorder
 from titanlab.training.recording.recorder import Recorder
+from titanlab.training.step_ends import StepEnd
 from titanlab.training.totals import Totals
 
 CPU = torch.device("cpu")
@@ -76,6 +77,20 @@ def test_in_a_pipe_the_first_step_of_a_resumed_run_is_over_after_it(tmp_path, ca
         time.sleep(1.6)
         recorder.finish(Outcome(kind=OutcomeKind.DONE, step=61, steps=100))
     assert "step 61 …" not in capsys.readouterr().out
+
+
+def test_logging_beside_the_next_step_takes_nothing_from_it(tmp_path, capsys):
+    made = tiny.recipe(tmp_path, steps=2, log_every=1)
+    run = tiny.begin(made)
+    with open_recorder(made, run, ALONE, attempt=1, position=Position()) as recorder:
+        recorder.start()
+        begun = time.perf_counter()
+        for step, at, next_runs in ((1, 1.0, True), (2, 3.0, False)):
+            end = StepEnd(begun + at, next_runs=next_runs)
+            recorder.record(step, Totals(4.0, 1.0, 100, 0), rate=1e-3, tokens_seen=100 * step, end=end)
+    _, second = run.metrics("train")
+    assert second[meter.STEP_SECONDS] == pytest.approx(2.0, abs=1e-9)
+    capsys.readouterr()
 
 
 def test_an_error_closes_the_record_and_goes_on(tmp_path, capsys):

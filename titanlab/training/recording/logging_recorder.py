@@ -39,6 +39,7 @@ from titanlab.training.recording import facts
 from titanlab.training.recording.held_rows import HeldRows
 from titanlab.training.recording.recorder import Recorder
 from titanlab.training.recording.tracked_run import tracked_run
+from titanlab.training.step_ends import NOW, StepEnd
 from titanlab.training.totals import Totals
 
 _STATUS_SECONDS = 1.0
@@ -122,6 +123,7 @@ class LoggingRecorder(Recorder):
 
     def go_back(self, step: int) -> None:
         self._step = step
+        self._meter.forget_batches()
         self._experts.go_back()
         if self._held is not None:
             self._held.go_back(step)
@@ -151,9 +153,9 @@ class LoggingRecorder(Recorder):
             yield report
             self._watch.after_validation(step)
 
-    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
+    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int, end: StepEnd = NOW) -> None:
         self._meter.leave_out(self._watch.after_step(step, first=self._meter.steps == 0))
-        seconds = self._meter.end_step(totals.tokens)
+        seconds = self._meter.end_step(totals.tokens, at=end.at)
         self._step = step
         if totals.load is not None:
             self._experts.after_step(step, totals.load)
@@ -169,7 +171,8 @@ class LoggingRecorder(Recorder):
                 mfu, memory_gib = self._shown.mfu_percent, self._shown.memory_gib
                 self._console.step(replace(progress, mfu_percent=mfu, memory_gib=memory_gib))
             return
-        with self._meter.paused():
+        # While the device computes the next step, logging does not stop it.
+        with contextlib.nullcontext() if end.next_runs else self._meter.paused():
             self._log(step, totals, rate=rate, tokens_seen=tokens_seen)
 
     def _log(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:

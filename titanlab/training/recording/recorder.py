@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 
 from titanlab.distributed.mesh import Mesh
 from titanlab.records.outcome import Outcome
+from titanlab.training.step_ends import NOW, StepEnd
 from titanlab.training.totals import Totals
 
 
@@ -50,8 +51,8 @@ class Recorder:
         """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
         return contextlib.nullcontext(lambda loss: None)
 
-    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
-        """Record a step's totals."""
+    def record(self, step: int, totals: Totals, *, rate: float, tokens_seen: int, end: StepEnd = NOW) -> None:
+        """Record a step's totals; `end`: when it has ended."""
 
     def finish(self, outcome: Outcome) -> Outcome:
         """Record the end of the run; return the outcome with its metrics."""
