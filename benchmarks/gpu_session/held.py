@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from gpu_session.prediction import Facts, composed
 from titanlab.distributed.mesh import build_mesh
@@ -29,7 +30,9 @@ from titanlab.training.assemble import Assembled, assemble
 from titanlab.training.batch import StepBatch
 from titanlab.training.totals import Reduction
 
-_KERNELS = 25
+_KERNELS = 40
+# The profiler's own time, by CUPTI's name for it.
+_OVERHEAD = "Command Buffer Full"
 
 
 class Held:
@@ -172,8 +175,13 @@ def _kernels(steps: _Steps, *, on_gpu: bool) -> dict[str, Any]:
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         steps.one()
-    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    costs = {each.key: (getattr(each, name) / 1e6, each.count) for each in profile.key_averages()}
+    averages = profile.key_averages()
+    if on_gpu:
+        # Operators and ranges have the time of their kernels once more.
+        kernels = [each for each in averages if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
+        costs = {each.key: (each.self_device_time_total / 1e6, each.count) for each in kernels if each.key != _OVERHEAD}
+    else:
+        costs = {each.key: (each.self_cpu_time_total / 1e6, each.count) for each in averages}
     most = sorted(costs, key=lambda key: -costs[key][0])[:_KERNELS]
     return {
         "seconds": sum(seconds for seconds, _ in costs.values()),

@@ -123,3 +123,21 @@ def test_an_order_of_kernels_is_no_graph_break(monkeypatch, backend):
     compiled(q, k, v).sum().backward()
     # What was asked for holds inside only.
     assert torch._C._get_sdp_priority_order() == before
+
+
+@pytest.mark.parametrize(("name", "copies"), [("cudnn", True), ("auto", True), ("flash", False)])
+def test_cudnn_gets_gradients_of_one_layout(asked, monkeypatch, name, copies):
+    q, k, v = inputs(torch.bfloat16)
+    strides = []
+
+    def computed(q, k, v, **_):
+        output = q.clone()
+        output.register_hook(lambda gradient: strides.append(gradient.stride()))
+        return output
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", computed)
+    by_head = torch.randn(2, 4, 8, 16, dtype=torch.bfloat16)
+    output = prepared(monkeypatch, name, (9, 0))(q, k, v)
+    (gradient,) = torch.autograd.grad(output, q, by_head)
+    assert torch.equal(gradient, by_head)
+    assert strides == [q.stride() if copies else by_head.stride()]

@@ -1,5 +1,7 @@
 """The table of kernels: those of CUDA by their operators' own signatures, since they need no GPU for shapes."""
 
+import types
+
 import pytest
 import torch
 
@@ -33,6 +35,22 @@ def test_operators_take_and_give_what_the_table_says(kernel, dtype, causal):
     lse = torch.empty(3, 80, 4, device="meta")[:, 40:].transpose(1, 2)
     gradients = kernel.backward(out, q, k, v, out, lse, causal=causal)
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, dtype) for x in (q, k, v)]
+
+
+def test_cudnn_gets_outputs_and_gradients_of_one_layout(monkeypatch):
+    # Slices of a longer sequence, and a gradient whose heads lie apart.
+    q, k, v = tensors(torch.bfloat16, "cpu", rows=24)
+    out = torch.randn(3, 48, 4, 32, dtype=torch.bfloat16)[:, 24:].transpose(1, 2)
+    grad = torch.randn(3, 4, 24, 32, dtype=torch.bfloat16)
+    given = []
+    operator = types.SimpleNamespace(default=lambda *arguments: given.append(arguments) or (q, k, v))
+    stand_in = types.SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=operator)
+    monkeypatch.setattr(attention_kernels, "aten", stand_in)
+    Cudnn().backward(grad, q, k, v, out, torch.randn(3, 4, 24), causal=False)
+    given_grad, _, _, _, given_out, *_ = given[0]
+    for mine, expected in ((given_grad, grad), (given_out, out)):
+        assert torch.equal(mine, expected)
+        assert mine.stride() == q.stride()
 
 
 def test_repeated_heads_and_their_gradients_are_those_of_shared_ones():

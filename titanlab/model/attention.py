@@ -114,10 +114,10 @@ class InnerAttention(nn.Module):
 class _GradientByToken(torch.autograd.Function):
     """The same values, whose gradient [batch, heads, seq, head_dim] lies in memory as [batch, seq, heads, head_dim].
 
-    torch keeps the kernels of cuDNN by shapes and by strides of q, k and v. Kernels that were made for a gradient of
-    one layout are used again for another one, and compute other gradients, without an error: seen with torch 2.11 on an
-    H200, where a function ran eager and then compiled. The gradient of a model's attention comes in this layout from
-    the projection behind it, so that nothing is copied.
+    torch keeps the backward kernels of cuDNN by shapes and by strides of q, k and v. Kernels that were made for a
+    gradient of one layout are used for other layouts too, and compute wrong gradients without an error: seen with torch
+    2.11 and cuDNN 9.19 on an H200, where a function ran eager and then compiled. The gradient of a model's attention
+    comes in this layout from the projection behind it, so that nothing is copied.
     """
 
     @staticmethod
@@ -130,7 +130,12 @@ class _GradientByToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.transpose(1, 2).contiguous().transpose(1, 2)
+        return by_token(grad)
+
+
+def by_token(tensor: Tensor) -> Tensor:
+    """The values of [batch, heads, seq, head_dim], which lie in memory as [batch, seq, heads, head_dim]."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class _Measured(NamedTuple):

@@ -23,6 +23,7 @@ from torch.backends.cuda import (
 )
 
 from titanlab.costs.attention_order import FLASH3, order
+from titanlab.model.attention import by_token
 from titanlab.model.documents.tiles import document_attention, document_attention_backward, tiling
 from titanlab.model.kernels.flash3 import choose_flash
 
@@ -133,6 +134,8 @@ class Cudnn(ByDocument):
         op = aten._scaled_dot_product_cudnn_attention_backward.default
         rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
         lse = lse.contiguous().unsqueeze(-1)
+        # torch keeps kernels by the strides of q, k and v, and uses them for every layout of the other two.
+        grad, out = by_token(grad), by_token(out)
         dq, dk, dv = op(grad, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal)
         return dq, dk, dv
 
