@@ -1,6 +1,7 @@
 """Float8: which modules change and into what, with which scales they multiply, and what a checkpoint has of them."""
 
 import dataclasses
+import importlib
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ from titanlab.model import llama_account
 from titanlab.model.mixture_of_experts import ExpertLinear
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.options import schema_of
+from titanlab.parallelism.chunked_loss import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.parallelism.tensor import TensorParallel
 from titanlab.parity import parity
@@ -170,6 +172,40 @@ def test_the_product_is_float8s_and_not_the_plain_one(kind):
     if kind is Float8Tensorwise:
         cast = [_cast(each.float(), each.float().abs().max()) for each in (inputs, layer.weight)]
         assert torch.equal(output, (cast[0] @ cast[1].t()).bfloat16())
+
+
+@pytest.mark.parametrize("kind", RECIPES[:3])
+def test_a_weight_that_is_multiplied_several_times_is_cast_once(kind, monkeypatch):
+    layer = _layer(kind())
+    product = product_of(layer)
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 8, 64).bfloat16().requires_grad_()
+    labels = torch.randint(0, 64, (3, 8))
+    casts = []
+    scaling = importlib.import_module("torchao.float8.float8_scaling_utils")
+    plain = scaling.hp_tensor_to_float8_dynamic
+
+    def counted(tensor, *given, gemm_input_role, **named):
+        casts.append(gemm_input_role.name)
+        return plain(tensor, *given, gemm_input_role=gemm_input_role, **named)
+
+    monkeypatch.setattr(scaling, "hp_tensor_to_float8_dynamic", counted)
+    monkeypatch.setattr("torchao.float8.float8_linear.hp_tensor_to_float8_dynamic", counted)
+
+    def trained(product):
+        casts.clear()
+        layer.product = product
+        layer.forward = type(layer).forward.__get__(layer)
+        loss = ChunkedLoss(layer, tokens=4, scale=1.0)(lambda: layer(hidden), labels)
+        return loss, *torch.autograd.grad(loss, (hidden, layer.weight)), casts.count("WEIGHT")
+
+    *each_chunk, several = trained(dataclasses.replace(product, for_forward=lambda w: w, for_inputs=lambda w: w))
+    *once, one = trained(product)
+    assert all(map(torch.equal, once, each_chunk))
+    # Of 6 chunks; one recipe computes the gradient of the inputs with the weight as the forward pass has it.
+    assert one == several / 6
+    factor = product.for_inputs(layer.weight.detach())
+    assert factor._data.stride() == (1, 64)
 
 
 @pytest.mark.parametrize("kind", RECIPES)

@@ -167,26 +167,29 @@ class _Work:
     ) -> Tensor:
         """The loss of all chunks; with `gradients`, those too."""
         weight, total = local_part(weight), torch.zeros((), dtype=torch.float32, device=tokens.device)
+        # Cast once, not for each chunk.
+        factors = self.product.for_forward(weight), None if gradients is None else self.product.for_inputs(weight)
         for start in range(0, tokens.shape[0], self.tokens):
             rows, chunk_labels = tokens[start : start + self.tokens], labels[start : start + self.tokens]
             missing = self.tokens - rows.shape[0]
             if self.pads and missing:
                 rows, chunk_labels = F.pad(rows, (0, 0, 0, missing)), F.pad(chunk_labels, (0, missing), value=IGNORE)
             # No variable keeps the logits of a chunk until the next one.
-            total += self._chunk(rows, weight, bias, chunk_labels, start, gradients)
+            total += self._chunk(rows, *factors, bias, chunk_labels, start, gradients)
         return total
 
     def _chunk(
         self,
         rows: Tensor,
-        weight: Tensor,
+        forward_weight: Tensor,
+        inputs_weight: Tensor | None,
         bias: Tensor | None,
         labels: Tensor,
         start: int,
         gradients: _Gradients | None,
     ) -> Tensor:
         """The loss of a chunk that begins at token `start`; its gradients are added."""
-        logits = self.product.forward(rows, weight, bias)
+        logits = self.product.forward(rows, forward_weight, bias)
         first, group = self.columns
         statistics = self.statistics(logits, labels, first)
         if group is not None:
@@ -195,10 +198,10 @@ class _Work:
             gathered = gathered.unflatten(0, (-1, 2))
             statistics = torch.stack([gathered[:, 0].logsumexp(dim=0), gathered[:, 1].sum(dim=0)])
         valid = labels != IGNORE
-        if gradients is not None:
+        if gradients is not None and inputs_weight is not None:
             slope = self.slope(logits, statistics[0], labels, first, valid * self.scale)
             del logits
-            gradients.add(self.product, start, rows, weight, slope)
+            gradients.add(self.product, start, rows, inputs_weight, slope)
         return (statistics[0] - statistics[1]).where(valid, 0.0).sum()
 
 

@@ -163,6 +163,25 @@ def float8_product(multiplication: Any, config: Any) -> Product:
         right = cast(rows(inputs), config.cast_config_input_for_grad_weight, roles.INPUT, 0)
         return torch.mm(left.t(), right)
 
+    def for_forward(weight: Tensor) -> Tensor:
+        return cast(weight.t(), config.cast_config_weight, roles.WEIGHT, 0).t()
+
+    def for_inputs(weight: Any) -> Tensor:
+        factor: Any = cast(weight.t(), config.cast_config_weight_for_grad_input, roles.WEIGHT, -1).t()
+        if not is_cast(factor):
+            return weight  # type: ignore[no-any-return]
+        # The kernels want the right factor by columns; torchao would copy it at each product.
+        data = factor._data.t().contiguous().t()
+        by_columns: Tensor = tensor_class(
+            data,
+            factor._scale,
+            factor._orig_dtype,
+            factor._linear_mm_config,
+            factor._gemm_input_role,
+            factor._axiswise_dim,
+        )
+        return by_columns
+
     @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
     def join_cast(*weights: Any) -> Tensor:
         # torchao's own concatenation wants one object as the scale of all.
@@ -176,7 +195,7 @@ def float8_product(multiplication: Any, config: Any) -> Product:
     def join(weights: Sequence[Tensor]) -> Tensor:
         return join_cast(*weights) if is_cast(weights[0]) else torch.cat(list(weights))
 
-    return Product(forward, of_inputs, of_weight, join)
+    return Product(forward, of_inputs, of_weight, for_forward, for_inputs, join)
 
 
 def _layers(model: nn.Module) -> list[Any]:

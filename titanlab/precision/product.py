@@ -27,12 +27,16 @@ class Product:
         forward: (inputs [..., in], weight [out, in], bias or None) → [..., out]; differentiable by autograd.
         of_inputs: (gradient [..., out], weight) → gradient of the inputs.
         of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight.
+        for_forward, for_inputs: weight → what `forward` or `of_inputs` makes of it at each call, and takes in its
+            place: a caller that multiplies the weight several times casts it once.
         join: (weights [out, in] of several layers) → one weight with the rows of all.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     of_inputs: Callable[[Tensor, Tensor], Tensor]
     of_weight: Callable[[Tensor, Tensor], Tensor]
+    for_forward: Callable[[Tensor], Tensor] = lambda weight: weight
+    for_inputs: Callable[[Tensor], Tensor] = lambda weight: weight
     join: Callable[[Sequence[Tensor]], Tensor] = lambda weights: torch.cat(list(weights))
 
 
