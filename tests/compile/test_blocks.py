@@ -7,6 +7,7 @@ gradient's own size: they have a bar of their own there.
 """
 
 import os
+import warnings
 from collections import Counter
 from unittest.mock import patch
 
@@ -18,6 +19,8 @@ from tests import tiny
 from titanlab.ac.block_schema import FullCheckpointing, SelectiveLayer
 from titanlab.ac.memory_budget_schema import MemoryBudget
 from titanlab.ac.selective_op_schema import SelectiveOp
+from titanlab.compile.blocks import TorchCompiler
+from titanlab.compile.schema import Compile
 from titanlab.distributed.ranks import ALONE, joined
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
@@ -173,3 +176,16 @@ def test_a_memory_budget_holds_for_blocks_only(pool, tmp_path):
     given = {"ac": MemoryBudget(budget=0.25), "blocks": True, "loss": True, "backend": "aot_eager_decomp_partition"}
     made = tiny.recipe(tmp_path, steps=2, **given)
     assert pool.run(1, settings_while_compiling, made, tiny.begin(made)) == [([0.25, 1.0], 1.0)]
+
+
+def test_advice_that_nobody_can_follow_is_not_shown():
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        TorchCompiler(Compile(loss=True, backend="eager")).compile_loss(lambda logits: logits)
+        for text in (
+            "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.",
+            "\nOnline softmax is disabled on the fly since Inductor decides to\nsplit the reduction.",
+            "Something else.",
+        ):
+            warnings.warn(text, stacklevel=1)
+    assert [str(each.message) for each in shown] == ["Something else."]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,10 @@ from titanlab.compile import async_tensor
 from titanlab.compile.contract import F
 from titanlab.compile.generator_state import put_states_before_objects
 from titanlab.compile.schema import Compile
+
+# What inductor advises on a GPU, at each compilation, and what nobody can follow here: float32 stays float32, so that
+# layouts can be compared, and how inductor computes a softmax is its own choice.
+_ADVICE = ("TensorFloat32 tensor cores for float32", r"\s*Online softmax is disabled on the fly")
 
 
 class TorchCompiler:
@@ -62,6 +67,8 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     import torch._dynamo
 
     put_states_before_objects()
+    for advice in _ADVICE:
+        warnings.filterwarnings("ignore", message=advice, category=UserWarning)
     # Otherwise torch would try the compilations for an earlier model of this process first, and count them against its
     # limit of compilations of a function.
     torch._dynamo.reset_code(getattr(function, "__func__", function).__code__)
