@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -9,6 +10,7 @@ import pytest
 from tests.sweep.conftest import quiet
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.errors import ConfigError
+from titanlab.launch.local_schema import Local
 from titanlab.launch.slurm_schema import Slurm
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.sweep.reconcile import reconcile
@@ -317,3 +319,15 @@ def test_what_no_node_can_run_is_refused_although_slurm_lists_it(slurm, tmp_path
         assert actions(decide(wanted)) == ["submit"] * 2
     slurm.set()
     assert [job for job, _, _ in submit(wanted, quiet).jobs] == ["103"]
+
+
+@pytest.mark.parametrize("launch", [Local(), SLURM])
+def test_without_submitit_nothing_is_submitted_and_a_plan_is_still_made(slurm, tmp_path, monkeypatch, launch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "submitit" else real(name))
+    wanted = study(tmp_path / "runs", seeds(2), launch=launch)
+    told = f"launch={launch.kind}: needs submitit to start jobs, which is not installed; pip install submitit"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        submit(wanted, quiet)
+    assert not (tmp_path / "runs" / "layouts").exists()
+    assert actions(decide(wanted)) == ["submit", "submit"]

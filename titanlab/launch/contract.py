@@ -278,6 +278,13 @@ class Launcher(Protocol):
         """The scheduler's message about a job that it killed because of its memory; None if there is none."""
         return None
 
+    def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
+        """Why a job failed before its run began, in one line, as far as it is known; None if it is not.
+
+        It is asked only about jobs that have ended and have begun no attempt.
+        """
+        return None
+
     # In a process of a job
 
     def place_in(self, environ: Mapping[str, str]) -> Place:

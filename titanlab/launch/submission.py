@@ -7,6 +7,7 @@ that reads one without a job number asks the queue for the token: no job is subm
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from titanlab.errors import ConfigError
 from titanlab.launch.shape import Shape, shape_from
 from titanlab.records.claim import claimed
 from titanlab.records.json_file import read_optional
@@ -93,6 +95,25 @@ class Submission:
     def environment(self, sweep: Path) -> dict[str, str]:
         """Variables with which Python imports the submitted code first, and does not search the current folder."""
         return {"PYTHONPATH": str(sweep / self.code), "PYTHONSAFEPATH": "1"}
+
+
+def has_submitit() -> bool:
+    """Whether submitit, with which jobs are started, is installed; it is not imported."""
+    return importlib.util.find_spec("submitit") is not None
+
+
+def check_submitit(launcher: str) -> None:
+    """Check that submitit is installed.
+
+    Args:
+        launcher: kind of the launcher that needs it.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not has_submitit():
+        rule = "needs submitit to start jobs, which is not installed"
+        raise ConfigError("launch", launcher, rule, "pip install submitit")
 
 
 def submissions(sweep: Path) -> list[Submission]:

@@ -11,6 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.contract import JobState
 from titanlab.launch.local.launcher import LocalLauncher
 from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
+from titanlab.launch.local.supervisor_start import LOG, note_start
 from titanlab.launch.local.wake import LOCK
 from titanlab.records.claim import claimed
 from titanlab.records.run_folder import RunFolder
@@ -71,6 +72,30 @@ def test_the_time_of_a_job_is_that_from_start_to_end(sweep):
     ended = LocalJob(state="ended", pid=1, born=0, started=100.0, ended=107.5)
     assert state(sweep, ended) == JobState(state="ended", raw="ended", elapsed_seconds=7.5, nodes=(HERE,), job_id="aa")
     assert state(sweep, replace(ended, started=None)).elapsed_seconds is None
+    assert state(sweep, LocalJob(state="cancelled", ended=1.0)).never_started
+    assert not state(sweep, ended).never_started
+
+
+def test_a_job_that_waits_says_why_there_is_no_supervisor(sweep):
+    (sweep / "jobs").mkdir()
+    note_start(sweep, [local("one")], pid=None, in_vain=0, log=0)
+    (sweep / "jobs" / LOG).write_text("ImportError: no x\n")
+    said = "its supervisor has ended: ImportError: no x"
+    assert state(sweep, None).reason == state(sweep, LocalJob(state="starting")).reason == said
+    assert state(sweep, LocalJob(state="ended", started=1.0)).reason is None
+    with claimed(sweep, "sweep", file=LOCK):
+        assert state(sweep, None).reason is None
+
+
+def test_a_job_failed_early_for_the_reason_that_is_recorded_or_printed(sweep):
+    made = local("one", "two")
+    assert LAUNCHER.early_end(sweep, made, 1) is None
+    for index in (0, 1):
+        (sweep / "jobs" / f"aa_{index}").mkdir(parents=True)
+        (sweep / "jobs" / f"aa_{index}" / "77_0_log.err").write_text(f"ImportError: of job {index}\n")
+    assert LAUNCHER.early_end(sweep, made, 1) == "ended before the run began: ImportError: of job 1"
+    write_local_job(sweep, "aa", 1, LocalJob(state="ended", cause="could not be started: no x"))
+    assert LAUNCHER.early_end(sweep, made, 1) == "could not be started: no x"
 
 
 def test_a_number_of_a_process_that_was_born_later_is_another_process(sweep):

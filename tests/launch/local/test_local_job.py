@@ -24,7 +24,7 @@ QUIET = run_with()
 
 
 def test_what_is_written_is_read(tmp_path):
-    job = LocalJob(state="running", pid=12, born=34, host="h", started=1.5, devices=("0", "GPU-1"))
+    job = LocalJob(state="running", pid=12, born=34, host="h", started=1.5, devices=("0", "GPU-1"), cause="no x")
     write_local_job(tmp_path, "token", 3, job)
     assert local_job(tmp_path, "token", 3) == job
     assert local_job(tmp_path, "token", 4) is None
@@ -58,6 +58,7 @@ def test_a_record_of_another_version_is_read_as_far_as_it_goes(tmp_path):
         '{"state": "running", "devices": "01"}',
         '{"state": "running", "devices": [0]}',
         '{"state": "running", "host": 7}',
+        '{"state": "ended", "cause": 7}',
     ],
 )
 def test_a_damaged_record_is_none(tmp_path, content):

@@ -1,8 +1,11 @@
+import contextlib
 import dataclasses
+import errno
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +16,8 @@ from tests.until import until
 from titanlab.distributed.host import Host, cores
 from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
 from titanlab.launch.local.supervisor import Supervisor, _Job, _Running, visible_devices
-from titanlab.launch.local.wake import LOCK, LOG, has_work, wake
+from titanlab.launch.local.supervisor_start import LOG
+from titanlab.launch.local.wake import LOCK, has_work, wake
 from titanlab.launch.local_schema import Local
 from titanlab.launch.shape import Shape
 from titanlab.launch.submission import Submission, jobs_folder, write_submission
@@ -177,6 +181,78 @@ def planned(folder, sizes, *, at_once=None, gpus=False):
         write_submission(folder.path, each)
         jobs.append(_Job(submission=each, index=0))
     return jobs
+
+
+def begun(folder, jobs):
+    """The supervisor of these jobs after it has read them; their runs have folders."""
+    for job in jobs:
+        (folder.path / job.run).mkdir()
+    supervisor = Supervisor(folder.path, devices=[])
+    supervisor._read_submissions()
+    return supervisor
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ModuleNotFoundError("No module named 'submitit'"), "ModuleNotFoundError: No module named 'submitit'"),
+        (FileNotFoundError(2, "No such file or directory", "python"), "FileNotFoundError: [Errno 2] No such file"),
+    ],
+)
+def test_a_job_that_cannot_be_started_has_ended_and_the_others_are_tried(tmp_path, monkeypatch, error, cause):
+    folder = SweepFolder(tmp_path / "sweep")
+    jobs = planned(folder, [1, 1])
+    tried = []
+
+    def start(sweep, submission, *given, **more):
+        tried.append(submission.token)
+        raise error
+
+    monkeypatch.setattr("titanlab.launch.local.supervisor.start", start)
+    with contextlib.ExitStack() as lock:
+        begun(folder, jobs).run(lock)
+    assert tried == ["t0", "t1"]
+    for job in jobs:
+        record = local_job(folder.path, *job.key)
+        assert record.state == "ended"
+        assert record.cause.startswith(f"could not be started: {cause}")
+
+
+def test_a_full_disk_is_no_fault_of_the_job(tmp_path, monkeypatch):
+    folder = SweepFolder(tmp_path / "sweep")
+    (job,) = planned(folder, [1])
+    supervisor = begun(folder, [job])
+    waits = []
+
+    def start(*given, **more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("titanlab.launch.local.supervisor.start", start)
+    monkeypatch.setattr("titanlab.launch.local.supervisor.time.sleep", waits.append)
+    supervisor._start(job)
+    assert supervisor._waiting == [job]
+    assert (local_job(folder.path, *job.key).state, waits) == ("starting", [5.0])
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (1, "its controller ended with exit code 1; supervisor.log ends with: ImportError: no x"),
+        # The first ends with 0 whatever its ranks end with; somebody has killed the second.
+        (0, None),
+        (-9, None),
+    ],
+)
+def test_a_controller_that_failed_is_the_cause(tmp_path, code, cause):
+    folder = SweepFolder(tmp_path / "sweep")
+    (job,) = planned(folder, [1])
+    supervisor = begun(folder, [job])
+    (folder.path / "jobs").mkdir()
+    (folder.path / "jobs" / LOG).write_text("ImportError: no x\n2026-11-26 09:20:40  t0 is started\n")
+    ended = SimpleNamespace(poll=lambda: code, returncode=code)
+    supervisor._running[job.key] = _Running(job=job, record=LocalJob(state="running"), process=ended)
+    supervisor._collect()
+    assert (local_job(folder.path, *job.key).state, local_job(folder.path, *job.key).cause) == ("ended", cause)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Whether there is work for a sweep's supervisor, and with which code it starts."""
 
 import os
+import sys
 from dataclasses import replace
 
 import pytest
 
 from tests.launch.slurm.printed import submission
-from titanlab.launch.local.local_job import LocalJob, write_local_job
+from tests.until import until
+from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
+from titanlab.launch.local.supervisor_start import LOG, latest_start
 from titanlab.launch.local.wake import LOCK, has_work, local_submissions, python_environment, wake
 from titanlab.launch.submission import write_submission
 from titanlab.records.claim import claimed
@@ -54,6 +57,23 @@ def test_a_supervisor_that_runs_reads_new_submissions_itself(tmp_path):
     with claimed(tmp_path, "sweep", file=LOCK):
         assert not wake(tmp_path)
     assert not (tmp_path / "jobs").exists()
+
+
+def test_a_supervisor_that_cannot_start_is_started_three_times_and_then_its_jobs_have_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "deleted" / "python"))
+    write_submission(tmp_path, local())
+    starts = []
+    for _ in range(6):
+        starts.append(wake(tmp_path))
+        until(lambda: not latest_start(tmp_path).may_live)
+    assert starts == [True, True, True, False, False, False]
+    assert len((tmp_path / "jobs" / LOG).read_text().splitlines()) == 3
+    cause = local_job(tmp_path, "aa", 0).cause
+    assert "ended 3 times before it started a job" in cause
+    assert str(tmp_path / "deleted" / "python") in cause
+    # What is submitted later is tried again.
+    write_submission(tmp_path, local("bb", created=2.0))
+    assert wake(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,16 @@ def test_silence_is_what_sinfo_says(slurm):
     assert LAUNCHER.silence() == "sinfo says: nothing"
 
 
+def test_a_job_failed_early_for_what_its_tasks_have_printed(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "12_1_0_log.err").write_text(
+        "ImportError: no x\nsrun: error: n1: task 0: Exited with code 1\n"
+    )
+    (tmp_path / "jobs" / "12_11_0_log.err").write_text("of another job\n")
+    assert LAUNCHER.early_end(tmp_path, submission(), 1) == "ended before the run began: ImportError: no x"
+    assert LAUNCHER.early_end(tmp_path, submission(), 0) is None
+
+
 def test_the_word_about_memory_is_slurms(tmp_path):
     assert LAUNCHER.memory_word(tmp_path, submission(), 1) is None
     (tmp_path / "jobs").mkdir()

@@ -12,17 +12,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlab.distributed.ranks import Ranks, number
-from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, Place
+from titanlab.launch.contract import Failure, JobKey, JobState, LaunchConfig, Launcher, Place
+from titanlab.launch.early_end import early_end
 from titanlab.launch.local import ranks
 from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
+from titanlab.launch.local.supervisor_start import why_none
 from titanlab.launch.local.wake import KIND, LOCK, wake
-from titanlab.launch.submission import Submission
+from titanlab.launch.shape import Shape
+from titanlab.launch.submission import Submission, check_submitit, has_submitit, jobs_folder
 from titanlab.records.claim import is_claimed
 from titanlab.records.run_folder import RunFolder
 
 
 class LocalLauncher(Launcher):
     """Processes on this host."""
+
+    def is_here(self) -> bool:
+        """Whether submitit is installed."""
+        return has_submitit()
+
+    def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
+        """Check that submitit is installed."""
+        check_submitit(KIND)
 
     def submit(self, sweep: Path, submission: Submission) -> str:
         """Nothing to do: the submission's file is the queue, which the supervisor reads."""
@@ -34,8 +45,9 @@ class LocalLauncher(Launcher):
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
         """The state of every job, from the supervisor's records and the locks of live processes."""
+        lost = None if is_claimed(sweep, file=LOCK) else why_none(sweep)
         return {
-            (submission.token, index): _state(sweep, submission, index)
+            (submission.token, index): _state(sweep, submission, index, lost)
             for submission in submitted
             for index in range(len(submission.runs))
         }
@@ -46,6 +58,13 @@ class LocalLauncher(Launcher):
         """Signal jobs that run, and record jobs that wait as cancelled."""
         for submission, index in jobs:
             _cancel(sweep, submission, index, report)
+
+    def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
+        """Why the supervisor could not start the job, or the last line that its processes have printed."""
+        job = local_job(sweep, submission.token, index)
+        if job is not None and job.cause is not None:
+            return job.cause
+        return early_end((jobs_folder(sweep) / f"{submission.token}_{index}").glob("*_log.*"))
 
     def wake(self, sweep: Path) -> bool:
         """Start the supervisor."""
@@ -73,11 +92,18 @@ def _ranks(environ: Mapping[str, str]) -> Ranks:
     )
 
 
-def _state(sweep: Path, submission: Submission, index: int) -> JobState:
+def _state(sweep: Path, submission: Submission, index: int, lost: str | None) -> JobState:
+    """The state of a job.
+
+    Args:
+        lost: why there is no supervisor that could start it; None if there is one, or may be one soon.
+    """
     job, run = local_job(sweep, submission.token, index), RunFolder(sweep / submission.runs[index])
     is_claimed_run = run.is_claimed()
     if job is None:
-        return JobState(state="running" if is_claimed_run else "pending", job_id=submission.token)
+        if is_claimed_run:
+            return JobState(state="running", job_id=submission.token)
+        return JobState(state="pending", reason=lost, job_id=submission.token)
     elapsed = None if job.started is None else (job.ended or time.time()) - job.started
     if is_claimed_run or job.is_alive(run):
         state = "running"
@@ -90,7 +116,9 @@ def _state(sweep: Path, submission: Submission, index: int) -> JobState:
         state=state,
         raw=job.state,
         elapsed_seconds=elapsed,
-        nodes=(job.host,),
+        reason=lost if state == "pending" else None,
+        # A job that was cancelled while it waited has been on no host.
+        nodes=() if job.started is None else (job.host,),
         job_id=submission.job_id or submission.token,
     )
 

@@ -28,6 +28,7 @@ class LocalJob:
         host: name of the host that runs the job.
         started, ended: seconds since the epoch.
         devices: accelerators for this job alone.
+        cause: why it could not be started, in one line; None if it was, or if that is not known.
     """
 
     state: str
@@ -37,6 +38,7 @@ class LocalJob:
     started: float | None = None
     ended: float | None = None
     devices: tuple[str, ...] = ()
+    cause: str | None = None
 
     @property
     def is_here(self) -> bool:
@@ -74,6 +76,8 @@ def _is_sound(name: str, value: object) -> bool:
         return isinstance(value, str)
     if name == "devices":
         return isinstance(value, list) and all(isinstance(device, str) for device in value)
+    if name == "cause":
+        return value is None or isinstance(value, str)
     kinds = (int,) if name in ("pid", "born") else (int, float)
     return value is None or type(value) in kinds
 

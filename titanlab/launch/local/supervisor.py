@@ -22,11 +22,12 @@ from titanlab.distributed.stop import handled
 from titanlab.errors import ConfigError
 from titanlab.launch.local.job_start import controller_of, start
 from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
+from titanlab.launch.local.supervisor_start import LOG, last_error
 from titanlab.launch.local.wake import LOCK, local_submissions
 from titanlab.launch.shape import local_processes
 from titanlab.launch.submission import Submission, claim_sweep
 from titanlab.records.claim import claimed
-from titanlab.records.outcome import OutcomeKind
+from titanlab.records.outcome import OutcomeKind, first_line
 from titanlab.records.run_folder import RunFolder
 from titanlab.system.disk import disk_fault
 from titanlab.system.process_start import born_at
@@ -181,9 +182,19 @@ class Supervisor:
             if alive or run.is_claimed():
                 continue
             record = local_job(self._sweep, *key) or running.record
-            write_local_job(self._sweep, *key, replace(record, state="ended", ended=time.time()))
+            cause = self._controller_fault(process)
+            write_local_job(self._sweep, *key, replace(record, state="ended", ended=time.time(), cause=cause))
             del self._running[key]
             _say(f"{running.job.run} has ended")
+
+    def _controller_fault(self, process: subprocess.Popen[bytes] | None) -> str | None:
+        """Why a controller that has ended failed; None if it did not: it ends with 0 whatever its ranks end with."""
+        if process is None or not process.returncode or process.returncode < 0:
+            return None
+        fault = f"its controller ended with exit code {process.returncode}"
+        # A controller's errors are in the same log as the supervisor's own lines.
+        error = last_error(self._sweep)
+        return fault if error is None else f"{fault}; {LOG} ends with: {error}"
 
     def _has_room(self, job: _Job) -> bool:
         """Whether a job fits beside the running ones; a job that is larger than the limit runs alone."""
@@ -207,7 +218,19 @@ class Supervisor:
                 record = LocalJob(state="starting", started=time.time(), devices=devices)
                 # Before the start: if this record cannot be written, the next supervisor would start the job again.
                 write_local_job(self._sweep, *job.key, record)
-                process = start(self._sweep, job.submission, job.index, devices, variables=_threads(job))
+                try:
+                    process = start(self._sweep, job.submission, job.index, devices, variables=_threads(job))
+                except Exception as error:
+                    if isinstance(error, OSError) and disk_fault(error) is not None:
+                        raise
+                    # The next start would fail too. The job's end is recorded, and the supervisor lives on.
+                    cause = f"could not be started: {first_line(error)}"
+                    write_local_job(
+                        self._sweep, *job.key, replace(record, state="ended", ended=time.time(), cause=cause)
+                    )
+                    self._waiting.remove(job)
+                    _say(f"{job.run} {cause}")
+                    return
                 record = replace(record, state="running", pid=process.pid, born=born_at(process.pid))
                 with contextlib.suppress(OSError):
                     write_local_job(self._sweep, *job.key, record)

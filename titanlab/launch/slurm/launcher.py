@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titanlab.distributed.ranks import Ranks
 from titanlab.launch.contract import JobEnd, JobKey, JobState, LaunchConfig, Launcher, MemoryWord, Place, StopReason
+from titanlab.launch.early_end import early_end
 from titanlab.launch.shape import Shape
 from titanlab.launch.slurm import batch, ends, job, queue
 from titanlab.launch.slurm.command import ask_slurm
@@ -16,7 +17,7 @@ from titanlab.launch.slurm.ranks import joined_step
 from titanlab.launch.slurm.site_checks import check_slurm
 from titanlab.launch.slurm.states import slurm_states
 from titanlab.launch.slurm_schema import Slurm
-from titanlab.launch.submission import Submission, jobs_folder
+from titanlab.launch.submission import Submission, check_submitit, has_submitit, jobs_folder
 from titanlab.terminal.finding import Finding
 
 
@@ -35,16 +36,17 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        """Whether Slurm's commands are installed."""
-        return queue.is_here()
+        """Whether Slurm's commands and submitit are installed."""
+        return queue.is_here() and has_submitit()
 
     def silence(self) -> str | None:
         """Why Slurm does not answer, in one line; None if it answers."""
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, Shape]]) -> None:
-        """Check that the partitions exist and are large enough."""
+        """Check that the partitions exist and are large enough, and that submitit is installed."""
         queue.check(jobs)
+        check_submitit("slurm")
 
     def findings(self) -> Iterator[Finding]:
         """Whether Slurm takes jobs from this host, and how the site treats them."""
@@ -91,6 +93,11 @@ class SlurmLauncher(Launcher):
         """Slurm's message in the job's logs."""
         word = memory_word(jobs_folder(sweep), f"{submission.job_id}_{index}")
         return None if word is None else replace(word, said=f"Slurm says: {word.said}")
+
+    def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
+        """The last line that the job's tasks have printed; srun only says with which codes they have ended."""
+        logs = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
+        return early_end(logs, besides="srun: ")
 
     def place_in(self, environ: Mapping[str, str]) -> Place:
         """The place from the variables of srun."""

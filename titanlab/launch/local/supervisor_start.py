@@ -1,0 +1,165 @@
+"""The latest start of a sweep's supervisor: one that ends again and again before it starts a job is not started again.
+
+Whoever watches a sweep starts its supervisor if none runs. Without a limit, that would go on for ever where it cannot
+run: its interpreter is gone, or the snapshot of the code is damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titanlab.errors import ConfigError
+from titanlab.launch.early_end import printed_lines
+from titanlab.launch.local.local_job import LocalJob, local_job, write_local_job
+from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, read_mapping
+from titanlab.records.run_folder import RunFolder
+from titanlab.system.atomic_file import write_json
+from titanlab.system.process_start import born_at
+
+LOG = "supervisor.log"
+# So many supervisors in a row may end before one of them has started a job.
+MOST_STARTS = 3
+_SCHEMA = 1
+_FILE = "supervisor.json"
+# A supervisor that may have lived longer than this does not count: it was killed, or its host was.
+_QUICK_SECONDS = 300.0
+_PATIENCE_SECONDS = 1.0
+# Lines that the supervisor itself writes; the others are error messages.
+_OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorStart:
+    """A start of a sweep's supervisor; the content of `jobs/supervisor.json`.
+
+    Attributes:
+        pid: of its process; None if it is not known.
+        born: start time of that process in kernel ticks.
+        host: on which it was started.
+        started: seconds since the epoch.
+        in_vain: how many supervisors before it, in a row, have ended soon and have not changed the state of a job.
+        jobs: number of the sweep's jobs by state, just before the start.
+        log: size of the supervisor's log, in bytes, just before the start.
+    """
+
+    pid: int | None
+    born: int | None
+    host: str = field(default_factory=socket.gethostname)
+    started: float = field(default_factory=time.time)
+    in_vain: int = 0
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    log: int = 0
+
+    @property
+    def may_live(self) -> bool:
+        """Whether the process lives; true if that cannot be known."""
+        if self.host != socket.gethostname():
+            return True
+        return self.pid is not None and born_at(self.pid) is not None and born_at(self.pid) == self.born
+
+
+def latest_start(sweep: Path) -> SupervisorStart | None:
+    """The latest start of a sweep's supervisor; None if there was none, or if the file is damaged."""
+    value = read_mapping(jobs_folder(sweep) / _FILE)
+    if value is None or value.pop("schema", None) != _SCHEMA:
+        return None
+    try:
+        start = SupervisorStart(**value)
+        return start if _is_sound(start) else None
+    except TypeError:
+        return None
+
+
+def _is_sound(start: SupervisorStart) -> bool:
+    numbers = (start.started, start.in_vain, start.log)
+    pids = all(value is None or isinstance(value, int) for value in (start.pid, start.born))
+    return pids and isinstance(start.jobs, dict) and all(isinstance(number, int | float) for number in numbers)
+
+
+def note_start(sweep: Path, submitted: Sequence[Submission], *, pid: int | None, in_vain: int, log: int) -> None:
+    """Note that a supervisor was started.
+
+    Args:
+        submitted: the sweep's submissions to this host.
+        pid: of its process; None if it is not known.
+        in_vain: see `SupervisorStart`.
+        log: size of its log before.
+    """
+    born = None if pid is None else born_at(pid)
+    start = SupervisorStart(pid=pid, born=born, in_vain=in_vain, jobs=_jobs_by_state(sweep, submitted), log=log)
+    # On a full disk, or in the folder of another user, starts are not counted.
+    with contextlib.suppress(OSError):
+        write_json(jobs_folder(sweep) / _FILE, {"schema": _SCHEMA, **asdict(start)})
+
+
+def starts_in_vain(sweep: Path, submitted: Sequence[Submission]) -> int:
+    """How many supervisors in a row have ended soon and have not changed the state of a job.
+
+    Args:
+        submitted: the sweep's submissions to this host.
+    """
+    last = latest_start(sweep)
+    if last is None or last.jobs != _jobs_by_state(sweep, submitted):
+        return 0
+    if last.may_live:
+        return last.in_vain
+    return last.in_vain + 1 if time.time() - last.started < _QUICK_SECONDS else 0
+
+
+def give_up(sweep: Path, submitted: Sequence[Submission]) -> None:
+    """Record that the jobs that wait have failed, because no supervisor lives long enough to start them.
+
+    Args:
+        submitted: the sweep's submissions to this host.
+    """
+    cause = f"could not be started: the sweep's supervisor ended {MOST_STARTS} times before it started a job"
+    if (error := last_error(sweep)) is not None:
+        cause += f"; {LOG} ends with: {error}"
+    # If another process has the claim, the next one that watches the sweep does this.
+    with contextlib.suppress(ConfigError), claim_sweep(sweep, patience_seconds=_PATIENCE_SECONDS):
+        for submission in submitted:
+            for index, name in enumerate(submission.runs):
+                job = local_job(sweep, submission.token, index)
+                if _waits(job) and not RunFolder(sweep / name).is_claimed():
+                    now = time.time()
+                    ended = LocalJob(state="ended", started=now, ended=now, cause=cause)
+                    write_local_job(sweep, submission.token, index, ended)
+
+
+def why_none(sweep: Path) -> str | None:
+    """Why a sweep has no supervisor, in one line; None if the latest one may live, or if there was none.
+
+    The caller knows that nobody holds the supervisor's lock.
+    """
+    last = latest_start(sweep)
+    if last is None or last.may_live:
+        return None
+    error = last_error(sweep)
+    return "its supervisor has ended" if error is None else f"its supervisor has ended: {error}"
+
+
+def _waits(job: LocalJob | None) -> bool:
+    return job is None or (job.state == "starting" and job.pid is None)
+
+
+def _jobs_by_state(sweep: Path, submitted: Sequence[Submission]) -> dict[str, int]:
+    jobs: list[Any] = [
+        local_job(sweep, submission.token, index) for submission in submitted for index in range(len(submission.runs))
+    ]
+    # A job that was about to start when its supervisor died has not started.
+    return dict(Counter("waiting" if _waits(job) else job.state for job in jobs))
+
+
+def last_error(sweep: Path) -> str | None:
+    """The last line of the log since the latest start that a supervisor has not written itself; None: there is none."""
+    last = latest_start(sweep)
+    lines = printed_lines(jobs_folder(sweep) / LOG, begin=0 if last is None else last.log)
+    return next((line for line in reversed(lines) if _OWN_LINE.match(line) is None), None)
