@@ -243,6 +243,92 @@ def test_what_an_earlier_job_came_to_stands(jobs, settled):
     assert settled(run, JobState(state="ended", raw="CANCELLED", exit_code=0)).kind is OutcomeKind.HANG
 
 
+DIED = JobState(state="ended", raw="FAILED", exit_code=1, elapsed_seconds=1.0, nodes=("n1",), job_id="7_0")
+ENDED = JobState(state="ended", raw="ended", elapsed_seconds=1.0, nodes=("here",), job_id="7")
+PRINTED = "ended before the run began: ImportError: no x"
+
+
+def print_error(jobs, run):
+    """The latest job of a run prints an error, as a process that cannot import a module does."""
+    job, index = jobs.job_of(run)
+    path = jobs.sweep.jobs / f"{job.job_id}_{index}_0_log.err"
+    if job.launcher == "local":
+        path = jobs.sweep.jobs / f"{job.token}_{index}" / "77_0_log.err"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("ImportError: no x\n")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "state", "code"),
+    [
+        ("local", ENDED, None),
+        ("slurm", DIED, 1),
+        # Not a recipe that breaks a rule: Slurm's code of a program that does not exist.
+        ("slurm", replace(DIED, exit_code=2), 2),
+    ],
+)
+def test_a_job_that_dies_before_its_run_begins_fails_with_what_it_has_printed(jobs, settled, launcher, state, code):
+    run = jobs.run(1, launcher=launcher)
+    print_error(jobs, run)
+    result = settled(run, state)
+    assert (result.kind, result.cause, result.attempt) == (OutcomeKind.CRASH, PRINTED, 0)
+    assert (result.exit_code, run.status().state) == (code, "ended")
+
+
+@pytest.mark.parametrize(("launcher", "state"), [("local", ENDED), ("slurm", DIED)])
+def test_a_retry_that_dies_before_its_run_begins_replaces_the_earlier_end(jobs, settled, launcher, state):
+    run = jobs.run(1, launcher=launcher)
+    begin(jobs, run)
+    run.write_result(Outcome(kind=OutcomeKind.HANG, step=3, steps=10, ended=time.time() - 60, metrics={"loss": 2.5}))
+    jobs.submit(run, 1, launcher=launcher)
+    # What nobody has printed anything of may have been ended by others.
+    assert settled(run, state).kind is OutcomeKind.HANG
+    print_error(jobs, run)
+    result = settled(run, state)
+    assert (result.kind, result.cause, result.attempt) == (OutcomeKind.CRASH, PRINTED, 0)
+    assert (result.step, result.steps, result.metrics) == (3, 10, {"loss": 2.5})
+    assert run.result(1).kind is OutcomeKind.HANG
+    # Once is enough.
+    before = (run.path / "result.json").stat().st_mtime_ns
+    settled(run, state)
+    assert (run.path / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (OutcomeKind.DONE, DIED),
+        # It had nothing to do: another job works on the run.
+        (OutcomeKind.HANG, replace(DIED, raw="COMPLETED", exit_code=0)),
+        (OutcomeKind.HANG, replace(DIED, raw="CANCELLED", exit_code=1)),
+        (OutcomeKind.HANG, replace(DIED, exit_code=-15)),
+        (OutcomeKind.HANG, replace(DIED, elapsed_seconds=0.0, nodes=())),
+    ],
+)
+def test_a_job_that_has_not_failed_by_itself_leaves_the_earlier_end(jobs, settled, kind, state):
+    run = begun(jobs)
+    run.write_result(Outcome(kind=kind, ended=time.time() - 60))
+    jobs.submit(run, 1, launcher="slurm")
+    print_error(jobs, run)
+    assert settled(run, state).kind is kind
+
+
+def test_an_attempt_that_was_begun_has_its_own_end_whatever_was_printed(jobs, settled):
+    run = begun(jobs)
+    print_error(jobs, run)
+    assert settled(run, DIED).cause == "ended with exit code 1 and left no result; its log says more"
+
+
+def test_a_result_of_the_job_itself_stays_if_the_clock_of_its_host_is_behind(jobs, settled):
+    run = jobs.run(1)
+    begin(jobs, run)
+    print_error(jobs, run)
+    run.write_result(Outcome(kind=OutcomeKind.HANG, ended=time.time() - 60))
+    before = (run.path / "result.json").stat().st_mtime_ns
+    assert settled(run, ENDED).kind is OutcomeKind.HANG
+    assert (run.path / "result.json").stat().st_mtime_ns == before
+
+
 def test_a_run_in_somebodys_hands_is_left_alone(jobs, settled):
     run = begun(jobs)
     with run.claim():

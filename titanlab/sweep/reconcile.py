@@ -53,10 +53,14 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
         state, launcher = states[submission.token, index], launcher_named(submission.launcher)
         run = sweep.run(name)
         try:
-            if state.state not in _OVER or not run.path.is_dir() or _settled(run, state, launcher):
+            if state.state not in _OVER or not run.path.is_dir():
+                continue
+            early = _early_end(sweep, run, submission, index, state, launcher)
+            if early is None and _settled(run, state, launcher):
                 continue
             with run.claim():
-                _record(run, submission, index, state, launcher, launcher.memory_word(sweep.path, submission, index))
+                memory = launcher.memory_word(sweep.path, submission, index)
+                _record(run, submission, index, state, launcher, memory, early)
         except (CannotWriteError, OSError) as error:
             unwritten[name] = error.rule if isinstance(error, CannotWriteError) else str(error)
         except ConfigError:
@@ -76,6 +80,30 @@ def _settled(run: RunFolder, state: JobState, launcher: Launcher) -> bool:
     return result is not None and _word(state, launcher) in (None, result.scheduler)
 
 
+def _early_end(
+    sweep: SweepFolder, run: RunFolder, submission: Submission, index: int, state: JobState, launcher: Launcher
+) -> str | None:
+    """Why a job failed before it began an attempt; None if it has begun one, or if that is not known.
+
+    None too if the run has a result that stays: one that is later than the job, or of a run that is done.
+    """
+    result = run.result()
+    if result is not None and (result.kind is OutcomeKind.DONE or result.ended >= submission.created):
+        return None
+    if state.state != "ended" or state.never_started or _has_begun(run, submission, index):
+        return None
+    # A scheduler's job that was ended by others, or that had nothing to do, has not failed.
+    if launcher.has_scheduler and (launcher.end_of(state) is not None or (state.exit_code or 0) <= 0):
+        return None
+    return launcher.early_end(sweep.path, submission, index)
+
+
+def _has_begun(run: RunFolder, submission: Submission, index: int) -> bool:
+    """Whether a job has begun an attempt."""
+    made_by = run.job(run.newest_attempt()) or {}
+    return (made_by.get("token"), made_by.get("index")) == (submission.token, index)
+
+
 def _word(state: JobState, launcher: Launcher) -> dict[str, Any] | None:
     """The scheduler's entry in result.json; None if there is none."""
     if state.state == "gone":
@@ -86,15 +114,28 @@ def _word(state: JobState, launcher: Launcher) -> dict[str, Any] | None:
 
 
 def _record(
-    run: RunFolder, submission: Submission, index: int, state: JobState, launcher: Launcher, memory: MemoryWord | None
+    run: RunFolder,
+    submission: Submission,
+    index: int,
+    state: JobState,
+    launcher: Launcher,
+    memory: MemoryWord | None,
+    early: str | None,
 ) -> None:
     attempt, result = run.newest_attempt(), run.result()
-    made_by = run.job(attempt) or {}
-    if (made_by.get("token"), made_by.get("index")) != (submission.token, index):
+    earlier: Outcome | None = None
+    if not _has_begun(run, submission, index):
         if result is not None and result.ended < submission.created:
-            return  # The job never began: the result of an earlier job stays.
+            if early is None:
+                return  # The job never began: the result of an earlier job stays.
+            earlier = result
+            result = None
         attempt = 0
-    outcome = result or with_progress(run, _judged(run, attempt, state, launcher))
+    outcome = result or with_progress(run, _judged(run, attempt, state, launcher, early))
+    if earlier is not None:
+        # The run has got no further, and has lost nothing either.
+        step = max(outcome.step, earlier.step)
+        outcome = replace(outcome, step=step, steps=outcome.steps or earlier.steps, metrics=earlier.metrics)
     end = launcher.end_of(state)
     if end is not None and end.kind is OutcomeKind.NODE_FAIL and outcome.kind in _ASKED:
         # Ranks on other nodes were asked to stop and could not know the reason.
@@ -117,8 +158,12 @@ def _with_memory_word(outcome: Outcome, memory: MemoryWord) -> Outcome:
     return replace(outcome, kind=OutcomeKind.OOM, cause=cause, rank=rank, traceback=None, echo=False)
 
 
-def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher) -> Outcome:
-    """The outcome of an attempt that recorded none."""
+def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, early: str | None) -> Outcome:
+    """The outcome of an attempt that recorded none.
+
+    Args:
+        early: why the job failed before it began the attempt; None: it has begun it, or that is not known.
+    """
     if attempt == 0 and state.state == "ended" and state.never_started:
         unstarted = launcher.end_in_queue(state)
         if unstarted is not None:
@@ -142,6 +187,8 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher) -
     if state.state == "gone":
         cause = "the job has vanished: neither the queue nor the accounting knows it, and it left no result"
         return _plain(JobEnd(kind=OutcomeKind.NODE_FAIL, cause=cause), attempt, None)
+    if attempt == 0 and early is not None:
+        return _plain(JobEnd(kind=OutcomeKind.CRASH, cause=early), attempt, code)
     if code:
         return from_exit(code, attempt=attempt)
     if state.raw is not None and not launcher.has_scheduler:
