@@ -430,7 +430,7 @@ def test_names_of_torch_are_those_of_the_oldest_torch():
 def test_mistakes_are_one_line(capsys):
     for given, said in (
         (["--only", "nothing"], "--only nothing: fits no row"),
-        (["--list", "--only", "sixteen"], "3 rows, 225 s expected: 3.8 minutes"),
+        (["--list", "--only", "sixteen"], "3 rows, 180 s expected: 3.0 minutes"),
     ):
         code = main.main(given)
         assert code == (0 if "--list" in given else 2)
