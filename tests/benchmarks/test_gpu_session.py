@@ -30,6 +30,8 @@ CPU = prediction.Facts("cpu", "2.13.0+cpu", packages={"torchao": "0.18", "pytest
 # What the session takes from torch beside the package, as in tests/torch_names.txt.
 TORCH_NAMES = """
 torch._scaled_mm 2.11 scale_a scale_b out_dtype use_fast_accum
+torch.autograd.DeviceType 2.11
+torch.autograd.DeviceType.CUDA 2.11
 torch.autograd.grad 2.11 retain_graph
 torch.cuda.get_device_name 2.11
 torch.cuda.max_memory_allocated 2.11
