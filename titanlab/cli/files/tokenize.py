@@ -8,9 +8,13 @@ from collections.abc import Sequence
 
 from titanlab.cli.arguments import Arguments
 from titanlab.data.tokenise import write_token_shards
+from titanlab.errors import ConfigError
 from titanlab.recipe.literal import path_override
 from titanlab.system.user_path import user_path
 from titanlab.terminal.console import Console
+
+# Of a tokenizer that is trained.
+_PIECES = 32768
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,12 +23,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", help="a glob, quoted: 'corpus/**/*.jsonl'")
     parser.add_argument("folder", type=user_path, help="where the shards go")
     parser.add_argument("--tokenizer", help="a SentencePiece .model or a tokenizer.json (default: one is trained)")
-    parser.add_argument("--vocab-size", type=int, default=32768, help="of a tokenizer that is trained (default 32768)")
+    parser.add_argument("--vocab-size", type=int, help=f"of a tokenizer that is trained (default {_PIECES})")
     parser.add_argument("--text-field", default="text", help="of JSONL and parquet (default text)")
     parser.add_argument(
         "--validation-fraction", type=float, default=0.01, help="share of documents held out (default 0.01)"
     )
     args = parser.parse_args(arguments)
+    if args.tokenizer is not None and args.vocab_size is not None:
+        rule = "is of a tokenizer that is trained, and --tokenizer names one that has its size"
+        raise ConfigError("--vocab-size", args.vocab_size, rule, "leave one of them out")
     with Console() as console:
         return _tokenise(args, console)
 
@@ -34,7 +41,7 @@ def _tokenise(args: argparse.Namespace, console: Console) -> int:
         args.files,
         args.folder,
         tokenizer=args.tokenizer,
-        vocab_size=args.vocab_size,
+        vocab_size=_PIECES if args.vocab_size is None else args.vocab_size,
         text_field=args.text_field,
         validation_fraction=args.validation_fraction,
         report=console.note,
