@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.conftest import KINDS, Schedule, orders
-from titanlab.schedule.action import ActionList, Kind
 from titanlab.schedule.order import OrderError, placement_of, validate
 from titanlab.schedule.timeline import simulate
 
@@ -107,13 +106,3 @@ def test_without_one_of_its_actions_no_schedule_is_valid(kind, ranks, more, data
 def test_the_error_goes_from_process_to_process():
     error = pickle.loads(pickle.dumps(OrderError(1, 2, "why")))
     assert (error.rank, error.index, error.rule, str(error)) == (1, 2, "why", "rank 1, action 3: why")
-
-
-def test_a_list_counts_microbatches():
-    made = ActionList()
-    made.add(3, Kind.FORWARD, Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
-    made.add(1, Kind.FORWARD)
-    made.add(3, Kind.WEIGHT)
-    assert [str(action) for action in made] == ["3F0", "3F1", "3B0", "3I1", "1F0", "3W1"]
-    assert made.done(3, Kind.FORWARD) == 2
-    assert [str(action) for action in made.up_to(1)] == ["3F0", "3B0", "1F0"]

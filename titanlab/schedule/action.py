@@ -15,9 +15,6 @@ class Kind(StrEnum):
     INPUT = "I"  # only the gradient of the stage's input, for which the previous stage waits
     WEIGHT = "W"  # the gradient of the stage's weights, for which no stage waits
 
-    # That of the letter. The one of enumerations is a function in Python, and tables of actions call it very often.
-    __hash__ = str.__hash__
-
 
 class Action(NamedTuple):
     """One computation; `str` gives torch's notation: "2F0"."""
@@ -51,7 +48,7 @@ class ActionList(list[Action]):
                 done[Kind.WEIGHT] += 1
 
     def done(self, stage: int, kind: Kind) -> int:
-        """Number of the stage's actions of this kind."""
+        """Number of the stage's actions of this kind; a full backward counts as one of each half."""
         return self._done[stage][kind]
 
     def up_to(self, microbatches: int) -> list[Action]:

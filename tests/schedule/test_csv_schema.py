@@ -47,9 +47,22 @@ def test_a_file_for_another_pipeline(path, ranks, microbatches, complaint):
         CsvSchedule(file=str(path)).check_pipeline(ranks=ranks, microbatches=microbatches)
 
 
+def test_the_placement_of_a_file_for_other_ranks_is_refused(path):
+    write_actions(path, Schedule("zbv").actions(2, 4))
+    config = CsvSchedule(file=str(path))
+    assert config.placement(ranks=2) == [0, 1, 1, 0]
+    with pytest.raises(ConfigError, match="has 2 lines, one a rank, and the pipeline has 3 ranks"):
+        config.placement(ranks=3)
+
+
+def test_before_it_is_read_a_file_has_at_least_a_stage_for_each_rank(tmp_path):
+    assert CsvSchedule(file=str(tmp_path / "not written yet.csv")).stage_count(ranks=3) == 3
+
+
 def test_no_file(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"schedule\.file=: names no file"):
-        CsvSchedule()
+    for fields in ({}, {"file": " \t"}):
+        with pytest.raises(ConfigError, match=r"schedule\.file=: names no file"):
+            CsvSchedule(**fields)
     monkeypatch.chdir(tmp_path)
     assert CsvSchedule(file="my.csv").file == str(tmp_path / "my.csv")
 
