@@ -65,21 +65,21 @@ class Rounded(Averaged):
             raise ConfigError("optimizer.rounding", self.rounding, "no such choice", f"try {', '.join(ROUNDINGS)}")
 
     def check(self, setting: Setting) -> None:
-        """Check that stochastic rounding is possible.
+        """Check that stochastic rounding is possible, also where `auto` chooses it.
 
         Raises:
             ConfigError: parameters are not stored in bfloat16, or torchao is not installed.
         """
-        if self.rounding != "stochastic":
-            return
-        if setting.rests_in != "bfloat16":
+        in_bf16 = setting.rests_in == "bfloat16"
+        if self.rounding == "stochastic" and not in_bf16:
             raise ConfigError(
                 "optimizer.rounding",
                 self.rounding,
                 f"rounds parameters that rest in bfloat16, and with precision={setting.kinds['precision']} they do not",
                 "try auto, or precision=bf16_full",
             )
-        needs_torchao("optimizer.rounding", self.rounding, cure="try nearest")
+        if self.rounding != "nearest" and in_bf16:
+            needs_torchao("optimizer.rounding", self.rounding, cure="try nearest")
 
 
 @option("optimizer", "adamw")
