@@ -2,11 +2,9 @@
 
 import pytest
 
-from tests import tiny
 from tests.model.published import load
 from titanlab.costs.flops import per_token
 from titanlab.errors import ConfigError
-from titanlab.optimizer.muon_schema import Muon
 from titanlab.training.conformance import faults
 
 # Parameters that compute a token, as published: "A3B", "A22B", 12.9 B and 39 B.
@@ -50,8 +48,3 @@ def test_active_parameters_are_those_of_the_chosen_experts(name):
     assert account.active_count == ACTIVE[name]
     attention = 12 * account.layers * account.heads * account.head_dim * 4096
     assert per_token(account, seq_len=4096) == 6 * (ACTIVE[name] - account.embedding_count) + attention
-
-
-def test_muon_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="optimizer=muon: orthogonalises single matrices"):
-        tiny.recipe(tmp_path, model=load("qwen3_moe_debug", vocab_size=256), optimizer=Muon())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 
 import pytest
@@ -14,12 +13,10 @@ from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, param
 from tests.pool import RankFailure
 from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.checkpoint.folders import step_folder
-from titanlab.errors import ConfigError
 from titanlab.optimizer.adamw_schema import AdamW
 from titanlab.optimizer.low_bit_schema import AdamW4bit, AdamW8bit, AdamWFp8
 from titanlab.optimizer.muon_schema import Muon
 from titanlab.optimizer.schedule_schema import Schedule
-from titanlab.recipe.recipe_rules import check, setting
 from titanlab.system.quiet_import import import_quietly
 from titanlab.training.train import _set_rate
 
@@ -194,37 +191,3 @@ def test_a_run_from_a_checkpoint_of_another_optimizer_is_refused_in_one_line(poo
         RankFailure, match=f"ConfigError: checkpoint.load_from=.*{rule}.*keep its optimizer.*init_from="
     ):
         pool.run(1, attempt, other, tiny.begin(other))
-
-
-@pytest.mark.parametrize(
-    ("config", "device", "key", "rule"),
-    [
-        (gentle(AdamW, rounding="stochastic"), "NVIDIA H200", "optimizer.rounding", "rest in bfloat16"),
-        (gentle(AdamW8bit, rounding="stochastic"), "NVIDIA H200", "optimizer.rounding", "rest in bfloat16"),
-        (gentle(AdamWFp8), "NVIDIA A100-SXM4-80GB", "optimizer.kind", "compute capability 8.9"),
-    ],
-)
-def test_what_cannot_work_is_refused(config, device, key, rule):
-    made = tiny.recipe("runs")
-    made = dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, accelerator="cuda", device=device))
-    with pytest.raises(ConfigError, match=rule) as refused:
-        check(dataclasses.replace(made, optimizer=config))
-    assert refused.value.key == key
-
-
-@pytest.mark.parametrize("config", [AdamW8bit(), AdamW(rounding="stochastic")])
-def test_without_torchao_it_is_refused(monkeypatch, config):
-    found = dataclasses.replace(setting(tiny.recipe("runs")), rests_in="bfloat16")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs the package torchao"):
-        config.check(found)
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [({"rounding": "up"}, "optimizer.rounding"), ({"block_size": 0}, "optimizer.block_size")],
-)
-def test_impossible_numbers_are_refused(change, key):
-    with pytest.raises(ConfigError) as refused:
-        AdamW8bit(**change)
-    assert refused.value.key == key

@@ -49,12 +49,3 @@ def declared_and_kept(config, dtype) -> bool:
     )
     assert kept_bytes(optimizer) == declared
     return declared > 0
-
-
-def test_a_cut_row_has_fewer_whole_blocks():
-    """512 columns are four blocks of 128; on eight ranks no rank has a whole one, so that averages stay wide."""
-    config = AdamW4bit()
-    halves = Stored(name="w", shape=(64, 512), part=(64, 256), element_bytes=4)
-    eighths = Stored(name="w", shape=(64, 512), part=(64, 64), element_bytes=4)
-    assert config.state_bytes(halves) == 2 * (64 * 256 // 2 + 64 * 2 * 4) + 4
-    assert config.state_bytes(eighths) == 2 * 64 * 64 * 4 + 4

@@ -13,7 +13,6 @@ from titanlab.optimizer.adamw_schema import Averaged
 from titanlab.optimizer.contract import OptimizerFactory, Stored
 from titanlab.options import option
 
-# Where assembly and pipelines expect a model's blocks (`titanlab.model.language_model`).
 ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
