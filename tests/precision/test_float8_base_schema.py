@@ -6,24 +6,14 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.parity.parity_rows import SCHEDULES
-from titanlab.costs.layout import Layout
+from tests.precision.conftest import given, model_of, setting_is_refused_and_mended
 from titanlab.errors import ConfigError
 from titanlab.precision.account import Product
 from titanlab.precision.float8_base_schema import Conversion
 from titanlab.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise
-from titanlab.precision.mxfp8_schema import Mxfp8
-from titanlab.recipe.recipe_rules import setting
 
-A100, H100, B200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA B200"
+A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
 MIG = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
-
-
-def given(*, device="cpu", layout=None, model=None, **changed):
-    """The setting of a tiny recipe, changed."""
-    found = setting(tiny.recipe("runs", **(model or {})))
-    accelerator = "cpu" if device == "cpu" else "cuda"
-    return replace(found, accelerator=accelerator, device=device, layout=Layout(**(layout or {})), **changed)
 
 
 # Config and setting; how the line begins and what its cure has in it; what mends it: other keys of the config, or others
@@ -33,26 +23,17 @@ WRONG = [
     (Float8Rowwise, {"emulate": "false"}, {"device": A100}, "precision.emulate=false: NVIDIA A100-SXM4-80GB is too old for float8 products: it has compute capability 8.0, they need 8.9", "precision.emulate=true", {"emulate": "true"}, {}),
     (Float8Tensorwise, {"emulate": "false"}, {"device": MIG}, "precision.emulate=false: NVIDIA A100-SXM4-80GB MIG 3g.40gb is too old", "precision=bf16", {"emulate": "true"}, {}),
     (Float8Tensorwise, {"emulate": "false"}, {}, "precision.emulate=false: a CPU has no float8 products", "try auto", {"emulate": "auto"}, {}),
-    (Mxfp8, {"emulate": "false"}, {}, "precision.emulate=false: a CPU has no mxfp8 products", "try auto", {"emulate": "auto"}, {}),
-    (Mxfp8, {}, {"device": H100}, "precision=mxfp8: NVIDIA H100 80GB HBM3 is too old for mxfp8 products: it has compute capability 9.0, they need 10.0", "precision.emulate=true", {"emulate": "true"}, {}),
-    (Mxfp8, {"emulate": "false"}, {"device": H100}, "precision.emulate=false: NVIDIA H100", "precision.emulate=true", {"emulate": "true"}, {}),
     # Dims.
     (Float8Rowwise, {"strict": True}, {"model": {"ffn_dim": 200}}, "precision.strict=true: layers.0.feed_forward.w1 is 200×64, and float8 products need multiples of 16", "try false", {"strict": False}, {}),
     (Float8Rowwise, {}, {"model": {"dim": 72, "heads": 2, "kv_heads": 1, "ffn_dim": 100}}, "precision=float8_rowwise: converts no layer: layers.0.attention.wq is 72×72", "try precision=bf16", None, None),
     (Float8Tensorwise, {}, {"layout": {"tensor": 4}, "model": {"dim": 64, "kv_heads": 2, "heads": 4}}, "parallelism.tensor=4: leaves each process 8×64 of layers.0.attention.wk, and float8 products need multiples of 16", "precision.skip=[output,wk]", {"skip": ["output", "wk", "wv"]}, {}),
     (Float8Tensorwise, {}, {"layout": {"tensor": 8}, "model": {"dim": 128, "kv_heads": 8, "heads": 8, "ffn_dim": 192}}, "parallelism.tensor=8: leaves each process 24×128 of layers.0.feed_forward.w1", "try a smaller degree", {}, {"layout": {"tensor": 4}}),
-    (Mxfp8, {}, {"layout": {"tensor": 2}}, "parallelism.tensor=2: leaves each process 16×64 of layers.0.attention.wk, and mxfp8 products need multiples of 32", "precision.skip=[output,wk]", {"skip": ["output", "wk", "wv"]}, {}),
     (Float8Tensorwise, {}, {"device": H100, "seq_len": 33, "microbatch": 1}, "training.seq_len=33: a process has 33 tokens of a microbatch, and float8 needs multiples of 16", "try 32", {}, {"seq_len": 32}),
-    (Mxfp8, {}, {"seq_len": 40, "microbatch": 1}, "training.seq_len=40: a process has 40 tokens of a microbatch, and mxfp8 needs multiples of 32", "try 32", {}, {"seq_len": 32}),
     # Names.
     (Float8Rowwise, {"skip": ["output", "wz"]}, {}, "precision.skip=[output,wz]: wz fits no linear layer", "there are wq, wk, wv, wo, w1, w2, w3, output", {"skip": ["output", "wk"]}, {}),
     (Float8Rowwise, {"skip": ["*"]}, {}, "precision.skip=[*]: names every linear layer", "try [output]", {"skip": ["output"]}, {}),
     (Float8Rowwise, {"skip": [], "fp32_parts": ["head"]}, {}, "precision.fp32_parts=[head]: output has output, which multiplies in float8", "precision.skip=[output]", {"skip": ["output"]}, {}),
     (Float8Rowwise, {"fp32_parts": ["layers.0"]}, {}, "precision.fp32_parts=[layers.0]: layers.0 has layers.0.attention.wq", "precision.skip=[output,layers.0]", {"skip": ["output", "layers.0"]}, {}),
-    # All-gather in float8.
-    (Float8Tensorwise, {}, {"cpu_offload": True, "layout": {"shard": 2}}, "precision.all_gather=true: computes scales where the weights rest", "try false", {"all_gather": False}, {}),
-    (Float8Tensorwise, {}, {"layout": {"shard": 3}}, "precision.all_gather=true: cannot cut the 64 rows that a process has of layers.0.attention.wq into 3 equal parts", "try false", {"all_gather": False}, {}),
-    (Float8Tensorwise, {}, {"layout": {"shard": 24, "tensor": 2}, "model": {"kv_heads": 4}}, "precision.all_gather=true: cannot cut the 32 rows", "try false", {"all_gather": False}, {}),
 ]  # fmt: skip
 
 
@@ -62,27 +43,7 @@ WRONG = [
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_what_cannot_work_is_refused_and_mended(kind, config, where, begins, cure, mended, elsewhere):
-    with pytest.raises(ConfigError) as refused:
-        kind(**config).check(given(**where))
-    line = str(refused.value)
-    assert "\n" not in line
-    assert line.startswith(begins)
-    assert cure in line.rpartition("; ")[2]
-    if mended is not None:
-        kind(**{**config, **mended}).check(given(**{**where, **elsewhere}))
-
-
-def test_a_precision_without_halves_is_refused_under_schedules_that_want_them(tmp_path):
-    """Whatever computes weights' gradients later, a list by hand too; the others know how."""
-    layout = {"pipeline": 2, "layers": 4, "global_batch": 4, "microbatch": 1}
-    for name in ("zbv", "interleaved_zero_bubble", "dualpipe_v", "csv"):
-        schedule = SCHEDULES[name]
-        rule = f"computes gradients of weights with those of inputs, which schedule={schedule.kind} wants apart"
-        with pytest.raises(ConfigError, match=f"precision=mxfp8: {rule}; try schedule=interleaved_1f1b"):
-            tiny.recipe(tmp_path, **layout, precision=Mxfp8(), pipeline_schedule=schedule)
-        tiny.recipe(tmp_path, **layout, precision=Float8Rowwise(), pipeline_schedule=schedule)
-    for name in ("gpipe", "interleaved_1f1b", "looped_bfs"):
-        tiny.recipe(tmp_path, **layout, precision=Mxfp8(), pipeline_schedule=SCHEDULES[name])
+    setting_is_refused_and_mended(kind, config, where, begins, cure, mended, elsewhere)
 
 
 def test_a_word_that_is_no_choice_is_refused():
@@ -108,7 +69,6 @@ def test_what_may_work_is_not_refused(kind):
         {"seq_len": 33, "microbatch": 1},
     ):
         kind().check(given(**where))
-    Float8RowwiseWithGwHp().check(given(device=H100, seq_len=33, microbatch=1))
 
 
 @pytest.mark.parametrize(
@@ -120,17 +80,10 @@ def test_what_may_work_is_not_refused(kind):
         (Float8Rowwise(), (10, 0), False),
         (Float8Rowwise(emulate="true"), (9, 0), True),
         (Float8Rowwise(emulate="false"), (8, 0), False),
-        (Mxfp8(), None, True),
-        (Mxfp8(), (9, 0), False),
-        (Mxfp8(emulate="true"), (9, 0), True),
     ],
 )
 def test_where_it_is_emulated(config, capability, emulated):
     assert config.emulates(capability) == emulated
-
-
-def model(**given):
-    return setting(tiny.recipe("runs", **given)).model
 
 
 NAMES = (
@@ -145,7 +98,7 @@ NAMES = (
 
 
 def test_linear_layers_are_converted_but_for_the_head():
-    found = Float8Rowwise().conversion(model(layers=1))
+    found = Float8Rowwise().conversion(model_of(layers=1))
     assert sorted(found.converted) == sorted(f"layers.0.{name}" for name in NAMES)
     assert found.converted["layers.0.attention.wk"] == (32, 64)
     assert (found.skipped, found.uneven) == (("output",), {})
@@ -154,7 +107,7 @@ def test_linear_layers_are_converted_but_for_the_head():
 
 def test_what_is_skipped_or_uneven_is_told():
     found = Float8Rowwise(skip=["wk", "layers.1"]).conversion(
-        model(ffn_dim=200, vocab_size=100, data=tiny.Synthetic(vocab_size=100))
+        model_of(ffn_dim=200, vocab_size=100, data=tiny.Synthetic(vocab_size=100))
     )
     assert list(found.converted) == [f"layers.0.attention.{name}" for name in ("wq", "wv", "wo")]
     assert found.skipped == (
@@ -193,26 +146,14 @@ def test_a_pattern_skips_by_steps_of_a_path():
 
 
 def test_products_are_those_of_the_converted_layers():
-    account = model(layers=1)
+    account = model_of(layers=1)
     eights = "float8_e4m3fn"
     products = Float8Rowwise(skip=["output", "feed_forward"]).products(account)
     assert list(products) == [f"layers.0.{name}" for name in NAMES[:4]]
     assert set(products.values()) == {
         Product(forward=eights, input_gradient=eights, weight_gradient=eights, cast_bytes=10.0, cast_kernels=4)
     }
-    assert Float8RowwiseWithGwHp().product() == Product(
-        forward=eights, input_gradient=eights, weight_gradient="bfloat16", cast_bytes=6.0, cast_kernels=2
-    )
     assert Float8Rowwise().product_bits() == 8
-
-
-def test_only_tensorwise_weights_are_gathered_in_float8_and_only_if_they_are_converted():
-    account = model(layers=1)
-    assert Float8Tensorwise(skip=["output", "w*"]).float8_gathered(account) == frozenset()
-    gathered = Float8Tensorwise(skip=["output", "feed_forward"]).float8_gathered(account)
-    assert gathered == {f"layers.0.{name}.weight" for name in NAMES[:4]}
-    assert Float8Tensorwise(all_gather=False).float8_gathered(account) == frozenset()
-    assert Float8Rowwise().float8_gathered(account) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -223,12 +164,12 @@ def test_only_tensorwise_weights_are_gathered_in_float8_and_only_if_they_are_con
         (Float8Rowwise(), A100, "float8_rowwise: 7 linear layers, not output, emulated"),
         (Float8Rowwise(emulate="true"), H100, "float8_rowwise: 7 linear layers, not output, emulated"),
         (Float8Rowwise(), "NVIDIA of tomorrow", "float8_rowwise: 7 linear layers, not output"),
-        (Mxfp8(skip=[]), B200, "mxfp8: 8 linear layers"),
+        (Float8Rowwise(skip=[]), H100, "float8_rowwise: 8 linear layers"),
     ],
 )
 def test_the_table_tells_the_layers_and_whether_they_are_emulated(config, device, text):
     accelerator = "cpu" if device == "cpu" else "cuda"
-    assert config.describe(model(layers=1), accelerator=accelerator, device=device) == text
+    assert config.describe(model_of(layers=1), accelerator=accelerator, device=device) == text
 
 
 def test_in_a_proof_it_is_emulated_and_names_no_blocks_that_are_not_there():
