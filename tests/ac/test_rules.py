@@ -11,7 +11,6 @@ import yaml
 
 from tests import tiny
 from titanlab.ac.block_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer
-from titanlab.ac.memory_budget_schema import MemoryBudget
 from titanlab.ac.selective_op import SelectedOperators
 from titanlab.ac.selective_op_schema import PAPER, SelectiveOp
 from titanlab.costs.account import Share
@@ -20,7 +19,6 @@ from titanlab.options import discover
 from titanlab.records.identity import canonical
 
 CONF = Path(__file__).parents[2] / "conf" / "ac"
-COMPILED = {"blocks": True, "backend": "aot_eager"}
 MM = "aten.mm.default"
 
 # A policy and what else is in the recipe; how the line begins and what its cure has; what the cure makes of both.
@@ -40,12 +38,6 @@ WRONG = {
     "a slip off the list": (lambda: {"ac": SelectiveOp(saved=["aten.sillu.default"])}, "ac.saved=[aten.sillu.default]: torch has no operator", "try aten.silu.default", lambda: {"ac": SelectiveOp(saved=["aten.silu.default"])}),
     "a slip of the namespace": (lambda: {"ac": SelectiveOp(saved=["atenn.mm.default"])}, "ac.saved=[atenn.mm.default]: torch has no operator", "try aten.mm.default", lambda: {"ac": SelectiveOp(saved=[MM])}),
     "nothing like it": (lambda: {"ac": SelectiveOp(saved=["aten.qqqqqqqqqq.zzzz"])}, "ac.saved=[aten.qqqqqqqqqq.zzzz]: torch has no operator", "try aten.mm.default", lambda: {"ac": SelectiveOp(saved=[MM])}),
-    "budget=-0.1": (lambda: {"ac": MemoryBudget(budget=-0.1)}, "ac.budget=-0.1: must lie between 0 and 1", "try 0", lambda: {"ac": MemoryBudget(budget=0.0), **COMPILED}),
-    "budget=50": (lambda: {"ac": MemoryBudget(budget=50.0)}, "ac.budget=50.0: must lie between 0 and 1", "try 1", lambda: {"ac": MemoryBudget(budget=1.0), **COMPILED}),
-    "budget=nan": (lambda: {"ac": MemoryBudget(budget=float("nan"))}, "ac.budget=nan: must lie between 0 and 1", "try 0.5", lambda: {"ac": MemoryBudget(budget=0.5), **COMPILED}),
-    "budget, not compiled": (lambda: {"ac": MemoryBudget()}, "ac=memory_budget: is kept by the compiler, and the blocks are not compiled", "try compile=block", lambda: {"ac": MemoryBudget(), **COMPILED}),
-    "budget, loss compiled only": (lambda: {"ac": MemoryBudget(), "loss": True, "backend": "aot_eager"}, "ac=memory_budget: is kept by the compiler", "or ac=selective_op", lambda: {"ac": SelectiveOp()}),
-    "budget, backend=eager": (lambda: {"ac": MemoryBudget(), "blocks": True, "backend": "eager"}, "ac=memory_budget: compile.backend=eager knows no budget", "try compile.backend=inductor or aot_eager", lambda: {"ac": MemoryBudget(), **COMPILED}),
 }  # fmt: skip
 
 

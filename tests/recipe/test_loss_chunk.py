@@ -10,7 +10,6 @@ from titanlab.model.llama_schema import Llama
 from titanlab.precision.mxfp8_schema import Mxfp8
 from titanlab.recipe.recipe import from_mapping, needs_whole_logits, resolve, to_mapping
 from titanlab.recipe.recipe_rules import check
-from titanlab.recipe.training_schema import Training
 from titanlab.records.identity import identify
 
 
@@ -79,8 +78,3 @@ def test_whole_logits_that_something_else_needs(tmp_path):
     made = dataclasses.replace(tiny.recipe(tmp_path, loss_chunk=64), precision=Mxfp8(skip=["wk"]))
     assert "computes both of its gradients at once" in needs_whole_logits(made)[0]
     assert needs_whole_logits(dataclasses.replace(made, precision=Mxfp8())) is None
-
-
-def test_a_bad_number():
-    with pytest.raises(ConfigError, match="training.loss_chunk=-2: is a number of tokens"):
-        Training(loss_chunk=-2)
