@@ -5,7 +5,6 @@ A CPU has no symmetric memory: the fused operators are what they are defined as,
 
 import os
 from collections import Counter
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -18,16 +17,13 @@ from tests.pool import Pool
 from titanlab.ac.block_schema import FullCheckpointing
 from titanlab.ac.selective_op_schema import SelectiveOp
 from titanlab.compile import async_tensor
-from titanlab.costs.fused_layers import fused_layers
 from titanlab.distributed.ranks import joined
-from titanlab.model.llama_schema import Llama
 from titanlab.model.qwen3_moe_schema import Qwen3Moe
 from titanlab.model.qwen3_schema import Qwen3
 from titanlab.parallelism.collectives import gather_first, sum_and_scatter_first
 from titanlab.parallelism.symmetric_memory import products
 from titanlab.parity import parity
 from titanlab.parity.parity import compare
-from titanlab.precision.float8_schema import Float8Rowwise
 from titanlab.recipe.async_tensor import eager_products
 from titanlab.schedule.zbv_schema import ZBV
 
@@ -105,30 +101,6 @@ def test_gradients_are_those_of_separate_collectives(pool, tmp_path, row):
         assert calls == {"gather": gathering + scattering, "scatter": scattering + gathering}
     assert gathering > 0
     assert scattering > 0
-
-
-def test_which_products_are_fused():
-    dense = fused_layers(Llama(**SIZES, ffn_dim=192).account(), ())
-    assert dense.gathering == tuple(
-        f"layers.{number}.{name}.projections" for name in ("attention", "feed_forward") for number in (0, 1)
-    )
-    assert {*dense.scattering} == {
-        f"layers.{number}.{name}" for name in ("attention.wo", "feed_forward.w2") for number in (0, 1)
-    }
-    assert dense.total == 8
-    # Experts route what their block has gathered.
-    assert fused_layers(EXPERTS.account(), ()).total == 4
-    assert fused_layers(Llama(**SIZES, ffn_dim=192, fused=True).account(), ()) == dense
-    # A layer with a bias, which the operator would not add.
-    account = Llama(**SIZES, ffn_dim=192).account()
-    biased = replace(account, parameters={**account.parameters, "layers.1.attention.wk.bias": (32,)})
-    assert fused_layers(biased, ()).gathering == tuple(
-        name for name in dense.gathering if name != "layers.1.attention.projections"
-    )
-    # Layers of another format, all of them or one of those that are joined.
-    account = Llama(**SIZES, ffn_dim=192).account()
-    assert fused_layers(account, Float8Rowwise().products(account)).total == 0
-    assert fused_layers(account, ["layers.0.attention.wk", "layers.1.feed_forward.w2"]).total == 6
 
 
 def fused_operators():
