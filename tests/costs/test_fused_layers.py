@@ -70,6 +70,10 @@ def test_another_reader_of_what_a_module_gathers_needs_it_gathered(account):
     more = {f"layers.{number}.attention.gate.weight": (64, 64) for number in (0, 1)}
     gated = changed(account, styles={"layers.*.attention.gate": "colwise"}, parameters=more)
     assert fused_layers(gated, ()).gathering == callers("feed_forward")
+    # Of a module whose name begins like this one's it is none.
+    more = {f"layers.{number}.attention_gate.w.weight": (64, 64) for number in (0, 1)}
+    beside = changed(account, styles={"layers.*.attention_gate.w": "colwise"}, parameters=more)
+    assert fused_layers(beside, ()).gathering == callers("attention", "feed_forward")
 
 
 def test_a_module_that_is_not_gathered_for_its_layers_is_not_fused(account):

@@ -13,7 +13,6 @@ from titanlab.distributed.world import World
 from titanlab.precision.loss_scale import ScaledStep
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.terminal import phase
-from titanlab.training.memory import memory
 from titanlab.training.recording.logging_recorder import LoggingRecorder, open_recorder
 from titanlab.training.recording.recorder import Recorder
 from titanlab.training.step_ends import StepEnd
@@ -121,9 +120,3 @@ def test_other_ranks_write_nothing(tmp_path):
         assert recorder.finish(outcome) is outcome
     assert run.metrics() == []
     assert run.status().state != "running"
-
-
-def test_memory_of_a_process():
-    ((name, gib),) = memory(CPU).items()
-    assert name == "memory/max_resident(GiB)"
-    assert 0.01 < gib < 100
