@@ -9,29 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.weights.conftest import FORMATS, Tensors
 from titanlab.errors import ConfigError
 from titanlab.system.foreign import Foreign
 from titanlab.weights import source as sources
 from titanlab.weights.copy import write_weights
-from titanlab.weights.source import Entry, in_halves
-
-FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-class Tensors:
-    """A source of tensors in memory, which notes what is read."""
-
-    model, biases = None, {}
-
-    def __init__(self, **tensors):
-        self.tensors, self.reads = tensors, []
-        self.entries = {
-            name: Entry(dtype=FORMATS[tensor.dtype], shape=tuple(tensor.shape)) for name, tensor in tensors.items()
-        }
-
-    def read(self, name, offsets, sizes):
-        self.reads.append((name, list(offsets), list(sizes)))
-        return self.tensors[name][tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+from titanlab.weights.source import in_halves
 
 
 def written(folder, source, *, foreign=None, dtype=None, shard_bytes=10**9):

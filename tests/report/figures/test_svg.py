@@ -10,9 +10,6 @@ from tests.report.sweeps import mixed
 from titanlab.errors import ConfigError
 from titanlab.report.figures import svg
 from titanlab.report.figures.bars import throughput_by_layout
-from titanlab.report.figures.timelines import Pipeline, pipeline_timelines
-from titanlab.schedule.one_f_one_b_schema import OneFOneB
-from titanlab.schedule.timeline import simulate
 from titanlab.sweep.table.rows import Table
 
 
@@ -61,20 +58,3 @@ def test_an_element_has_the_pages_colours_and_ids_of_its_own(figure):
 def test_a_folder_that_cannot_be_written_is_one_line(figure, tmp_path):
     with pytest.raises(ConfigError, match="--figures=.*cannot be written"):
         svg.save(figure, tmp_path / "nothing" / "a.png")
-
-
-def test_a_panel_for_each_pipeline():
-    schedule = OneFOneB()
-    timelines = [
-        simulate(schedule.actions(ranks=2, microbatches=count), schedule.placement(ranks=2)) for count in (2, 4)
-    ]
-    pipelines = [
-        Pipeline(run=f"r{place}", label="pp2", timeline=one, unit="s, estimated" if place else "")
-        for place, one in enumerate(timelines)
-    ]
-    figure = pipeline_timelines(pipelines)
-    assert [pipeline.cells for pipeline in pipelines] == [8, 16]
-    assert [axis.get_xlabel() for axis in figure.axes] == ["time (forward passes of a stage)", "time (s, estimated)"]
-    assert [axis.get_xlim()[1] for axis in figure.axes] == [timeline.duration for timeline in timelines]
-    assert {mark.runs for mark in figure.marks.values()} == {("r0",), ("r1",)}
-    assert "bubble 33.3 %" in figure.axes[0].get_title(loc="left")

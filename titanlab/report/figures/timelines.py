@@ -50,7 +50,8 @@ def pipeline_timelines(pipelines: Sequence[Pipeline]) -> TracedFigure:
         title = f"{label_text(pipeline.label, most=60)} · {bubble}"
         idle = draw_panel(axis, title, timeline, longest=timeline.duration, width=width)
         for rank, (row, peak) in enumerate(zip(idle, timeline.peak_in_flight, strict=True)):
-            description = f"{pipeline.label}: rank {rank} keeps {peak:.3g} microbatches at most"
+            noun = "microbatch" if peak == 1 else "microbatches"
+            description = f"{pipeline.label}: rank {rank} keeps {peak:.3g} {noun} at most"
             figure.trace(row, runs=[pipeline.run], columns=COLUMNS, text=description)
         axis.set_xlabel(f"time ({pipeline.unit or 'forward passes of a stage'})", fontsize=8, color=INK)
     draw_legend(figure, timelines)
