@@ -113,6 +113,16 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_run_s_config(run):
     assert "is of another model: norm_eps is 1e-05 there and 1e-06 here" in refusal(check_start, other)
 
 
+def test_the_run_is_found_from_within_its_folder_and_by_a_link(run, tmp_path, monkeypatch):
+    """Its config.yaml was not, and another model with the same shapes was taken."""
+    recipe, begun = run
+    (tmp_path / "good").symlink_to(begun.checkpoints / "step-00000001")
+    monkeypatch.chdir(begun.checkpoints)
+    for text in ("step-00000001", str(tmp_path / "good")):
+        other = replace(recipe, init_from=text, model=replace(recipe.model, norm_eps=1e-6))
+        assert "is of another model: norm_eps is 1e-05 there and 1e-06 here" in refusal(check_start, other)
+
+
 def test_a_checkpoint_outside_of_a_run_is_judged_by_its_shapes(run, tmp_path):
     recipe, begun = run
     alone = tmp_path / "a" / "b" / "step-00000001"

@@ -48,6 +48,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def is_step_name(name: str) -> bool:
+    """Whether a name is that of a step's checkpoint, which may be short (`step-8`)."""
+    return _STEP.fullmatch(name) is not None
+
+
 def step_of(checkpoint: Place) -> int:
     """The step in a checkpoint's name."""
     return int(checkpoint.name.partition("-")[2])

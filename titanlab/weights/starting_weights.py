@@ -151,7 +151,7 @@ def _model_of_run(checkpoint: Place) -> ModelConfig | None:
     """The model of the run that contains a checkpoint; None if the checkpoint is outside of a run folder."""
     if not isinstance(checkpoint, Path):
         return None
-    run = checkpoint.parent.parent
+    run = checkpoint.resolve().parent.parent
     if not (run / "config.yaml").is_file():
         return None
     try:
