@@ -26,7 +26,9 @@ def cached() -> Iterator[Item]:
                 if path.name.endswith(".lock"):
                     continue
                 is_left = _MAKING in path.name
-                if (is_left and not is_old(path)) or is_locked(path.with_name(f".{path.name}.lock")):
+                # Who makes `NAME` holds `.NAME.lock`, and fills `.NAME.making-…`.
+                name = path.name.partition(_MAKING)[0].removeprefix(".") if is_left else path.name
+                if (is_left and not is_old(path)) or is_locked(path.with_name(f".{name}.lock")):
                     continue
                 entry = item("temporary" if is_left else "data-cache", path, root)
                 if entry is not None:
