@@ -106,6 +106,16 @@ def test_a_long_cause_is_cut():
     assert found.cause.endswith("...")
 
 
+def test_a_message_that_utf_8_has_no_bytes_for_is_recorded(tmp_path):
+    """Bytes of a file's name that are no text: the failure could not be written, and the cause was lost."""
+    with pytest.raises(LookupError) as caught:
+        raise LookupError("no file a\udc80b")
+    found = from_exception(caught.value)
+    assert found.cause == r"LookupError: no file a\udc80b"
+    assert found.traceback.endswith("LookupError: no file a\\udc80b\n")
+    (tmp_path / "result.json").write_text(json.dumps(found.to_mapping(), ensure_ascii=False), encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "words"),
     [

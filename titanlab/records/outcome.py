@@ -158,7 +158,7 @@ def classify(error: BaseException) -> OutcomeKind:
 
 def from_exception(error: BaseException, *, step: int = 0, rank: int | None = None, attempt: int = 1) -> Outcome:
     """The outcome of a rank that raised."""
-    text = "".join(traceback.format_exception(error))
+    text = _writable("".join(traceback.format_exception(error)))
     return Outcome(
         kind=classify(error),
         step=step,
@@ -255,10 +255,15 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
+    text = _writable(lines[0]) if lines else ""
     if not isinstance(error, TitanlabError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= _CAUSE_LIMIT else text[: _CAUSE_LIMIT - 3] + "..."
+
+
+def _writable(text: str) -> str:
+    """The text with escapes for what UTF-8 has no bytes for, such as undecodable bytes of a file's name."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 _SIGNALS: Mapping[int, tuple[OutcomeKind, str, bool]] = {

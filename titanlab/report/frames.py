@@ -11,7 +11,7 @@ from titanlab.errors import ConfigError
 from titanlab.records.metrics_file import TRAIN
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.sweep.table.collect import parquet_schema
+from titanlab.sweep.table.collect import arrow_table
 from titanlab.sweep.table.columns import point_keys
 from titanlab.sweep.table.rows import Table
 from titanlab.sweep.table.run_columns import recipe_columns
@@ -56,9 +56,7 @@ def frame_of_rows(rows: Sequence[Mapping[str, Any]], sweep: str) -> DataFrame:
         rows: with all columns, as of `titanlab.sweep.table.rows.Table`.
         sweep: the sweep's name.
     """
-    import pyarrow as pa
-
-    return _frame(pa.Table.from_pylist(list(rows), schema=parquet_schema(point_keys(rows), sweep)))
+    return _frame(arrow_table(rows, sweep))
 
 
 def _frame(table: Any) -> DataFrame:

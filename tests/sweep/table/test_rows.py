@@ -2,31 +2,19 @@
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.sweep.made import SUMMARY, begin, end, train, word
 from titanlab.costs import meter
 from titanlab.costs.layout import AXES
-from titanlab.sweep.table.columns import COLUMNS, NAMES, point_keys
+from titanlab.sweep.table.columns import NAMES, point_keys
 from titanlab.sweep.table.rows import Table
-
-PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
 
 
 def row_of(made, run, states=None, **given):
     (row,) = [row for row in Table(made.folder, **given).rows(states) if row["run"] == run.path.name]
     return row
-
-
-def test_the_page_has_every_column_and_no_other():
-    section = PAGE.split("\n## Columns\n")[1].split("\n## ")[0]
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()]
-    told = {cells[0]: cells[1:] for cells in lines if len(cells) == 3 and cells[0].startswith("`")}
-    expected = {f"`{column.name}`": [column.type, column.meaning] for column in COLUMNS}
-    expected["`point.KEY`"] = ["text", told["`point.KEY`"][1]]
-    assert told == expected
 
 
 def test_every_row_has_every_column_whatever_happened(made):

@@ -28,17 +28,23 @@ def parquet_schema(points: Sequence[str], sweep: str) -> Any:
     return pa.schema(fields, metadata={SCHEMA_KEY: str(SCHEMA), SWEEP_KEY: sweep})
 
 
+def arrow_table(rows: Sequence[Mapping[str, Any]], sweep: str) -> Any:
+    """The rows as a table of pyarrow; a value of another kind than its column is left out."""
+    import pyarrow as pa
+
+    sound = [{name: fitting(name, value) for name, value in row.items()} for row in rows]
+    return pa.Table.from_pylist(sound, schema=parquet_schema(point_keys(rows), sweep))
+
+
 def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> list[Path]:
     """Write `<sweep>.parquet` and `<sweep>.csv`, each atomically. Returns their paths.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    import pyarrow as pa
     from pyarrow import csv, parquet
 
-    sound = [{name: fitting(name, value) for name, value in row.items()} for row in rows]
-    table = pa.Table.from_pylist(sound, schema=parquet_schema(point_keys(rows), sweep))
+    table = arrow_table(rows, sweep)
     try:
         into.mkdir(parents=True, exist_ok=True)
         return [

@@ -169,16 +169,25 @@ _TYPES = {column.name: column.type for column in COLUMNS}
 
 
 def fitting(name: str, value: Any) -> Any:
-    """The value of a column; None if it is of another kind than the column, as in a damaged file."""
+    """The value of a column as files take it; None if it is of another kind than the column, as in a damaged file."""
     kind = _TYPES.get(name, TEXT)
     if kind == TEXT:
-        return value if isinstance(value, str) else None
+        # A file has UTF-8, which JSON's escapes go beyond.
+        return value.encode(errors="replace").decode() if isinstance(value, str) else None
     if isinstance(value, bool) or kind == TRUTH:
         return value if isinstance(value, bool) and kind == TRUTH else None
     if kind == NUMBER:
-        return value if isinstance(value, int | float) else None
+        return _number(value) if isinstance(value, int | float) else None
     # In a file, a whole number has 64 bits.
     return value if isinstance(value, int) and abs(value) < 2**63 else None
+
+
+def _number(value: float) -> float | None:
+    """A float, because parquet refuses whole numbers above 2**53 as floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def point_keys(rows: Iterable[Mapping[str, Any]]) -> list[str]:
