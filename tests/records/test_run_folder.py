@@ -1,6 +1,5 @@
 """Run folders: made once however many race, readable at any time, never in two hands."""
 
-import json
 import multiprocessing
 import os
 import subprocess
@@ -150,18 +149,6 @@ def test_a_wish_to_cancel_outlives_the_beginning_of_an_attempt(tmp_path):
     assert run.asked_to_cancel() is None
 
 
-def test_status_round_trips_and_knows_its_words(tmp_path):
-    run = make(tmp_path)
-    status = Status(state="running", step=2, steps=3, attempt=1, seconds_left=1.5, metrics={"loss": 2.5})
-    run.write_status(status)
-    assert run.status() == status
-    assert (status.pid, status.outcome) == (os.getpid(), None)
-    run.write_status(Status(state="running", metrics={"loss": float("nan")}))
-    assert run.status().metrics == {"loss": None}
-    with pytest.raises(ValueError, match="'sleeping' is none of"):
-        run.write_status(Status(state="sleeping"))
-
-
 def test_the_result_ends_the_status_and_keeps_what_else_it_said(tmp_path):
     run = make(tmp_path)
     run.begin_attempt(CONFIG, {})
@@ -195,13 +182,6 @@ def test_a_damaged_file_is_named_and_one_that_nothing_depends_on_reads_as_missin
     assert run.known_status() is None
     run.write_result(Outcome(kind=OutcomeKind.DONE))
     assert (run.status().state, run.result().kind) == ("ended", OutcomeKind.DONE)
-
-
-def test_a_later_version_may_add_keys_to_the_status(tmp_path):
-    run = make(tmp_path)
-    path = run.path / "status.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "new": 1}))
-    assert run.status().state == "prepared"
 
 
 def test_metrics_are_the_rows_that_count(tmp_path):

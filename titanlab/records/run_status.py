@@ -22,6 +22,8 @@ KINDS: Mapping[str, Any] = {
     "step": int,
     "steps": (int, None),
     "attempt": int,
+    "pid": int,
+    "host": str,
     "updated": float,
     "seconds_left": (float, None),
     "outcome": (str, None),
