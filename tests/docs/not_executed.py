@@ -51,7 +51,7 @@ COMMANDS: tuple[tuple[str, str], ...] = (
     ),
     (r"titanlab train model=llama3_2_1b ", "1.2 billion parameters; the same with a small model is executed"),
     (r"titanlab train .*tracker=\S+ tracker\.", "the same trackers with other keys; those without are executed"),
-    (r"titanlab (parity|rehearse) ", "they train many recipes; tests/cli/test_proofs.py runs them in a short form"),
+    (r"titanlab (parity|rehearse) ", "they train many recipes; tests/cli/proofs runs them in a short form"),
     (
         r"titanlab train --from RUN",
         "tests/training/test_saves.py and tests/cli/test_train_from.py start runs from checkpoints",

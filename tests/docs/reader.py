@@ -133,7 +133,7 @@ class Reader:
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
         patch("titanlab.cli.sweep._report", lambda *given: None)
         patch("titanlab.cli.sweep.follow", lambda folder: [])
-        # tests/cli/test_proofs.py trains.
+        # tests/cli/proofs trains.
         for verb in ("parity", "rehearse"):
             patch(f"titanlab.cli.proofs.{verb}.prepare", lambda: None)
         patch("titanlab.cli.proofs.parity.Prover", lambda trainer: SimpleNamespace(rows=self._proved))
