@@ -112,14 +112,6 @@ def test_a_run_without_checkpoints_says_so(run, call):
     assert call("checkpoints", run.path, "--json")[1].strip() == "[]"
 
 
-def test_a_step_that_is_not_there_is_one_line(run, call):
-    code, _, err = call("resume", run.path, "--step", "3")
-    assert (code, err) == (2, "error: --step=3: the run has no whole checkpoint of this step; it has 2, 4\n")
-    code, _, err = call("resume", run.checkpoints / "step-2", "--step", "4")
-    assert code == 2
-    assert "is of a step already; leave one of the two out" in err
-
-
 @pytest.mark.full
 def test_resuming_over_damage(run, call):
     path = step_folder(run.checkpoints, 4) / "rank-00000.safetensors"

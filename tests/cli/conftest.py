@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import re
@@ -16,10 +17,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import tiny
 from titanlab.cli import main
 from titanlab.distributed.host import Host
-from titanlab.recipe.recipe import Recipe
+from titanlab.model import llama_account
+from titanlab.recipe.recipe import Recipe, to_mapping
+from titanlab.records.identity import identify
 from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import create_run
 
 LINE = re.compile(r"error: (?P<key>[^=\s]+)=(?P<value>.*?): (?P<rule>.+?); (?P<cure>.+)\n")
 
@@ -116,6 +121,20 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return Said(code, *capsys.readouterr(), list(started))
 
     return call
+
+
+@pytest.fixture
+def saved_run(tmp_path: Path) -> Path:
+    """A run that has saved a checkpoint and was stopped; no data with text."""
+    made = tiny.recipe(tmp_path / "runs", shard=2)
+    identity = identify(made, data="tiny", hardware="cpu")
+    run = create_run(made.runs, name="toy", identity=identity, config=to_mapping(made))
+    step = run.checkpoints / "step-00000003"
+    step.mkdir()
+    (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
+    shapes = {name: list(shape) for name, shape in llama_account.account(made.model).parameters.items()}
+    (step / "position.json").write_text(json.dumps({"step": 3, "parameters": shapes}))
+    return run.path
 
 
 @pytest.fixture

@@ -14,9 +14,6 @@ import pytest
 from tests import tiny
 from titanlab.distributed.host import Host
 from titanlab.model import llama_account
-from titanlab.recipe.recipe import to_mapping
-from titanlab.records.identity import identify
-from titanlab.records.run_folder import create_run
 
 # Every case: what is typed after `titanlab train`, how the line begins, and what its cure has in it. A cure
 # that says `try …` or `did you mean …?` is followed further down, and then the recipe is accepted.
@@ -412,116 +409,6 @@ def test_a_bad_point_is_told_before_the_data_of_a_good_one_is_prepared(command, 
     said = command(f"train -m data=files data.files={stuff / 'text.txt'} data.vocab_size=341 seed=0,-1")
     assert said.refusal["key"] == "seed"
     assert said.out == ""
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run that has saved a checkpoint and was stopped; no data with text."""
-    made = tiny.recipe(tmp_path / "runs", shard=2)
-    identity = identify(made, data="tiny", hardware="cpu")
-    run = create_run(made.runs, name="toy", identity=identity, config=to_mapping(made))
-    step = run.checkpoints / "step-00000003"
-    step.mkdir()
-    (step / ".metadata").write_bytes(tiny.EMPTY_METADATA)
-    shapes = {name: list(shape) for name, shape in llama_account.account(made.model).parameters.items()}
-    (step / "position.json").write_text(json.dumps({"step": 3, "parameters": shapes}))
-    return run.path
-
-
-@pytest.mark.parametrize(
-    ("arguments", "begins", "cure"),
-    [
-        ("", "arguments=: the following arguments are required: run", "titanlab resume --help"),
-        ("nope", "run=nope: fits no run under runs", "--runs FOLDER"),
-        ("nope --runs <runs>", "run=nope: fits no run under <runs>", "try single/toy-"),
-        ("<run>/checkpoints/step-4", "run=<run>/checkpoints/step-4: the run has no whole checkpoint of this step", "it has 3"),
-        ("<run> optimizer.lr=1", "optimizer.lr=1: is not to be changed in a run that has begun", "a new run from its checkpoint: titanlab train --from"),
-        ("<run> checkpoint.load_from=x", "checkpoint.load_from=x: is not to be changed", "changeable:"),
-        ("<run> training.microbatches=2", "training.microbatches=2: is not to be changed", "training.microbatch,"),
-        ("<run> parallelism=fspd", "parallelism=fspd: ", "fsdp"),
-        ("<run> checkpoint=sync", "checkpoint=sync: is another preset", "give keys of checkpoint"),
-        ("<run> tracker=[wandb,nope]", "tracker=nope: is no option of this group", "known: jsonl, tensorboard, wandb"),
-        ("<run> hello", "overrides=hello: is no override", "write key=value"),
-        ("<run> world=x", "world=x: must be a whole number or null", "try null"),
-        ("<run> parallelism.shards=4", "parallelism.shards=4: is no key", "did you mean parallelism.shard?"),
-        ("<run> parallelism.shard=5", "training.global_batch=12: a run keeps it, and", "may be 1, 2, 3, 4, 6, 12"),
-        ("<run> world=4", "world=4: the degrees make 2 (shard 2)", "try world=2"),
-        ("<run> training.log_every=99999999999999999999", "training.log_every=99999999999999999999: must be at most", "try 10"),
-        ("<run> 'tracker.tags=[a'", "overrides=tracker.tags=[a: cannot be read", "write key=value"),
-        ("<run> --nope", "arguments=<run> --nope: unrecognized arguments: --nope", "titanlab resume --help"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_resume_that_cannot_be(command, run, arguments, begins, cure):
-    def filled(text):
-        return text.replace("<runs>", str(run.parent.parent)).replace("<run>", str(run))
-
-    said = command(f"resume {filled(arguments)}")
-    assert said.err.startswith(f"error: {filled(begins)[:110]}")
-    assert cure in said.refusal["cure"]
-
-
-def test_what_may_change_is_changed(command, run):
-    (resumed,) = command(f"resume {run} parallelism.shard=4 training.microbatch=1 tracker.kind=tensorboard").started
-    assert (resumed.world, resumed.layout.shard, resumed.microbatch, resumed.tracker.kind) == (4, 4, 1, "tensorboard")
-    (resumed,) = command(f"resume {run} tracker=[wandb,tensorboard] tracker.wandb.mode=offline").started
-    assert (resumed.tracker.kind, resumed.tracker.wandb.mode) == ("wandb+tensorboard", "offline")
-    (resumed,) = command(f"resume {run.name} --runs {run.parent.parent}").started
-    assert (resumed.world, resumed.runs) == (2, str(run.parent.parent))
-
-
-@pytest.mark.parametrize(
-    ("damage", "begins"),
-    [
-        ("training: {steps: many}", "training.steps=many: Value 'many' of type 'str' could not be converted"),
-        (
-            "model: {kind: gpt, dim: 3}",
-            "model.kind=gpt: no installed package offers this option (in {run}/config.yaml)",
-        ),
-        ("model: 3", "model=3: must be a mapping"),
-        ("colour: red", "colour=red: Key 'colour' not in 'Recipe'"),
-        ("name: [", "run={run}: its config.yaml cannot be read"),
-        ("- a list", "run={run}: its config.yaml holds no mapping"),
-    ],
-)
-def test_a_frozen_recipe_that_was_damaged(command, run, damage, begins):
-    config = run / "config.yaml"
-    key = damage.partition(":")[0]
-    kept = [] if damage in ("name: [", "- a list") else re.split(r"\n(?=\w)", config.read_text())
-    config.write_text("\n".join([*(part for part in kept if not part.startswith(f"{key}:")), damage]) + "\n")
-    said = command(f"resume {run}")
-    assert said.refusal
-    assert said.err.startswith("error: " + begins.format(run=run))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "begins", "cure"),
-    [
-        ("", "arguments=: the following arguments are required: run", "titanlab generate --help"),
-        ("nope", "run=nope: fits no run under runs", "train one first"),
-        ("<run> --tokens 0", "--tokens=0: must be at least 1", "try 1"),
-        ("<run> --tokens many", "--tokens=many: must be a whole number", "titanlab generate --help"),
-        ("<run> --temperature nan", "--temperature=nan: must be at least 0", "try 0"),
-        ("<run> --seed 99999999999999999999", "--seed=99999999999999999999: must be at most 9,223,372,036,854,775,807", "--help"),
-        ("<run> --top-k -1", "--top-k=-1: must be at least 0", "try 0"),
-        ("<run> --device tpu", "--device=tpu: is no device", "try cpu or cuda"),
-        ("<run> --device cuda", "--device=cuda: this host shows no GPU", "try cpu"),
-        ("<run> --prompt def --lengths 3", "arguments=", "titanlab generate --help"),
-        ("<run>", "run=<run>: was trained on data without a tokenizer", "data=stdlib"),
-        ("<unsaved>", "run=<unsaved>: holds no complete checkpoint", "that has saved one"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_sample_that_cannot_be(command, run, arguments, begins, cure):
-    if "<unsaved>" in arguments:
-        (run / "checkpoints" / "step-00000003").rename(run / "checkpoints" / "step-00000003.part")
-
-    def filled(text):
-        return text.replace("<unsaved>", str(run)).replace("<run>", str(run))
-
-    said = command(f"generate {filled(arguments)}")
-    assert said.err.startswith(f"error: {filled(begins)}")
-    assert cure in said.refusal["cure"]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
-"""`titanlab retry`: which runs are chosen, and what is said of them; tests/sweep/test_retry.py submits them."""
+"""`titanlab retry`: which runs are chosen, what is said of them, and another layout."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.cli.test_resume import ended
+from tests.sweep.conftest import slurm, small_package  # noqa: F401
 from tests.sweep.made import Made, begin, end
-from titanlab.cli import main
+from titanlab.cli import main, retry
+from titanlab.errors import ConfigError
+from titanlab.launch.slurm_schema import Slurm
+from titanlab.sweep.sweep_folder import SweepFolder
 
 
 @pytest.fixture
@@ -64,3 +69,21 @@ def test_a_mistake_submits_nothing(says, arguments, err):
     code, out, said = says(*arguments.split())
     assert (code, out, said.count("\n")) == (2, "", 1)
     assert said.startswith(f"error: {err}")
+
+
+def test_failed_points_are_retried_at_another_layout(tmp_path, slurm, capsys):  # noqa: F811
+    run = ended(tmp_path, launch=Slurm(minutes=10), shard=4)
+    sweep = ["single", "--runs", str(run.path.parent.parent), "--all-failed"]
+    with pytest.raises(
+        ConfigError, match=rf"must be a multiple of the 5 data-parallel processes.*\(in {run.path.name}\)"
+    ):
+        retry.main([*sweep, "parallelism.shard=5"])
+    with pytest.raises(ConfigError, match="--stale=parallelism=fsdp_tp: starts runs from the beginning"):
+        retry.main(["single", "--runs", str(run.path.parent.parent), "--stale", "parallelism=fsdp_tp"])
+    assert slurm.jobs() == {}
+    assert retry.main([*sweep, "parallelism=fsdp_tp"]) == 0
+    assert "1 run submitted" in capsys.readouterr().out
+    (submission,) = SweepFolder(run.path.parent).submissions()
+    assert submission.shape.processes == 4
+    changed = submission.changes[run.path.name]["parallelism"]
+    assert (changed["shard"], changed["tensor"]) == (2, 2)

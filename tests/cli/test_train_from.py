@@ -1,7 +1,6 @@
 """`titanlab train --from RUN`: a new run from another one's checkpoint, which says where it comes from."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -51,15 +50,6 @@ def test_the_refusal_to_train_longer_names_the_command_that_does(parent, capsys)
     assert (rows[child.path.name]["parent_run"], rows[child.path.name]["parent_step"]) == child.parent()
     assert rows[parent.path.name]["parent_run"] is None
     assert ("began from", f"step 6 of single/{parent.path.name}") in details(rows[child.path.name])
-
-
-@pytest.mark.parametrize("chosen", [("{}", "--step", "4"), ("{}/checkpoints/step-4", "parallelism.shard=1")])
-def test_a_done_run_does_not_go_back_and_the_refusal_names_the_command_for_a_new_run(parent, chosen):
-    with pytest.raises(ConfigError, match="step-00000004: is a checkpoint of a run that is done: 6 steps; ") as refused:
-        resume.main([text.format(parent.path) for text in chosen])
-    command = re.search(r"titanlab train --from (\S+)$", str(refused.value))
-    assert Path(command[1]) == parent.path / "checkpoints" / "step-00000004"
-    assert parent.attempts() == [1]
 
 
 def test_another_precision_from_an_earlier_checkpoint_and_on_another_layout(command, parent, monkeypatch):

@@ -1,0 +1,210 @@
+"""`titanlab resume`: what may change, through which launcher a run goes on, and from which checkpoint."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from tests.sweep.conftest import slurm, small_package  # noqa: F401
+from titanlab.checkpoint.folders import step_folder
+from titanlab.cli import resume
+from titanlab.cluster.schema import Cluster
+from titanlab.errors import ConfigError
+from titanlab.launch.job.job import Job
+from titanlab.launch.local_schema import Local
+from titanlab.launch.slurm_schema import Slurm
+from titanlab.recipe.recipe import to_mapping
+from titanlab.records.identity import identify
+from titanlab.records.outcome import Outcome, OutcomeKind
+from titanlab.records.run_folder import RunFolder, create_run
+from titanlab.sweep.sweep_folder import SweepFolder
+from titanlab.terminal.paths import sweep_argument
+
+NODES = Cluster(accelerator="cpu", device="cpu", peak_tflops=1.0, per_node=4, nodes=4)
+
+
+def ended(tmp_path, *, launch, cluster=NODES, **given):
+    """A run that was cancelled in its first attempt."""
+    made = replace(tiny.recipe(tmp_path / "runs", **given), launch=launch, cluster=cluster)
+    identity = identify(made, data="tiny", hardware="cpu")
+    run = create_run(made.runs, sweep=made.sweep, name=made.name, identity=identity, config=to_mapping(made))
+    run.begin_attempt(to_mapping(made), {})
+    run.write_result(Outcome(kind=OutcomeKind.CANCELLED, attempt=1))
+    return run
+
+
+def test_a_run_of_a_queue_goes_on_here_if_one_says_so(tmp_path):
+    run = ended(tmp_path, launch=Slurm(threads=1, partition="far"), steps=2)
+    assert resume.main([str(run.path), "launch=local", "launch.threads=1"]) == 0
+    assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 2)
+    assert run.env()["launcher"] == "local"
+    # It was born for the queue, and went on here.
+    assert run.config()["launch"]["kind"] == "slurm"
+    assert run.config(2)["launch"]["kind"] == "local"
+
+
+@pytest.mark.parametrize("launch", [Slurm(minutes=10), Local()], ids=["slurm", "local"])
+def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, capsys, launch):  # noqa: F811
+    run = ended(tmp_path, launch=launch, shard=4)
+    arguments = ["launch=slurm", "launch.minutes=20"] if launch.kind == "local" else ["launch.minutes=20"]
+    assert resume.main([str(run.path), "parallelism=ddp", "world=2", *arguments]) == 0
+    assert "job 101: 1 run of 2 processes" in capsys.readouterr().out
+    flags = slurm.jobs()[101]["flags"]
+    assert (flags["nodes"], flags["ntasks-per-node"], flags["time"]) == ("1", "2", "20")
+    (submission,) = SweepFolder(run.path.parent).submissions()
+    changed = submission.changes[run.path.name]
+    assert set(changed) == {"world", "parallelism", "training"}
+    # What the job's ranks will read: the new layout, the launcher of this submission, and all else as it was.
+    job = Job(run=run, place=None, token="", index=0, launch=submission.launch, changes=changed)
+    assert job.config()["parallelism"]["replicate"] == job.config()["world"] == 2
+    assert job.config()["training"]["microbatch"] == 3
+    assert job.config()["model"] == run.config()["model"]
+    assert run.config()["parallelism"]["shard"] == 4
+    # It waits now, and is not submitted twice.
+    named = re.escape(sweep_argument(run.path.parent))
+    with pytest.raises(ConfigError, match=f"is queued already; wait for its end, or titanlab cancel {named}$"):
+        resume.main([str(run.path)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("parallelism.shard=5", "training.global_batch=12: a run keeps it, and it must be a multiple of the 5"),
+        ("parallelism.tensor=3", "parallelism.tensor=3: "),
+        ("parallelism.shard=12 parallelism.context=2 cluster.nodes=1", "world=24: is more than the cluster's 1 nodes"),
+        ("launch.partition=fast", "launch.partition=fast: Slurm knows no such part"),
+        ("cluster=local", "cluster.accelerator=auto: is whatever this host has"),
+    ],
+)
+def test_a_changed_layout_is_checked_before_anything_is_submitted(tmp_path, slurm, arguments, told):  # noqa: F811
+    run = ended(tmp_path, launch=Slurm(minutes=10), shard=4)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        resume.main([str(run.path), *arguments.split()])
+    assert slurm.jobs() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins", "cure"),
+    [
+        ("", "arguments=: the following arguments are required: run", "titanlab resume --help"),
+        ("nope", "run=nope: fits no run under runs", "--runs FOLDER"),
+        ("nope --runs <runs>", "run=nope: fits no run under <runs>", "try single/toy-"),
+        ("<run>/checkpoints/step-4", "run=<run>/checkpoints/step-4: the run has no whole checkpoint of this step", "it has 3"),
+        ("<run> --step 4", "--step=4: the run has no whole checkpoint of this step", "it has 3"),
+        ("<run>/checkpoints/step-3 --step 4", "--step=4: <run>/checkpoints/step-00000003 is of a step already", "leave one of the two out"),
+        ("<run> optimizer.lr=1", "optimizer.lr=1: is not to be changed in a run that has begun", "a new run from its checkpoint: titanlab train --from"),
+        ("<run> checkpoint.load_from=x", "checkpoint.load_from=x: is not to be changed", "changeable:"),
+        ("<run> training.microbatches=2", "training.microbatches=2: is not to be changed", "training.microbatch,"),
+        ("<run> parallelism=fspd", "parallelism=fspd: ", "fsdp"),
+        ("<run> checkpoint=sync", "checkpoint=sync: is another preset", "give keys of checkpoint"),
+        ("<run> tracker=[wandb,nope]", "tracker=nope: is no option of this group", "known: jsonl, tensorboard, wandb"),
+        ("<run> hello", "overrides=hello: is no override", "write key=value"),
+        ("<run> world=x", "world=x: must be a whole number or null", "try null"),
+        ("<run> parallelism.shards=4", "parallelism.shards=4: is no key", "did you mean parallelism.shard?"),
+        ("<run> parallelism.shard=5", "training.global_batch=12: a run keeps it, and", "may be 1, 2, 3, 4, 6, 12"),
+        ("<run> world=4", "world=4: the degrees make 2 (shard 2)", "try world=2"),
+        ("<run> training.log_every=99999999999999999999", "training.log_every=99999999999999999999: must be at most", "try 10"),
+        ("<run> 'tracker.tags=[a'", "overrides=tracker.tags=[a: cannot be read", "write key=value"),
+        ("<run> --nope", "arguments=<run> --nope: unrecognized arguments: --nope", "titanlab resume --help"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_resume_that_cannot_be(command, saved_run, arguments, begins, cure):
+    def filled(text):
+        return text.replace("<runs>", str(saved_run.parent.parent)).replace("<run>", str(saved_run))
+
+    said = command(f"resume {filled(arguments)}")
+    assert said.err.startswith(f"error: {filled(begins)[:110]}")
+    assert cure in said.refusal["cure"]
+
+
+def test_what_may_change_is_changed(command, saved_run):
+    (resumed,) = command(
+        f"resume {saved_run} parallelism.shard=4 training.microbatch=1 tracker.kind=tensorboard"
+    ).started
+    assert (resumed.world, resumed.layout.shard, resumed.microbatch, resumed.tracker.kind) == (4, 4, 1, "tensorboard")
+    (resumed,) = command(f"resume {saved_run} tracker=[wandb,tensorboard] tracker.wandb.mode=offline").started
+    assert (resumed.tracker.kind, resumed.tracker.wandb.mode) == ("wandb+tensorboard", "offline")
+    (resumed,) = command(f"resume {saved_run.name} --runs {saved_run.parent.parent}").started
+    assert (resumed.world, resumed.runs) == (2, str(saved_run.parent.parent))
+
+
+@pytest.mark.parametrize(
+    ("damage", "begins"),
+    [
+        ("training: {steps: many}", "training.steps=many: Value 'many' of type 'str' could not be converted"),
+        (
+            "model: {kind: gpt, dim: 3}",
+            "model.kind=gpt: no installed package offers this option (in {run}/config.yaml)",
+        ),
+        ("model: 3", "model=3: must be a mapping"),
+        ("colour: red", "colour=red: Key 'colour' not in 'Recipe'"),
+        ("name: [", "run={run}: its config.yaml cannot be read"),
+        ("- a list", "run={run}: its config.yaml holds no mapping"),
+    ],
+)
+def test_a_frozen_recipe_that_was_damaged(command, saved_run, damage, begins):
+    config = saved_run / "config.yaml"
+    key = damage.partition(":")[0]
+    kept = [] if damage in ("name: [", "- a list") else re.split(r"\n(?=\w)", config.read_text())
+    config.write_text("\n".join([*(part for part in kept if not part.startswith(f"{key}:")), damage]) + "\n")
+    said = command(f"resume {saved_run}")
+    assert said.refusal
+    assert said.err.startswith("error: " + begins.format(run=saved_run))
+
+
+@pytest.mark.parametrize("chosen", [["{}", "--step", "3"], ["{}/checkpoints/step-3", "parallelism.shard=1"]])
+def test_a_done_run_does_not_go_back_and_the_refusal_names_the_command_for_a_new_run(command, saved_run, chosen):
+    run = RunFolder(saved_run)
+    run.begin_attempt(run.config(), {})
+    run.write_result(Outcome(kind=OutcomeKind.DONE, attempt=1, step=10, steps=10))
+    said = command(["resume", *(text.format(run.path) for text in chosen)])
+    checkpoint = run.checkpoints / "step-00000003"
+    assert said.refusal["rule"] == "is a checkpoint of a run that is done: 10 steps"
+    assert said.refusal["value"] == str(checkpoint)
+    assert said.refusal["cure"] == f"for a new run from there: titanlab train --from {checkpoint}"
+    assert run.attempts() == [1]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "step"), [(["{}"], None), (["{}", "--step", "3"], 3), (["{}/checkpoints/step-00000003"], 3)]
+)
+def test_a_checkpoint_that_is_chosen_is_the_one_to_resume_from(saved_run, monkeypatch, chosen, step):
+    run, given = RunFolder(saved_run), []
+
+    def continue_run(run, recipe, host, ranks, console, *, checkpoint):
+        given.append((run.path, checkpoint))
+        return Outcome(kind=OutcomeKind.OOM)
+
+    monkeypatch.setattr(resume, "continue_run", continue_run)
+    # The exit code is that of the attempt's end.
+    assert resume.main([text.format(run.path) for text in chosen]) == OutcomeKind.OOM.exit_code
+    assert given == [(run.path, None if step is None else step_folder(run.checkpoints, step))]
+
+
+def test_a_run_whose_folder_has_moved_goes_on_where_it_is(command, saved_run, tmp_path):
+    moved = tmp_path / "archive" / "single" / saved_run.name
+    moved.parent.mkdir(parents=True)
+    saved_run.rename(moved)
+    (resumed,) = command(f"resume {moved}").started
+    assert resumed.runs == str(tmp_path / "archive")
+
+
+def test_a_run_of_a_queue_goes_on_here_as_the_ranks_of_torchrun(command, tmp_path):
+    run = ended(tmp_path, launch=Slurm(threads=3), shard=2)
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
+    (resumed,) = command(f"resume {run.path}", **ranks).started
+    assert (resumed.world, resumed.launch) == (2, Local(threads=3))
+    assert SweepFolder(run.path.parent).submissions() == []
+
+
+def test_a_run_goes_on_with_the_settings_of_its_latest_submission(tmp_path, slurm):  # noqa: F811
+    run = ended(tmp_path, launch=Slurm(minutes=10), shard=2)
+    assert resume.main([str(run.path), "launch.minutes=20", "launch.partition=large"]) == 0
+    slurm.put(101, "CANCELLED")
+    assert resume.main([str(run.path), "launch.partition=normal"]) == 0
+    flags = slurm.jobs()[102]["flags"]
+    assert (flags["time"], flags["partition"]) == ("20", "normal")
+    # What the run was made with.
+    assert run.config()["launch"]["minutes"] == 10
