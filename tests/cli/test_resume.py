@@ -208,3 +208,12 @@ def test_a_run_goes_on_with_the_settings_of_its_latest_submission(tmp_path, slur
     assert (flags["time"], flags["partition"]) == ("20", "normal")
     # What the run was made with.
     assert run.config()["launch"]["minutes"] == 10
+
+
+def test_the_weights_that_a_run_first_started_with_may_be_gone_once_it_has_saved(command, saved_run):
+    config = saved_run / "config.yaml"
+    config.write_text(config.read_text().replace("init_from: null", "init_from: /nowhere/weights"))
+    (resumed,) = command(f"resume {saved_run}").started
+    assert resumed.init_from == "/nowhere/weights"
+    (saved_run / "checkpoints" / "step-00000003").rename(saved_run / "checkpoints" / "step-00000003.part")
+    assert command(f"resume {saved_run}").refusal["key"] == "init_from"

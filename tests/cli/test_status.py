@@ -1,9 +1,8 @@
-"""`titanlab status` and `titanlab collect` as a person types them."""
+"""`titanlab status` as a person types it."""
 
 import json
 
 import pytest
-from pyarrow import parquet
 
 from tests.sweep.made import Made, begin, end, train
 from titanlab.cli import main
@@ -101,15 +100,6 @@ def test_one_that_is_done_shows_no_traceback(made, say):
     assert "  speed       1,000 tokens/s per device, MFU 41.5%\n" in said
 
 
-def test_collect(made, say):
-    said = say("collect", "layouts").splitlines()
-    assert said[0] == "layouts: 3 runs"
-    assert said[1].split() == ["layout", "processes", *"tokens/s of all MFU GiB loss outcome".split()]
-    assert said[-2:] == ["table: runs/layouts/layouts.parquet", "table: runs/layouts/layouts.csv"]
-    assert parquet.read_table("runs/layouts/layouts.parquet").num_rows == 4
-    assert say("collect", "layouts", "--into", "else/where").splitlines()[-1] == "table: else/where/layouts.csv"
-
-
 @pytest.mark.parametrize(
     ("arguments", "begins"),
     [
@@ -117,8 +107,6 @@ def test_collect(made, say):
         (("status", "layouts", "nothing"), "error: run=nothing: fits no run of sweep layouts"),
         (("status", "--watch"), "error: --watch=true: is for the table of one sweep"),
         (("status", "layouts", "--watch", "--json"), "error: --watch=true: is for the table of one sweep"),
-        (("collect", "nothing"), "error: sweep=nothing: is no sweep"),
-        (("collect",), "error: arguments="),
     ],
 )
 def test_mistakes_are_one_line(made, capsys, arguments, begins):

@@ -1,16 +1,9 @@
-"""The wandb workspace and report of a sweep: their panels, what is printed, and what is saved."""
+"""The wandb workspace and report of a sweep: their panels, and what they take from the runs."""
 
 import json
-from types import SimpleNamespace
 
-import pytest
-
-from tests.sweep.made import Made, begin, end
-from titanlab.cli import main
 from titanlab.costs import meter
-from titanlab.report import wandb_workspace
 from titanlab.report.wandb_workspace import RESIDENT, json_text, view_of
-from titanlab.system.quiet_import import import_quietly
 
 ROWS = [
     {"accelerator": "cpu", "layout.tensor": 1, "layout.shard": 2, "layout.pipeline": 1},
@@ -73,69 +66,3 @@ def test_project_and_memory_are_those_of_the_runs(monkeypatch):
     rows = [{"accelerator": "cuda", "layout.tensor": 8}]
     on_gpu = view_of("layouts", rows, tracker={}, project=None, entity=None)
     assert (on_gpu.memory, on_gpu.axes[0]) == (meter.MEMORY_RESERVED, "pipeline")
-
-
-@pytest.fixture
-def sweep(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    made = Made(tmp_path / "runs")
-    for degree in (1, 2):
-        run = made.run(f"tp{degree}", tensor=degree)
-        tracker = {"kind": "wandb+tensorboard", "wandb": {"kind": "wandb", "project": "ours", "entity": "us"}}
-        begin(run, tracker=tracker)
-        config = (run.path / "config.yaml").read_text()
-        text = "tracker:\n  kind: wandb\n  project: ours\n  entity: us\n"
-        (run.path / "config.yaml").write_text(config.replace("tracker:\n  kind: jsonl\n", text))
-        end(run)
-    return "layouts"
-
-
-def test_without_a_key_it_is_printed(sweep, capsys):
-    assert main(["workspace", sweep]) == 0
-    said = capsys.readouterr()
-    assert said.err == (
-        "warning: no API key of wandb was found, so nothing is saved; WANDB_API_KEY or `wandb login` has one\n"
-    )
-    assert json.loads(said.out)["workspace"]["project"] == "ours"
-    assert keys_of(said.out)["config"] == {"layout.value.label", "layout.value.tensor"}
-    assert main(["workspace", sweep, "--json", "--project", "other"]) == 0
-    said = capsys.readouterr()
-    assert (said.err, json.loads(said.out)["report"]["project"]["name"]) == ("", "other")
-
-
-def test_with_a_key_both_are_saved(sweep, capsys, monkeypatch):
-    saved = []
-
-    def save(self):
-        saved.append(type(self).__name__)
-        return SimpleNamespace(url=f"https://wandb.test/{self.entity}/{type(self).__name__}")
-
-    for module, name in (("workspaces", "Workspace"), ("reports.v2", "Report")):
-        monkeypatch.setattr(getattr(import_quietly(f"wandb_workspaces.{module}"), name), "save", save)
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("titanlab.tracker.wandb_upload.lack", lambda: None)
-    assert main(["workspace", sweep]) == 0
-    assert capsys.readouterr().out == "https://wandb.test/us/Workspace\nhttps://wandb.test/us/Report\n"
-
-    def refuse(self):
-        raise ValueError("permission denied\nand more")
-
-    monkeypatch.setattr(import_quietly("wandb_workspaces.workspaces").Workspace, "save", refuse)
-    assert main(["workspace", sweep]) == 1
-    assert capsys.readouterr().err == ("error: wandb has not saved the workspace (ValueError: permission denied)\n")
-
-
-def test_no_network_and_no_package_are_a_line(sweep, capsys, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert main(["workspace", sweep]) == 2
-    assert capsys.readouterr().err.startswith("error: WANDB_BASE_URL=http://127.0.0.1:9: cannot be reached (")
-    monkeypatch.setattr(wandb_workspace.importlib.util, "find_spec", lambda name: None)
-    assert main(["workspace", sweep]) == 2
-    assert capsys.readouterr().err == (
-        "error: verb=workspace: needs the package wandb-workspaces, which is not installed; "
-        "pip install 'titanlab[wandb-workspaces]'\n"
-    )
-    assert main(["workspace", "nothing"]) == 2

@@ -4,7 +4,6 @@ import pytest
 
 from tests.sweep.conftest import names, quiet
 from tests.sweep.studies import SLURM, seeds, study
-from titanlab.cli import cancel as cancel_verb
 from titanlab.cli import retry as retry_verb
 from titanlab.cli import status as status_verb
 from titanlab.errors import ConfigError
@@ -166,7 +165,7 @@ def test_cancelled_runs_are_not_submitted_again_by_the_sweep(slurm, sweep, tmp_p
     assert submit(wanted, quiet).jobs == ()
 
 
-def test_the_verbs(slurm, sweep, capsys):
+def test_the_verb(slurm, sweep, capsys):
     runs = ["--runs", str(sweep.path.parent)]
     assert retry_verb.main(["layouts", "--outcome", "hang,oom", "--dry-run", *runs]) == 0
     assert capsys.readouterr().out.endswith("2 runs would be submitted\n")
@@ -174,7 +173,3 @@ def test_the_verbs(slurm, sweep, capsys):
     assert f"2 runs submitted; titanlab status {sweep.path} --watch follows them" in capsys.readouterr().out
     assert retry_verb.main(["layouts", "--outcome", "nan", *runs]) == 0
     assert "nothing of layouts is to be done again" in capsys.readouterr().out
-    assert cancel_verb.main(["layouts", *runs]) == 0
-    assert capsys.readouterr().out == (
-        "layouts: 1 running, which save and end, 3 waiting, which will not start, 1 ended before\n"
-    )

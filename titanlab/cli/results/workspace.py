@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlab.cli.arguments import Arguments
+from titanlab.errors import ConfigError
 from titanlab.report import wandb_workspace
 from titanlab.sweep.sweep_folder import SweepFolder, open_sweep, readable
 from titanlab.sweep.table.look import look_at
@@ -51,7 +52,11 @@ def main(arguments: Sequence[str]) -> int:
 def _wandb_config(sweep: SweepFolder, console: Console) -> Mapping[str, Any]:
     """The config of wandb in one of the sweep's runs; empty if none has it."""
     for run in readable(sweep.runs(), console.warn, named=False):
-        tracker = run.config().get("tracker") or {}
+        try:
+            tracker = run.section("tracker")
+        except ConfigError as error:
+            console.warn(f"{run.path.name} is left alone: {error}")
+            continue
         # Of several trackers, each has a key of its own.
         for config in (tracker, *(value for value in tracker.values() if isinstance(value, Mapping))):
             if config.get("kind") == Wandb.kind:

@@ -1,0 +1,96 @@
+"""`titanlab collect`: the table's files, and what is said of the sweep; tests/sweep/table has what is in them."""
+
+import pytest
+from pyarrow import parquet
+
+from tests.sweep.made import Made, begin, end
+from titanlab.cli import main
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A sweep of three runs, of which one is done, and a point that was dropped."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    sweep = Made(tmp_path / "runs")
+    for name, kind, given in (
+        ("fsdp", "done", {"shard": 2}),
+        ("tp", "crash", {"tensor": 2}),
+        ("cp", "oom", {"context": 2}),
+    ):
+        run = sweep.run(name, **given)
+        begin(run)
+        end(run, kind, cause=None if kind == "done" else f"the cause of {name}")
+    sweep.drop("rule", "must divide 4 heads", parallelism="tp3")
+    return sweep
+
+
+@pytest.fixture
+def say(capsys):
+    """What is printed; the exit code is 0."""
+
+    def call(*arguments):
+        assert main(["collect", *arguments]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return call
+
+
+def test_the_table_is_beside_the_runs_and_the_recipes_are_compared(made, say):
+    said = say("layouts").splitlines()
+    assert said[0] == "layouts: 3 runs"
+    assert said[1].split() == ["layout", "processes", *"tokens/s of all MFU GiB loss outcome".split()]
+    assert said[-2:] == ["table: runs/layouts/layouts.parquet", "table: runs/layouts/layouts.csv"]
+    table = parquet.read_table("runs/layouts/layouts.parquet").to_pylist()
+    assert len(table) == 4
+    # Of a run that was submitted without an estimate it is made now, or it says why there is none.
+    assert table[0]["estimate.step_seconds"] is not None or table[0]["estimate.note"]
+
+
+def test_failures_and_dropped_points_come_after_the_comparison(made, say):
+    said = say("layouts").splitlines()
+    place = {
+        text: number
+        for number, line in enumerate(said)
+        for text in ("of all", "cause of tp", "1 by rule")
+        if text in line
+    }
+    assert list(place) == ["of all", "cause of tp", "1 by rule"]
+    assert any("the cause of cp" in line for line in said)
+
+
+@pytest.mark.parametrize("into", ["else/where", "~/else/where"])
+def test_the_files_go_where_they_are_wanted(made, say, tmp_path, into):
+    folder = tmp_path / into.replace("~", "home")
+    shown = folder.relative_to(tmp_path)
+    assert say("layouts", "--into", into).splitlines()[-1] == f"table: {shown}/layouts.csv"
+    assert sorted(path.name for path in folder.iterdir()) == ["layouts.csv", "layouts.parquet"]
+    assert list(made.folder.path.glob("layouts.*")) == []
+
+
+def test_a_sweep_in_another_folder_of_runs(made, say, tmp_path):
+    (tmp_path / "runs").rename(tmp_path / "older")
+    for arguments in (["layouts", "--runs", "older"], ["older/layouts"]):
+        assert say(*arguments).splitlines()[-1] == "table: older/layouts/layouts.csv"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (("nothing",), "error: sweep=nothing: is no sweep"),
+        ((), "error: arguments="),
+        (
+            ("layouts", "--into", "runs/layouts/points.jsonl"),
+            "error: --into=runs/layouts/points.jsonl: cannot be written",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(made, capsys, arguments, begins):
+    (made.folder.path / "points.jsonl").touch()
+    assert main(["collect", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(begins)
+    assert err.count("\n") == 1

@@ -1,0 +1,70 @@
+"""`titanlab cancel`: what is said of the runs, and which are meant; tests/sweep/test_cancel.py ends their jobs."""
+
+import pytest
+
+from tests.sweep.conftest import names, slurm, small_package, sweep  # noqa: F401
+from tests.sweep.made import Made, begin, end
+from titanlab.cli import cancel, main
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A sweep of a run that is done, one that failed, and one that was never started."""
+    monkeypatch.chdir(tmp_path)
+    made = Made(tmp_path / "runs")
+    for name, kind in {"good": "done", "bad": "crash", "new": None}.items():
+        run = made.run(name)
+        if kind is not None:
+            begin(run)
+            end(run, kind)
+    return made
+
+
+def test_running_waiting_and_ended_runs_are_counted(slurm, sweep, capsys):  # noqa: F811
+    runs = ["--runs", str(sweep.path.parent)]
+    assert cancel.main(["layouts", *runs]) == 0
+    assert capsys.readouterr().out == (
+        "layouts: 1 running, which save and end, 1 waiting, which will not start, 3 ended before\n"
+    )
+    # It has not ended yet, and what waited has.
+    assert cancel.main([str(sweep.path)]) == 0
+    assert capsys.readouterr().out == "layouts: 1 running, which save and end, 4 ended before\n"
+
+
+def test_only_the_runs_that_are_named_are_cancelled(slurm, sweep, capsys):  # noqa: F811
+    running, waiting = names(sweep)[3:]
+    assert cancel.main(["layouts", waiting, "--runs", str(sweep.path.parent)]) == 0
+    assert capsys.readouterr().out == "layouts: 1 waiting, which will not start\n"
+    assert sweep.run(running).asked_to_cancel() is None
+    assert slurm.jobs()[101]["states"][3:] == ["RUNNING", "CANCELLED"]
+
+
+def test_of_a_sweep_that_has_ended_nothing_is_cancelled(made, capsys):
+    good, bad = (point["run"] for point in made.points[:2])
+    before = {path: path.read_bytes() for path in made.folder.path.rglob("result.json")}
+    assert main(["cancel", "layouts", good, bad]) == 0
+    assert capsys.readouterr() == ("layouts: 2 ended before\n", "")
+    assert {path: path.read_bytes() for path in made.folder.path.rglob("result.json")} == before
+
+
+def test_a_sweep_without_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Made(tmp_path / "runs").drop("rule", "no", seed=1)
+    assert main(["cancel", "layouts"]) == 0
+    assert capsys.readouterr().out == "layouts: no runs\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        ((), "arguments=: the following arguments are required: sweep"),
+        (("nothing",), "sweep=nothing: is no sweep under runs; try layouts"),
+        (("layouts", "nobody"), "run=nobody: fits no run of sweep layouts; try "),
+    ],
+)
+def test_mistakes_are_one_line_and_cancel_nothing(made, capsys, arguments, begins):
+    assert main(["cancel", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: {begins}")
+    assert list(made.folder.path.rglob("cancel.json")) == []
