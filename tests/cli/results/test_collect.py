@@ -1,10 +1,14 @@
 """`titanlab collect`: the table's files, and what is said of the sweep; tests/sweep/table has what is in them."""
 
+import json
+
 import pytest
 from pyarrow import parquet
 
-from tests.sweep.made import Made, begin, end
+from tests.sweep.made import SUMMARY, Made, begin, end
 from titanlab.cli import main
+from titanlab.costs import meter
+from titanlab.tracker.record import FILE, FINISHED, Record, write_record
 
 
 @pytest.fixture
@@ -59,6 +63,25 @@ def test_failures_and_dropped_points_come_after_the_comparison(made, say):
     }
     assert list(place) == ["of all", "cause of tp", "1 by rule"]
     assert any("the cause of cp" in line for line in said)
+
+
+def test_what_a_tracker_lacks_and_how_a_control_drifts_are_said(made, say):
+    lacking = made.run("lacking", seed=5)
+    begin(lacking, tracker={**lacking.config()["tracker"], "kind": "tensorboard"})
+    write_record(lacking.attempt_folder(1) / FILE, Record(attempt=1, kind="tensorboard", state=FINISHED, left_out=3))
+    end(lacking)
+    for repeat, speed in enumerate((1000.0, 900.0)):
+        run = made.run("control", repeat=repeat, seed=7)
+        made.points[-1]["control"] = True
+        begin(run)
+        env = json.loads((run.path / "env.json").read_text()) | {"time": 1000.0 + 60 * repeat}
+        for path in run.path.rglob("env.json"):
+            path.write_text(json.dumps(env))
+        end(run, metrics={**SUMMARY, meter.TOKENS_PER_SECOND: speed})
+    made.write()
+    out = say("layouts")
+    assert f"  {lacking.path.name}: tensorboard: lacks 3 rows, for it could not keep up; titanlab sync " in out
+    assert "  Drift: the control's tokens/s per device went 10.0% down in 1:00 (2 runs)" in out
 
 
 @pytest.mark.parametrize("into", ["else/where", "~/else/where"])
