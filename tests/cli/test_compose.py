@@ -270,59 +270,6 @@ print(recipe.optimizer, recipe.optimizer.implementation().build([]), "torch" in 
     assert said.endswith("kind='cautious', caution=0.25) ('built', 0.25) False\n")
 
 
-@pytest.mark.parametrize(
-    ("base", "rule"),
-    [
-        (
-            "object",
-            (
-                "that inherits from no class of titanlab.optimizer.contract; "
-                "use a version of its package for this titanlab; docs/extending.md"
-            ),
-        ),
-        (
-            "Scheduled",
-            (
-                "without implementation and state_bytes, which titanlab.optimizer.contract asks for; "
-                "define what it lacks; docs/extending.md"
-            ),
-        ),
-    ],
-)
-def test_a_config_without_the_contract_of_its_group_is_refused(tmp_path, base, rule):
-    schema = f"""\
-from dataclasses import dataclass
-from titanlab.optimizer.contract import Scheduled
-from titanlab.options import option
-
-@option("optimizer", "early")
-@dataclass(kw_only=True)
-class Early({base}):
-    kind: str = "early"
-    lr: float = 1.0e-3"""
-    site = write(
-        tmp_path / "site",
-        {
-            "early/__init__.py": "",
-            "early/early_schema.py": schema,
-            "early/conf/__init__.py": "",
-            "early/conf/optimizer/early.yaml": "defaults: [early_schema, _self_]",
-            "early-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: early\nVersion: 1.0",
-            "early-1.0.dist-info/entry_points.txt": "[titanlab.options]\nearly = early.early_schema\n\n"
-            "[titanlab.conf]\nearly = early.conf",
-        },
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlab", "train", "optimizer=early", "data=synthetic"],
-        env={**os.environ, "PYTHONPATH": f"{site}:{ROOT}"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (2, f"error: optimizer=early: has a config (early.early_schema) {rule}\n")
-
-
 def test_its_rules_and_names_are_ours(site):
     def titanlab(line, **environ):
         return subprocess.run(

@@ -1,0 +1,150 @@
+"""Composed configs become dataclasses, each value of a group with a schema of that group; where folders are looked up."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from omegaconf import OmegaConf, open_dict
+
+import titanlab
+from tests import tiny
+from titanlab.errors import ConfigError
+from titanlab.optimizer.adamw_schema import AdamW
+from titanlab.optimizer.contract import Scheduled
+from titanlab.options import Option, discover, option
+from titanlab.profiler.off_schema import Off
+from titanlab.recipe.composition import recipes
+from titanlab.recipe.composition.recipes import PackagesOnSearchPath, conf_folder, to_group, to_recipe
+
+KINDS = discover()["optimizer"]
+
+
+def refused(action, *given):
+    with pytest.raises(ConfigError) as raised:
+        action(*given)
+    return str(raised.value)
+
+
+def test_a_composed_config_becomes_the_recipe(tmp_path):
+    recipe = tiny.recipe(tmp_path, shard=2)
+    assert to_recipe(OmegaConf.structured(recipe), {}, "config") == recipe
+
+
+def test_a_config_that_is_older_than_the_profiler_has_none(tmp_path):
+    config = OmegaConf.structured(tiny.recipe(tmp_path))
+    config.profiler = "???"
+    assert to_recipe(config, {}, "config").profiler == Off()
+
+
+def test_a_group_becomes_the_dataclass_of_its_schema():
+    node = OmegaConf.structured(AdamW(lr=1e-3, betas=[0.8, 0.9]))
+    assert to_group(node, "optimizer", KINDS) == AdamW(lr=1e-3, betas=[0.8, 0.9])
+
+
+def test_a_group_without_a_schema_is_told_the_schemas_that_there_are():
+    said = refused(to_group, OmegaConf.create({"lr": 1.0, "kind": "adamw"}), "optimizer", KINDS)
+    assert said.startswith("optimizer=null: is made without a schema of this group; begin its YAML with defaults: [")
+    assert "[adamw_schema, _self_] or [" in said
+    # That of another group is none.
+    said = refused(to_group, OmegaConf.structured(Off), "optimizer", KINDS)
+    assert said.startswith("optimizer=null: is made without a schema of this group")
+
+
+def test_the_kind_selects_nothing():
+    node = OmegaConf.structured(AdamW(lr=1e-3))
+    node.kind = "muon"
+    assert refused(to_group, node, "optimizer", KINDS) == (
+        "optimizer.kind=muon: says which schema the group has, and it has that of adamw; "
+        "leave it out, and choose with optimizer=…"
+    )
+
+
+@pytest.mark.parametrize("place", ["", "schedule"])
+def test_a_key_of_no_schema_is_refused_wherever_it_was_added(place):
+    node = OmegaConf.structured(AdamW(lr=1e-3))
+    inner = node[place] if place else node
+    with open_dict(inner):
+        inner.colour = "red"
+    key = f"optimizer.{place}.colour" if place else "optimizer.colour"
+    assert refused(to_group, node, "optimizer", KINDS).startswith(f"{key}=red: is no key of this recipe")
+
+
+def test_an_added_key_of_a_recipe_is_refused(tmp_path):
+    config = OmegaConf.structured(tiny.recipe(tmp_path))
+    with open_dict(config):
+        config.colour = "red"
+    assert refused(to_recipe, config, {}, "config").startswith("colour=red: is no key of this recipe")
+
+
+@option("optimizer", "early")
+@dataclass(kw_only=True)
+class Foreign:
+    kind: str = "early"
+    lr: float = 1.0e-3
+
+
+@option("optimizer", "early")
+@dataclass(kw_only=True)
+class Incomplete(Scheduled):
+    kind: str = "early"
+    lr: float = 1.0e-3
+    betas: list[float] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("schema", "rule"),
+    [
+        (
+            Foreign,
+            (
+                "that inherits from no class of titanlab.optimizer.contract; "
+                "use a version of its package for this titanlab; docs/extending.md"
+            ),
+        ),
+        (
+            Incomplete,
+            (
+                "without implementation and state_bytes, which titanlab.optimizer.contract asks for; "
+                "define what it lacks; docs/extending.md"
+            ),
+        ),
+    ],
+)
+def test_a_config_without_the_contract_of_its_group_is_refused(tmp_path, monkeypatch, schema, rule):
+    early = Option(group="optimizer", kind="early", schema=schema)
+    monkeypatch.setattr(recipes, "discover", lambda: {**discover(), "optimizer": {**KINDS, "early": early}})
+    config = OmegaConf.structured(tiny.recipe(tmp_path))
+    config.optimizer = OmegaConf.structured(schema)
+    assert refused(to_recipe, config, {"optimizer": "early"}, "config") == (
+        f"optimizer=early: has a config ({__name__}) {rule}"
+    )
+
+
+def test_groups_are_inside_an_installed_package_and_beside_that_of_a_clone(tmp_path, monkeypatch):
+    monkeypatch.setattr(titanlab, "__file__", str(tmp_path / "titanlab" / "__init__.py"))
+    (tmp_path / "conf").mkdir()
+    assert conf_folder() == tmp_path / "conf"
+    (tmp_path / "titanlab" / "conf").mkdir(parents=True)
+    assert conf_folder() == tmp_path / "titanlab" / "conf"
+
+
+def entries():
+    path = ConfigSearchPathImpl()
+    path.append(provider="main", path="file:///own")
+    PackagesOnSearchPath().manipulate_search_path(path)
+    return [entry.path for entry in path.get_path()]
+
+
+def test_folders_of_packages_and_of_the_command_line_come_after_titanlabs_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "conf_packages", lambda: ("mine.conf", "yours.conf"))
+    monkeypatch.chdir(tmp_path)
+    known = ["file:///own", "pkg://mine.conf", "pkg://yours.conf"]
+    assert entries() == known
+    with PackagesOnSearchPath.extended_by("more"):
+        assert entries() == [*known, f"file://{tmp_path}/more"]
+    with pytest.raises(LookupError), PackagesOnSearchPath.extended_by("more"):
+        raise LookupError
+    # A mistake in one composition leaves nothing behind for the next.
+    assert entries() == known
+    with PackagesOnSearchPath.extended_by(None):
+        assert entries() == known
