@@ -55,7 +55,7 @@ def test_a_whole_number_in_a_column_of_numbers_is_one_that_a_float_holds():
     assert fitting("flops_per_token", 10**400) is None
 
 
-def test_text_that_no_file_holds_is_shown_as_far_as_it_goes():
+def test_text_that_no_file_holds_is_taken_as_far_as_it_goes():
     """Half a pair of UTF-16, as a damaged JSON file has it: `titanlab collect` ended with a traceback."""
     assert fitting("cause", "a\ud800b") == "a?b"
 
