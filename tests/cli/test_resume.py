@@ -162,7 +162,8 @@ def test_a_done_run_does_not_go_back_and_the_refusal_names_the_command_for_a_new
     said = command(["resume", *(text.format(run.path) for text in chosen)])
     checkpoint = run.checkpoints / "step-00000003"
     assert said.refusal["rule"] == "is a checkpoint of a run that is done: 10 steps"
-    assert said.refusal["value"] == str(checkpoint)
+    # Of a long path, the beginning.
+    assert str(checkpoint).startswith(said.refusal["value"].removesuffix("..."))
     assert said.refusal["cure"] == f"for a new run from there: titanlab train --from {checkpoint}"
     assert run.attempts() == [1]
 
