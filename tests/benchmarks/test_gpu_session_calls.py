@@ -196,7 +196,7 @@ def test_again_runs_the_rows_that_failed_or_were_late(called):
     assert called(*only, "900", ends=ends)[:2] == (0, names)
     assert called(*only, "900", ends=ends)[:2] == (0, [])
     # One fits into a call. Each call goes on with the one that has waited longest.
-    calls = [called(*only, "430", "--again", ends=ends, seconds=400.0)[:2] for _ in range(3)]
+    calls = [called(*only, "460", "--again", ends=ends, seconds=430.0)[:2] for _ in range(3)]
     assert calls == [(1, [names[1]]), (1, [names[2]]), (1, [names[1]])]
     assert called(*only, "900", "--again")[:2] == (0, [names[2], names[1]])
     assert called(*only, "900", "--again")[:2] == (0, [])

@@ -151,7 +151,10 @@ def test_a_frozen_recipe_that_was_damaged(command, saved_run, damage, begins):
     config.write_text("\n".join([*(part for part in kept if not part.startswith(f"{key}:")), damage]) + "\n")
     said = command(f"resume {saved_run}")
     assert said.refusal
-    assert said.err.startswith("error: " + begins.format(run=saved_run))
+    # Of a long path, the beginning.
+    run = said.refusal["value"] if begins.startswith("run=") else str(saved_run)
+    assert str(saved_run).startswith(run.removesuffix("..."))
+    assert said.err.startswith("error: " + begins.format(run=run))
 
 
 @pytest.mark.parametrize("chosen", [["{}", "--step", "3"], ["{}/checkpoints/step-3", "parallelism.shard=1"]])
