@@ -23,6 +23,7 @@ OTHERS = {
     "flash_attn_interface": "flash-attn-3",
     "pytest": "pytest",
     "hypothesis": "hypothesis",
+    "xdist": "pytest-xdist",
 }
 
 

@@ -70,7 +70,7 @@ def rows(sizes: Sizes) -> list[Row]:
         *_ladder(sizes),
         *_float8(sizes, "tensorwise", "rowwise"),
         *_sixteen(sizes),
-        Row("tests/gpu", "tests", (), 90, 240, ("pytest", "hypothesis"), sizes.tests),
+        Row("tests/gpu", "tests", (), 90, 240, ("pytest", "hypothesis", "xdist"), sizes.tests),
         *_memory(sizes),
         *_saves(sizes),
         *_kernels(sizes),

@@ -253,7 +253,7 @@ def test_a_wheel_that_cannot_be_installed_is_one_line(tmp_path):
 
 
 def test_the_list_says_which_packages_are_missing(monkeypatch, capsys):
-    installed = {**dict.fromkeys(facts.NEEDED, "1"), "torchao": None, "pytest": "9", "hypothesis": "6"}
+    installed = {**dict.fromkeys(facts.NEEDED, "1"), "torchao": None, "pytest": "9", "hypothesis": "6", "xdist": "3"}
     monkeypatch.setattr(main, "packages", lambda: installed)
     assert main.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
