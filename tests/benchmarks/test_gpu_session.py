@@ -26,7 +26,9 @@ bound, children, facts, held, measure, prediction, products, rates, record, rows
 
 H100 = prediction.Facts("NVIDIA H100 80GB HBM3", "2.11.0+cu130", 85_520_000_000, (9, 0), {"torchao": "0.18"})
 H200 = dataclasses.replace(H100, device="NVIDIA H200", memory_bytes=150_754_000_000)
-CPU = prediction.Facts("cpu", "2.13.0+cpu", packages={"torchao": "0.18", "pytest": "9", "hypothesis": "6", "xdist": "3"})
+CPU = prediction.Facts(
+    "cpu", "2.13.0+cpu", packages={"torchao": "0.18", "pytest": "9", "hypothesis": "6", "xdist": "3"}
+)
 # What the session takes from torch beside the package, as in tests/torch_names.txt.
 TORCH_NAMES = """
 torch._scaled_mm 2.11 scale_a scale_b out_dtype use_fast_accum
