@@ -93,6 +93,15 @@ def test_a_damaged_file_counts_nothing(sweep, text):
     assert in_vain(sweep) == 0
 
 
+@pytest.mark.parametrize("figure", ['"log": 2.5', '"log": 1e300', f'"log": {10**30}', '"log": -5', '"in_vain": 0.5'])
+def test_a_size_or_count_that_cannot_be_one_counts_nothing(sweep, figure):
+    (sweep / "jobs" / LOG).write_text("ImportError: no x\n")
+    file = sweep / "jobs" / "supervisor.json"
+    file.write_text(f'{{"schema": 1, "pid": null, "born": null, {figure}}}')
+    assert latest_start(sweep) is None
+    assert last_error(sweep) == "ImportError: no x"
+
+
 def test_jobs_that_wait_fail_with_the_last_error_of_the_log(sweep):
     log = sweep / "jobs" / LOG
     log.write_text("KeyError: of an earlier day\n")

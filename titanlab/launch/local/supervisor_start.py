@@ -32,6 +32,8 @@ _FILE = "supervisor.json"
 # A supervisor that may have lived longer than this does not count: it was killed, or its host was.
 _QUICK_SECONDS = 300.0
 _PATIENCE_SECONDS = 1.0
+# No file is as large as this.
+_MOST_COUNT = 2**62
 # Lines that the supervisor itself writes; the others are error messages.
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
@@ -79,9 +81,9 @@ def latest_start(sweep: Path) -> SupervisorStart | None:
 
 
 def _is_sound(start: SupervisorStart) -> bool:
-    numbers = (start.started, start.in_vain, start.log)
     pids = all(value is None or isinstance(value, int) for value in (start.pid, start.born))
-    return pids and isinstance(start.jobs, dict) and all(isinstance(number, int | float) for number in numbers)
+    counts = all(isinstance(value, int) and 0 <= value < _MOST_COUNT for value in (start.in_vain, start.log))
+    return pids and counts and isinstance(start.jobs, dict) and isinstance(start.started, int | float)
 
 
 def note_start(sweep: Path, submitted: Sequence[Submission], *, pid: int | None, in_vain: int, log: int) -> None:
