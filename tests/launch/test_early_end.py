@@ -1,5 +1,7 @@
 """Why a job failed before its run began, from the logs of its processes."""
 
+import os
+
 import pytest
 
 from titanlab.launch.early_end import early_end, printed_lines
@@ -55,3 +57,8 @@ def test_lines_before_a_byte_are_left_out_and_long_lines_are_cut(tmp_path):
     assert [line[:5] for line in printed_lines(path, begin=4)] == ["new", "xxxxx"]
     assert len(printed_lines(path)[-1]) == 400
     assert printed_lines(tmp_path / "none") == []
+
+
+def test_a_pipe_in_the_place_of_a_log_says_nothing_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "7_0_log.err")
+    assert early_end(tmp_path.glob("*_log.*")) is None

@@ -6,12 +6,12 @@ container does not start.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-_BYTES = 65_536
+from titanlab.records.logs.lines import text_at_end
+
 _LIMIT = 400
 # submitit's names of logs: JOB_RANK_log.err, where JOB may contain underscores too.
 _RANK = re.compile(r"_(\d+)_log\.(?:err|out)")
@@ -42,12 +42,7 @@ def printed_lines(path: Path, *, begin: int = 0) -> list[str]:
     Args:
         begin: lines before this byte are not meant.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(max(begin, file.seek(0, os.SEEK_END) - _BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
+    text = text_at_end(path, begin=begin)
     lines = [" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in text.splitlines()]
     return [line if len(line) <= _LIMIT else f"{line[: _LIMIT - 3]}..." for line in lines if line]
 

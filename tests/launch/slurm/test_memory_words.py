@@ -1,5 +1,7 @@
 """What Slurm writes into a job's logs when it ends processes for their memory."""
 
+import os
+
 import pytest
 
 from titanlab.launch.contract import MemoryWord
@@ -36,3 +38,9 @@ def test_sentence_and_rank(tmp_path, logs, word):
         (tmp_path / f"12_3_{rank}_log.err").write_text(text)
     (tmp_path / "12_33_0_log.err").write_text(f"{EVENT}\nsrun: error: n1: task 9: Out Of Memory\n")
     assert memory_word(tmp_path, "12_3") == word
+
+
+def test_a_pipe_in_the_place_of_a_log_says_nothing_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "12_3_0_log.err")
+    (tmp_path / "12_3_1_log.err").write_text(EVENT)
+    assert memory_word(tmp_path, "12_3") == MemoryWord(SAID, None)

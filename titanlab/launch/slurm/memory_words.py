@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from titanlab.launch.contract import MemoryWord
+from titanlab.records.logs.lines import text_at_end
 
-_BYTES = 65_536
 # From slurmstepd, which watches a step: by its own count of memory (OverMemoryKill), or by that of the control group.
 # "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."
 # "slurmstepd-n1: error: StepId=12.0 exceeded memory limit (1176580096 > 1073741824), being killed"
@@ -31,7 +30,7 @@ def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
     ranks: dict[str, set[int]] = {"Out Of Memory": set(), "Killed": set()}
     several = False
     for path in sorted(jobs.glob(f"{job_id}_*_log.err")):
-        for line in _end_of(path).splitlines():
+        for line in text_at_end(path).splitlines():
             if (match := _SENTENCE.search(line)) is not None:
                 sentences.append(match["said"].strip())
             elif (match := _TASK.search(line)) is not None:
@@ -44,12 +43,3 @@ def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
     named = ranks["Out Of Memory"] or (ranks["Killed"] if not several else set())
     message = next((sentence for sentence in sentences if "StepId=" in sentence), sentences[0])
     return MemoryWord(message[:300], named.pop() if len(named) == 1 else None)
-
-
-def _end_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

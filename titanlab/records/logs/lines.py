@@ -42,6 +42,20 @@ def open_log(path: Path) -> BinaryIO:
     return open(descriptor, "rb")
 
 
+def text_at_end(path: Path, *, begin: int = 0) -> str:
+    """The last 64 KiB of a file; empty if it cannot be read, or is no regular file.
+
+    Args:
+        begin: bytes before this one are left out.
+    """
+    try:
+        with open_log(path) as file:
+            file.seek(max(begin, file.seek(0, os.SEEK_END) - _BLOCK_BYTES, 0))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def size_of(path: Path) -> int:
     """The size of a file; 0 if it is missing or is no regular file."""
     try:
