@@ -140,7 +140,8 @@ class Meter:
         # Pauses that do not recur, so that the estimate of the remaining time excludes them.
         self._once_total = 0.0
         self._step_paused = 0.0
-        # Of steps that have not ended: with a step that is sent before the last one ends there are two.
+        # Seconds that each step which has not ended has waited for data. There are two such steps if one is sent before
+        # the last one has ended.
         self._loaded: deque[float] = deque()
         self._depth = 0
         self._mark: float | None = None
@@ -158,7 +159,10 @@ class Meter:
 
     @contextlib.contextmanager
     def loading_data(self) -> Iterator[None]:
-        """Time inside the block is waiting for data, a part of the step; once a step if steps end late."""
+        """Time inside the block is waiting for data, a part of the step.
+
+        Enter it once for each step if `end_step` is called with `at`.
+        """
         start = self._clock()
         try:
             yield

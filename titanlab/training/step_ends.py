@@ -44,7 +44,11 @@ class StepEnds:
         self._at = clock()
 
     def after(self, event: torch.cuda.Event | None) -> float | None:
-        """When an event was reached that is over, the next one after those of earlier calls; None: now."""
+        """When the device reached the event at the end of a step; None: now.
+
+        Args:
+            event: it has been reached, and later than those of earlier calls; None: of a CPU.
+        """
         if event is None or self._last is None:
             return None
         # From event to event: milliseconds in 32 bits are exact enough for a step, not for a day.

@@ -115,7 +115,7 @@ class Reduction:
 
     @property
     def arrived(self) -> torch.cuda.Event | None:
-        """Of a GPU, when the totals are on the host; None: they are computed there."""
+        """The event after which a GPU's totals are on the host; None on a CPU, which computes them there."""
         return None if self._exact else self._arrived
 
     def gradient_factor(self, max_norm: float | None) -> torch.Tensor | None:
