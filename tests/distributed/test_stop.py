@@ -10,7 +10,16 @@ import pytest
 
 from tests.until import until
 from titanlab.distributed import stop
-from titanlab.distributed.stop import STOP_SIGNALS, STOPS, request_from_lines, signal_for, stop_line, stop_request
+from titanlab.distributed.stop import (
+    STOP_SIGNALS,
+    STOPS,
+    held_signals,
+    request_from_lines,
+    signal_for,
+    stop_line,
+    stop_request,
+    stopped_before_start,
+)
 from titanlab.records.outcome import OutcomeKind
 
 
@@ -176,3 +185,23 @@ def test_a_line_ends_a_compilation_too():
         with pytest.raises(stop.StoppedEarly):
             compile_for_ever()
         assert (STOPS[request.signal], request.cause) == (OutcomeKind.WALLTIME, "why")
+
+
+@pytest.mark.usefixtures("_has_terminal")
+def test_held_signals_are_noted_in_their_order_and_end_nothing():
+    numbers = (signal.SIGHUP, *STOP_SIGNALS, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    with held_signals() as held:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    assert held == list(numbers)
+    assert {number: signal.getsignal(number) for number in numbers} == before
+
+
+@pytest.mark.parametrize("number", [*STOP_SIGNALS, signal.SIGHUP])
+def test_a_signal_before_the_start_says_what_it_is(number):
+    outcome = stopped_before_start(number, attempt=3)
+    kind = OutcomeKind.CANCELLED if number == signal.SIGHUP else STOPS[number]
+    assert (outcome.kind, outcome.exit_code, outcome.attempt, outcome.rank) == (kind, kind.exit_code, 3, None)
+    said = "its terminal was closed (SIGHUP)" if number == signal.SIGHUP else f"asked to end by {number.name}"
+    assert outcome.cause == f"{said}; the run can be resumed (before its ranks were started)"

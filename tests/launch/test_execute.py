@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from titanlab.checkpoint.damage import DamagedCheckpoint
 from titanlab.checkpoint.folders import latest, step_folder
 from titanlab.data.files_schema import Files
 from titanlab.distributed.host import Host
+from titanlab.distributed.stop import STOP_SIGNALS, handled
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Failure
 from titanlab.launch.execute import continue_run, execute, prepare
@@ -214,9 +217,75 @@ def test_ranks_that_left_no_result_have_one_all_the_same(tmp_path, starts, conso
     assert f"{kind.value}: {kind.meaning}" in said.getvalue()
 
 
-def test_ranks_of_others_keep_one_record(tmp_path, starts, console, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
+@pytest.fixture
+def heard():
+    """What handlers of this process's stop signals are called with."""
+    numbers = []
+    with handled(STOP_SIGNALS, lambda number, frame: numbers.append(number)):
+        yield numbers
+
+
+def started_by_torchrun(monkeypatch, rank):
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_PORT": "29500"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_after_the_ranks_have_ended_waits_for_the_record(
+    tmp_path, starts, console, monkeypatch, heard, number
+):
+    """torchrun sends SIGTERM to rank 0 as soon as it sees that another rank has failed."""
+    started_by_torchrun(monkeypatch, 0)
+
+    def ranks(folder):
+        run = open_run(folder)
+        run.write_failure(from_exception(LookupError("planted"), rank=1, attempt=1))
+        os.kill(os.getpid(), number)
+        return [Failure(rank=0, exit_code=1)]
+
+    starts.then(ranks)
+    recipe = replace(tiny.recipe(tmp_path, shard=2), world=None)
+    outcome = execute(ready(recipe), console)
+    (run,) = list_runs(tmp_path)
+    assert (outcome.kind, outcome.rank) == (OutcomeKind.CRASH, 1)
+    assert (run.result(1).kind, run.result(1).rank) == (OutcomeKind.CRASH, 1)
+    # Afterwards, signals have their meaning again.
+    assert heard == []
+    os.kill(os.getpid(), number)
+    assert heard == [number]
+
+
+def test_a_signal_after_the_ranks_have_ended_keeps_the_group_from_starting_again(tmp_path, starts, console, heard):
+    def ranks(folder):
+        os.kill(os.getpid(), signal.SIGINT)
+        return [Failure(rank=0, exit_code=1)]
+
+    starts.then(ranks)
+    recipe = tiny.recipe(tmp_path)
+    outcome = execute(ready(replace(recipe, launch=replace(recipe.launch, restarts=2))), console)
+    (run,) = list_runs(tmp_path)
+    assert (outcome.kind, len(starts), run.attempts()) == (OutcomeKind.CRASH, 1, [1])
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_signal_before_the_ranks_exist_ends_the_attempt(tmp_path, starts, console, said, monkeypatch, heard, rank):
+    if rank is not None:
+        started_by_torchrun(monkeypatch, rank)
+    recipe = replace(tiny.recipe(tmp_path, shard=2), world=None if rank == 0 else 2)
+    run = stopped_at(recipe, starts, console, [4], noted=True)
+    monkeypatch.setattr(
+        "titanlab.launch.execute.keep_tokenizer", lambda run, recipe: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    outcome = execute(ready(recipe), console)
+    assert (outcome.kind, outcome.step, outcome.attempt) == (OutcomeKind.PREEMPTED, 4, 2)
+    assert (len(starts), run.result(2)) == (1, outcome)
+    cause = "asked to end by SIGTERM; the run can be resumed (before its ranks were started)"
+    assert f"preempted: {cause}" in said.getvalue()
+
+
+def test_ranks_of_others_keep_one_record(tmp_path, starts, console, monkeypatch):
+    started_by_torchrun(monkeypatch, 0)
     recipe = replace(tiny.recipe(tmp_path, shard=2), world=None)
     starts.then(ends(step=10))
     first = ready(recipe)

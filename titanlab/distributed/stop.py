@@ -83,18 +83,23 @@ def caught_signals() -> tuple[int, ...]:
 
 def stopped_early(request: StopRequest, *, rank: int, attempt: int) -> Outcome:
     """The outcome of a rank that was asked to stop while its first step was compiled."""
-    kind = STOPS[request.signal]
-    cause = (
-        request.cause_of(request.signal)
-        or f"asked to end by {signal.Signals(request.signal).name}; the run can be resumed"
+    return _stopped(
+        request.signal, request.cause_of(request.signal), "while its first step was compiled", rank, attempt
     )
-    return Outcome(
-        kind=kind,
-        rank=rank,
-        attempt=attempt,
-        cause=f"{cause} (while its first step was compiled)",
-        exit_code=kind.exit_code,
-    )
+
+
+def stopped_before_start(number: int, *, attempt: int) -> Outcome:
+    """The outcome of an attempt whose launcher received a stop signal before it had started ranks."""
+    # A closed terminal ends a run as Ctrl-C does.
+    meant = signal.SIGINT if number == signal.SIGHUP else number
+    return _stopped(meant, _cause(number), "before its ranks were started", None, attempt)
+
+
+def _stopped(number: int, cause: str | None, when: str, rank: int | None, attempt: int) -> Outcome:
+    """The outcome of an attempt that a signal has ended before its first step had."""
+    kind = STOPS[number]
+    cause = cause or f"asked to end by {signal.Signals(number).name}; the run can be resumed"
+    return Outcome(kind=kind, rank=rank, attempt=attempt, cause=f"{cause} ({when})", exit_code=kind.exit_code)
 
 
 def signal_for(kind: OutcomeKind) -> int:
@@ -120,6 +125,14 @@ def handled(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
         for number in numbers:
             signal.signal(number, handler)
         yield
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[list[int]]:
+    """Note stop signals inside the block, in their order, instead of ending the process. Main thread only."""
+    held: list[int] = []
+    with handled(caught_signals(), lambda number, frame: held.append(number)):
+        yield held
 
 
 @contextlib.contextmanager

@@ -339,6 +339,9 @@ class Launcher(Protocol):
     def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
         """Run `titanlab.worker FOLDER` as `world` ranks and wait until they end (`LaunchConfig.starts_directly`).
 
+        Stop signals to this process are held until it returns, so that the end of the ranks is recorded. To let
+        the ranks save and end, it installs handlers of its own, which forward the signals.
+
         Args:
             folder: of the run.
             attempt: the number of the attempt that has begun.

@@ -18,7 +18,16 @@ from titanlab.data import source
 from titanlab.distributed.host import Host, check_host, this_host
 from titanlab.distributed.ranks import Ranks
 from titanlab.distributed.silence import await_answers
-from titanlab.launch.attempt import begin, conclude, go_back, has_loaded, keep_tokenizer, missed_checkpoint
+from titanlab.distributed.stop import held_signals, stopped_before_start
+from titanlab.launch.attempt import (
+    begin,
+    conclude,
+    go_back,
+    has_loaded,
+    keep_tokenizer,
+    missed_checkpoint,
+    with_progress,
+)
 from titanlab.launch.contract import Failure, launch_of
 from titanlab.launch.launchers import joined
 from titanlab.launch.local import ranks as rank_processes
@@ -118,10 +127,20 @@ def continue_run(
         restarts = Restarts(run, launch) if ranks is None else None
         restart: Restart | None = None
         while True:
-            outcome = _attempted(run, recipe, host, ranks, console, checkpoint=checkpoint, restart=restart)
-            if put_aside and not has_loaded(run, outcome.attempt):
-                # The chosen checkpoint cannot be loaded: the later ones count again.
-                put_back(put_aside)
+            started_by = ranks.started_by if ranks else launch.kind
+            attempt = begin(run, recipe, host, started_by=started_by, report=console.warn, checkpoint=checkpoint)
+            # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
+            # records why another rank has failed.
+            with held_signals() as held:
+                if restart is not None:
+                    note(run, attempt, restart, attempt - 1)
+                outcome = _attempted(run, attempt, recipe, ranks, console, held)
+                if put_aside and not has_loaded(run, attempt):
+                    # The chosen checkpoint cannot be loaded: the later ones count again.
+                    put_back(put_aside)
+            if held:
+                # Somebody has asked for the end: the ranks do not start again.
+                return outcome
             restart, why_not = restarts.after(outcome, recipe) if restarts is not None else (None, "")
             if restart is None:
                 if why_not:
@@ -133,31 +152,30 @@ def continue_run(
 
 
 def _attempted(
-    run: RunFolder,
-    recipe: Recipe,
-    host: Host,
-    ranks: Ranks | None,
-    console: Console,
-    *,
-    checkpoint: Place | None,
-    restart: Restart | None,
+    run: RunFolder, attempt: int, recipe: Recipe, ranks: Ranks | None, console: Console, held: Sequence[int]
 ) -> Outcome:
-    """Make one attempt at a claimed run."""
-    launch = launch_of(recipe)
-    started_by = ranks.started_by if ranks else launch.kind
-    attempt = begin(run, recipe, host, started_by=started_by, report=console.warn, checkpoint=checkpoint)
-    if restart is not None:
-        note(run, attempt, restart, attempt - 1)
+    """Make an attempt that has begun: start its ranks, wait for them, and record the outcome.
+
+    Args:
+        held: the stop signals that have arrived since it began.
+    """
+    start = launch_of(recipe).implementation().start if ranks is None else None
     keep_tokenizer(run, recipe)
     kills = memory_kills()
     # From here on, rank 0 has the terminal.
     console.phase(None)
-    if ranks is not None:
+    if held:
+        outcome = with_progress(run, stopped_before_start(held[0], attempt=attempt))
+        run.write_result(outcome)
+        console.note(f"{outcome.kind.value}: {outcome.cause}")
+        return outcome
+    if start is not None:
+        failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
+    else:
+        assert ranks is not None
         begun = time.time()
         failures = rank_processes.start_one(run.path, ranks)
         await_answers(run, ranks.world, since=begun)
-    else:
-        failures = launch.implementation().start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
     terminal = {0} if ranks is None else set(range(ranks.world))
     killed = [failure.pid for failure in failures if failure.exit_code == -signal.SIGKILL and failure.pid is not None]
     memory = kills.evidence(pids=killed)
