@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import PackageNotFoundError, metadata, packages_distributions, version
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import titanlab
 
@@ -31,6 +32,14 @@ def required(lines: list[str]) -> set[str]:
 def pins() -> dict[str, str]:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     return {canonical(name): pin for name, pin in (line.split("==") for line in lines)}
+
+
+def is_installed(name: str) -> bool:
+    """Whether a library of the tested set is here; the set has some for other systems too."""
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
 
 
 def imported_names() -> set[str]:
@@ -64,6 +73,15 @@ def test_the_tested_set_covers_what_is_declared_and_fits_every_platform():
     assert pins()["torch"] == "2.13.0"
     # No builds of one platform (2.13.0+cpu), no paths of one machine.
     assert [pin for pin in pins().values() if not re.fullmatch(r"[0-9][0-9a-z.]*", pin)] == []
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0"])
+def test_the_tested_set_installs_under_every_python_that_is_declared(python):
+    """Debian 12 has 3.11.2; one library asked for 3.11.5."""
+    assert SpecifierSet(PROJECT["requires-python"]).contains(python)
+    wants = {name: metadata(name).get("Requires-Python") for name in pins() if is_installed(name)}
+    assert len(wants) > 100
+    assert {name: spec for name, spec in wants.items() if spec and not SpecifierSet(spec).contains(python)} == {}
 
 
 @pytest.mark.full
