@@ -128,6 +128,15 @@ def test_two_runs_whose_losses_differ_fail(says, here):
     assert (code, json.loads(out)["rows"][0]["passed"]) == (0, True)
 
 
+@pytest.mark.parametrize("flag", ["--steps=5", "--processes=2", "--only=fsdp", "--inductor"])
+def test_flags_of_a_training_are_refused_where_runs_are_compared(says, here, flag):
+    one, two = logged(here / "runs", "one", 5.5), logged(here / "runs", "two", 5.5)
+    code, out, err = says("parity", one.path.name, two.path.name, flag)
+    name, _, value = flag.partition("=")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {name}={value or 'true'}: is for recipes, which are trained")
+
+
 def test_a_name_of_a_run_and_of_a_recipe_is_the_recipe_next_to_a_recipe(says, here, ranks):
     """A run is called as the recipe that it was started from."""
     Made(here / "runs").run("quickstart")

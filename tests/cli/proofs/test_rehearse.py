@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweep.made import Made
+from titanlab.errors import ConfigError
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 
@@ -126,6 +127,15 @@ def test_folders_of_failures_stay_and_those_of_others_go(says, ranks, temporary)
     (folder,) = temporary.iterdir()
     (run,) = (folder / "reduced").iterdir()
     assert f"log of the rank that failed: {run}/logs/rank-1.log" in out
+
+
+def test_no_folder_stays_where_the_plan_is_refused(says, temporary, monkeypatch):
+    def refuse(*candidates, **how):
+        raise ConfigError("parallelism.pipeline", 3, "planted", "try 2")
+
+    monkeypatch.setattr("titanlab.cli.proofs.rehearse.plan_rehearsals", refuse)
+    assert says("rehearse", "+recipe=quickstart")[0] == 2
+    assert list(temporary.iterdir()) == []
 
 
 def test_with_keep_all_folders_stay(says, here, ranks):

@@ -74,6 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     with Console() as console:
         pair = _pair(rest)
         if pair is not None and (runs := _runs(pair, args.runs)) is not None:
+            _check_flags_of_runs(args)
             return _compare(*runs, args, console)
         chosen = choose(rest, args.runs) if pair is None else _of_pair(pair)
         if args.only:
@@ -83,16 +84,36 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser = Flags("parity")
-    parser.add_argument("--steps", type=int, default=_STEPS)
-    parser.add_argument("--processes", type=int, default=MOST_PROCESSES)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--processes", type=int)
     parser.add_argument("--only", default="")
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--inductor", action="store_true")
     parser.add_argument("--json", action="store_true")
     args, rest = parser.parse_known_args(list(arguments))
-    check_number("--steps", args.steps, _MOST_STEPS, _STEPS)
-    check_number("--processes", args.processes, 256, MOST_PROCESSES)
+    if args.steps is not None:
+        check_number("--steps", args.steps, _MOST_STEPS, _STEPS)
+    if args.processes is not None:
+        check_number("--processes", args.processes, 256, MOST_PROCESSES)
     return args, rest
+
+
+def _check_flags_of_runs(args: Any) -> None:
+    """Check that no flag of a training is given where nothing is trained.
+
+    Raises:
+        ConfigError: one is.
+    """
+    given = {
+        "steps": args.steps,
+        "processes": args.processes,
+        "only": args.only or None,
+        "inductor": args.inductor or None,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            rule = "is for recipes, which are trained; finished runs are compared as they were logged"
+            raise ConfigError(f"--{flag}", value, rule, "leave it out, or give two recipes")
 
 
 def _pair(arguments: Sequence[str]) -> tuple[str, str] | None:
@@ -177,12 +198,11 @@ def _prove(chosen: Chosen, args: Any, console: Console) -> int:
     folder = Path(tempfile.mkdtemp(prefix="titanlab-parity-"))
     rows: list[Row] = []
     trainer, code = _Trainer(), 0
+    steps, most = args.steps or _STEPS, args.processes or MOST_PROCESSES
     try:
-        proofs = plan_proofs(
-            chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor
-        )
+        proofs = plan_proofs(chosen.candidates, steps=steps, runs=str(folder), most=most, inductor=args.inductor)
         if not args.json:
-            console.note("\n".join(_heading(chosen, proofs, args.steps)))
+            console.note("\n".join(_heading(chosen, proofs, steps)))
         prepare()
         prover = Prover(trainer)
         for number, proof in enumerate(proofs, 1):

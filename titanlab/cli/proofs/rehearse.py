@@ -106,6 +106,15 @@ def _made(folder: Path) -> Path:
 def _rehearse(chosen: Chosen, args: Any, console: Console) -> int:
     folder = _made(args.keep) if args.keep is not None else Path(tempfile.mkdtemp(prefix="titanlab-rehearse-"))
     results = [_broken(name, reason) for name, reason in chosen.broken]
+    try:
+        return _rehearse_in(folder, chosen, results, args, console)
+    finally:
+        if args.keep is None and not any(result.log for result in results):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rehearse_in(folder: Path, chosen: Chosen, results: list[Result], args: Any, console: Console) -> int:
+    """Rehearse with runs in a folder, and add to the results. Returns the exit code."""
     rehearsals = plan_rehearsals(
         chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor
     )
@@ -126,9 +135,6 @@ def _rehearse(chosen: Chosen, args: Any, console: Console) -> int:
     except KeyboardInterrupt:
         console.error(f"interrupted; {len(results)} of {counted(total, 'rehearsal')} done")
         code = OutcomeKind.CANCELLED.exit_code
-    finally:
-        if args.keep is None and not any(result.log for result in results):
-            shutil.rmtree(folder, ignore_errors=True)
     failed = [result for result in results if result.state == FAILED]
     code = code or (1 if failed else 0)
     if args.json:
