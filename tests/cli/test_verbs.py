@@ -123,6 +123,30 @@ def test_a_full_disk_below_the_output_is_one_line():
         assert (done.returncode, done.stderr) == (1, b"error: the disk is full: make room\n")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "status --json",
+        "hosts",
+        "best --help",
+        "schedule 1f1b",
+        "train --cfg job",
+        "train --info config",
+        "sweep +sweeps=quickstart_layouts --dry-run",
+    ],
+)
+def test_output_that_a_full_disk_does_not_take_is_a_failure(tmp_path, arguments):
+    """A script that redirects a table or JSON would go on with an empty file."""
+    done = titanlab(arguments, f'cd {tmp_path}; "$@" >/dev/full', PYTHONUNBUFFERED="1")
+    assert (done.returncode, done.stderr) == (1, b"error: the disk is full: make room\n")
+
+
+def test_a_run_whose_messages_a_full_disk_does_not_take_is_done(tmp_path):
+    run = "train +recipe=quickstart training.steps=1 optimizer.schedule.warmup_steps=1"
+    done = titanlab(run, f'cd {tmp_path}; "$@" >/dev/full')
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_characters_that_the_output_does_not_have_are_replaced():
     done = titanlab("--help", '"$@"', PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -10,7 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlab.terminal.stream import can_show, columns_of, is_capable, shown_width, simplified
+from titanlab.terminal.stream import (
+    can_show,
+    columns_of,
+    is_capable,
+    lost_output,
+    note_lost_output,
+    shown_width,
+    simplified,
+)
 
 REPORT = """
 import os, sys
@@ -133,3 +142,11 @@ def test_open_streams_stay_as_they_are(tmp_path):
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert sorted(done.stdout.split()) == ["lost", "lost"]
     assert sorted(done.stderr.split()) == ["lost", "lost"]
+
+
+def test_only_text_for_standard_output_is_missed_and_its_first_error_is_kept():
+    first = OSError(errno.ENOSPC, "full")
+    note_lost_output(sys.stderr, OSError(errno.EIO, "of another stream"))
+    note_lost_output(sys.stdout, first)
+    note_lost_output(sys.stdout, OSError(errno.EIO, "later"))
+    assert [lost_output(), lost_output()] == [first, None]

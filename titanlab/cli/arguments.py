@@ -29,6 +29,10 @@ class _Parser(argparse.ArgumentParser):
             raise ConfigError(wrong[1], wrong[3], f"must be {kind}", f"see `{self.prog} --help`")
         raise ConfigError("arguments", self._command_line, message, f"see `{self.prog} --help`")
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; a disk that cannot take it raises, which argparse would hide."""
+        print(self.format_help(), end="", file=file)
+
 
 class Flags(_Parser):
     """Parses the flags of a verb that takes overrides of a recipe beside them, and prints a help of its own."""

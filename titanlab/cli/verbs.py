@@ -13,7 +13,7 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.system.disk import disk_fault
 from titanlab.system.kept_imports import kept_imports
 from titanlab.terminal.console import error_line
-from titanlab.terminal.stream import discard, has_no_reader, open_closed_streams, replace_unwritable
+from titanlab.terminal.stream import discard, has_no_reader, lost_output, open_closed_streams, replace_unwritable
 
 # verb → (module, help text). A module is imported when its verb is called: some need torch, most do not.
 VERBS = {
@@ -92,6 +92,8 @@ _PATHS = {
     errno.EACCES: "ask its owner for permission, or name another path",
 }
 _TRAINING = (["train"], ["sweep"], ["resume"], ["retry"])
+# Flags with which they only print.
+_PRINTS = frozenset({"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "-n", "--dry-run"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             refusal = ConfigError("path", error.filename, rule, _PATHS[error.errno])
             error_line(str(refusal))
             code = refusal.exit_code
-        elif (fault := disk_fault(error, ends_run=words[:1] in _TRAINING)) is not None:
+        elif (fault := disk_fault(error, ends_run=_trains(words))) is not None:
             error_line(fault)
             code = OutcomeKind.CRASH.exit_code
         else:
@@ -127,11 +129,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         # argparse raises it after `--help`.
         code = int(end.code or 0)
+    return _with_output(code, words)
+
+
+def _with_output(code: int, words: Sequence[str]) -> int:
+    """Write what is left of the output. Returns the exit code; 1 if the disk did not take all output of a success.
+
+    Where a verb trains or submits, its output is only messages: the exit code is that of what it did.
+    """
+    error = lost_output()
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as late:
+        error = error or late
         discard(sys.stdout)
-    return code
+    fault = None if error is None else disk_fault(error, ends_run=False)
+    if code or fault is None or _trains(words):
+        return code
+    error_line(fault)
+    return OutcomeKind.CRASH.exit_code
+
+
+def _trains(words: Sequence[str]) -> bool:
+    """Whether a command line trains or submits, or would."""
+    return words[:1] in _TRAINING and not _PRINTS.intersection(words)
 
 
 def _call(words: Sequence[str]) -> int:

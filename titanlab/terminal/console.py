@@ -20,7 +20,15 @@ from typing import Literal, TextIO
 
 from titanlab.terminal.phase import Phase
 from titanlab.terminal.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
-from titanlab.terminal.stream import can_show, columns_of, discard, is_capable, shown_width, simplified
+from titanlab.terminal.stream import (
+    can_show,
+    columns_of,
+    discard,
+    is_capable,
+    note_lost_output,
+    shown_width,
+    simplified,
+)
 
 Rows = Sequence[tuple[str, object]]
 Tone = Literal["good", "halted", "bad"]
@@ -273,8 +281,11 @@ class Console:
             stream.flush()
         except BrokenPipeError:
             discard(stream)  # The reader of the pipe has ended (`| head`).
-        except (OSError, ValueError):
-            pass  # A full disk, a closed terminal or file: lost output must not end the run.
+        except OSError as error:
+            # A full disk or a closed terminal: lost output must not end the run. A verb that only prints has failed.
+            note_lost_output(stream, error)
+        except ValueError:
+            pass  # A closed file.
 
 
 def error_line(text: str, *, errors: TextIO | None = None, environ: Mapping[str, str] | None = None) -> None:

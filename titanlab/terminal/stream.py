@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 _SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_lost: list[OSError] = []
 
 
 def open_closed_streams() -> None:
@@ -45,6 +46,17 @@ def has_no_reader(stream: TextIO) -> bool:
         return any(event & select.POLLERR for _, event in poll.poll(0))
     except (OSError, ValueError):
         return False
+
+
+def note_lost_output(stream: TextIO, error: OSError) -> None:
+    """Remember that text for standard output could not be written, if the stream is that."""
+    if stream is sys.stdout and not _lost:
+        _lost.append(error)
+
+
+def lost_output() -> OSError | None:
+    """The first error since the last call for which text for standard output was lost; None: there was none."""
+    return _lost.pop() if _lost else None
 
 
 def discard(stream: TextIO) -> None:

@@ -31,7 +31,7 @@ def answer(flags: Flags) -> None:
         stack.enter_context(_environment(HYDRA_FULL_ERROR="1"))
         stack.enter_context(composition_errors(flags.overrides, flags.values))
         stack.enter_context(_arguments([*with_combinations(flags.overrides), *flags.flags]))
-        with _quiet(), _without_schemas(shown=flags.helps):
+        with _quiet(), _whole_output(shows_options=flags.helps):
             hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(_never_called)()
 
 
@@ -54,17 +54,19 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_schemas(*, shown: bool) -> Iterator[None]:
-    """Remove schemas from the help's lists of options: users choose options, and YAML files name schemas."""
-    if not shown:
-        yield
-        return
+def _whole_output(*, shows_options: bool) -> Iterator[None]:
+    """Capture Hydra's standard output and write it at the end: its loggers would print a traceback on a full disk.
+
+    Args:
+        shows_options: whether it has lists of options; then schemas are removed, which only YAML files name.
+    """
     captured = io.StringIO()
     try:
         with contextlib.redirect_stdout(captured):
             yield
     finally:
-        sys.stdout.write(re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", captured.getvalue()))
+        text = captured.getvalue()
+        sys.stdout.write(re.sub(r"(?<=: )\w*schema, |, \w*schema\b", "", text) if shows_options else text)
 
 
 @contextlib.contextmanager
