@@ -74,10 +74,10 @@ def test_a_recorder_that_does_not_answer_or_says_nonsense_is_passed_over(dumps, 
     dumps([])
     assert last_collectives() == []
     release = threading.Event()
-    monkeypatch.setattr(flight_recorder, "_DUMPS", (lambda: release.wait(30) and b"{}",))
+    monkeypatch.setattr(flight_recorder, "_DUMPS", (lambda: release.wait(120) and b"{}",))
     begin = time.monotonic()
     assert last_collectives() == []
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
     release.set()
 
 

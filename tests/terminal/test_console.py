@@ -403,10 +403,11 @@ def test_error_line_is_one_line():
 def test_a_step_costs_nothing_worth_mentioning():
     console = Console(Terminal(), environ=TERMINAL)
     progress = at(1)
-    start = time.perf_counter()
+    # CPU time: other work on the machine does not count.
+    start = time.thread_time()
     for _ in range(2000):
         console.step(progress)
-    assert (time.perf_counter() - start) / 2000 < 100e-6
+    assert (time.thread_time() - start) / 2000 < 100e-6
 
 
 def test_importing_it_is_light():

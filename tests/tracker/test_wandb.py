@@ -149,10 +149,11 @@ def test_a_row_costs_little_and_wandb_is_never_imported_here(run, told, monkeypa
         monkeypatch.delitem(sys.modules, name)
     tracker = open_fake(monkeypatch, tmp_path, FAKE, run, told)
     row = {f"metric/{number}": float(number) for number in range(20)}
-    start = time.perf_counter()
+    # CPU time: other work on the machine does not count.
+    start = time.thread_time()
     for step in range(1000):
         tracker.log(step, row)
-    assert (time.perf_counter() - start) / 1000 < 1e-3
+    assert (time.thread_time() - start) / 1000 < 1e-3
     tracker.finish({})
     assert len(fake_out()) == 1002
     assert "wandb" not in sys.modules

@@ -17,6 +17,7 @@ from titanlab.checkpoint.remote.address_schema import Place, StorePath
 from titanlab.checkpoint.remote.objects import objects_below
 from titanlab.errors import ConfigError
 from titanlab.system.atomic_file import finite
+from titanlab.terminal.numerals import counted
 
 POSITION = "position.json"
 MODEL = "model"
@@ -161,7 +162,7 @@ def check_progress(
     step, tokens, samples = position.step, position.tokens, position.data.get("samples")
     rule = None
     if step > steps:
-        rule = f"is of step {step}, and the run has {steps} steps"
+        rule = f"is of step {step}, and the run has {counted(steps, 'step')}"
     elif step and not position.data:
         rule = f"its {POSITION} has no position in the data"
     elif global_batch and tokens > step * tokens_per_step:

@@ -23,6 +23,7 @@ from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
 from titanlab.sweep.resubmit import resubmit, submitted_with
 from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted
 from titanlab.terminal.paths import shown_path, sweep_argument
 
 # The keys that may change between attempts. They do not change what the run computes.
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         checkpoint = of_step(checkpoints_of(run), args.step, "--step", args.step)
     done = run.result()
     if checkpoint is not None and done is not None and done.kind is OutcomeKind.DONE:
-        rule = f"is a checkpoint of a run that is done: {done.steps} steps"
+        rule = f"is a checkpoint of a run that is done: {counted(done.steps or 0, 'step')}"
         shown = shown_path(checkpoint)
         raise ConfigError("checkpoint", shown, rule, f"for a new run from there: titanlab train --from {shown}")
     newest = checkpoint or latest(checkpoints_of(run))

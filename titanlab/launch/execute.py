@@ -42,6 +42,7 @@ from titanlab.records.outcome import KillEvidence, Outcome, OutcomeKind, from_ex
 from titanlab.records.run_folder import RunFolder, check_runs, create_run
 from titanlab.system.disk import disk_fault, tells_of_disk
 from titanlab.terminal.console import Console
+from titanlab.terminal.numerals import counted
 from titanlab.terminal.paths import shown_path
 from titanlab.weights.starting_weights import check_beginning, start_fingerprint
 
@@ -109,7 +110,9 @@ def continue_run(
     """
     done = run.result()
     if done is not None and done.kind is OutcomeKind.DONE:
-        console.note(f"{run.path} is done: {done.steps} steps. For another like it: repeat={recipe.repeat + 1}")
+        console.note(
+            f"{run.path} is done: {counted(done.steps or 0, 'step')}. For another like it: repeat={recipe.repeat + 1}"
+        )
         return done
     if ranks is not None and ranks.rank > 0:
         # Only rank 0 writes records.

@@ -15,6 +15,7 @@ from titanlab.recipe.async_tensor import eager_products
 from titanlab.recipe.memory_rules import check_addressable
 from titanlab.recipe.recipe import Recipe, needs_whole_logits, pieces_by_stage
 from titanlab.records.run_name import check_name
+from titanlab.terminal.numerals import counted
 
 SEEDS = 2**63
 # Kernels of a GPU that cannot keep attention within documents, without and with context parallelism. FlexAttention can,
@@ -135,7 +136,7 @@ def _rate(recipe: Recipe) -> None:
         raise ConfigError(
             "optimizer.schedule.warmup_steps",
             warmup,
-            f"is more than the {recipe.training.steps} steps of the run",
+            f"is more than the {counted(recipe.training.steps, 'step')} of the run",
             f"try {max(1, recipe.training.steps // 10)}",
         )
 

@@ -11,6 +11,7 @@ from titanlab.schedule.action_file import KEY, read_actions
 from titanlab.schedule.contract import PipelineSchedule
 from titanlab.schedule.order import placement_of
 from titanlab.system.user_path import user_path
+from titanlab.terminal.numerals import counted
 
 
 @option("schedule", "csv")
@@ -67,7 +68,7 @@ class CsvSchedule(PipelineSchedule):
         orders = self._orders(ranks)
         expected = _microbatches(orders)
         if expected != microbatches:
-            rule = f"is for {expected} microbatches a step, and a step has {microbatches}"
+            rule = f"is for {counted(expected, 'microbatch', 'microbatches')} a step, and a step has {microbatches}"
             more, fewer = expected // microbatches, microbatches // expected
             if microbatches * more == expected:
                 cure = f"try training.global_batch times {more}, or schedule=1f1b"

@@ -243,11 +243,12 @@ def test_a_thousand_runs_take_a_second_or_two(made):
     run = made.run("a")
     begin(run)
     end(run)
-    start = time.perf_counter()
+    # CPU time: other work on the machine does not count.
+    start = time.thread_time()
     for _ in range(50):
         assert row_of(made, run)["outcome"] == "done"
     # A whole table of one row each time: dearer than a thousand rows of one.
-    assert (time.perf_counter() - start) / 50 < 10e-3
+    assert (time.thread_time() - start) / 50 < 10e-3
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from titanlab.launch.launchers import launcher_named
 from titanlab.launch.submission import Submission, submissions
 from titanlab.records.outcome import OutcomeKind
 from titanlab.records.run_folder import RunFolder
+from titanlab.terminal.numerals import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Job:
         done = self.run.result()
         if done is None or done.kind is not OutcomeKind.DONE:
             return False
-        say(f"{self.run.path.name} is done: {done.steps} steps")
+        say(f"{self.run.path.name} is done: {counted(done.steps or 0, 'step')}")
         return True
 
     def config(self) -> dict[str, Any]:

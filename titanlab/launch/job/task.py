@@ -42,6 +42,7 @@ from titanlab.records.outcome import Outcome, OutcomeKind, from_exception
 from titanlab.records.run_folder import open_run
 from titanlab.system.atomic_file import write_json
 from titanlab.system.disk import disk_fault
+from titanlab.terminal.numerals import counted
 
 CLAIM_SECONDS = 3.0
 # After a requeue: the processes of the last start may need a moment to end.
@@ -178,7 +179,7 @@ def _attempted(job: Job, group: Group) -> tuple[Outcome, Recipe | None]:
     rendezvous.publish(run, meeting)
     where = ", ".join(place.nodes)
     world = len(members) or place.ranks.world
-    say(f"{run.path.name}, attempt {attempt}: {world} processes on {where}, job {place.job_id}")
+    say(f"{run.path.name}, attempt {attempt}: {counted(world, 'process', 'processes')} on {where}, job {place.job_id}")
     code = _watched(job, recipe, meeting)
     if run.result(attempt) is None:
         settle(run, attempt, world)

@@ -54,7 +54,8 @@ def title(plan: Plan) -> str:
     )  # fmt: skip
     return (
         f"{base.model.account().parameter_count / 1e9:.2f}B parameters on {counted(base.layout.world, machine.name)} "
-        f"({limit}); {grouped(base.training.global_batch)} sequences of {grouped(base.training.seq_len)} tokens a step"
+        f"({limit}); "
+        f"{counted(base.training.global_batch, 'sequence')} of {grouped(base.training.seq_len)} tokens a step"
     )
 
 

@@ -15,6 +15,7 @@ from titanlab.report.figures.timelines import Pipeline
 from titanlab.report.page.facts import Facts
 from titanlab.schedule.timeline import simulate
 from titanlab.sweep.table.comparison import Group
+from titanlab.terminal.numerals import counted
 
 _BREAKDOWN = "breakdown/"
 # Cells of all timelines of a report; a larger one would have megabytes.
@@ -105,7 +106,7 @@ def pipelines(facts: Facts) -> tuple[list[Pipeline], list[str]]:
 
 def _pipeline(recipe: Recipe, group: Group, run: str) -> Pipeline:
     """The timeline with the planner's times; where it has none, with a backward pass of two forward passes."""
-    label = f"{group.label} · {recipe.schedule.kind}, {recipe.microbatches} microbatches"
+    label = f"{group.label} · {recipe.schedule.kind}, {counted(recipe.microbatches, 'microbatch', 'microbatches')}"
     try:
         timeline = timeline_of(recipe, machine_of(recipe))
         if timeline is not None:

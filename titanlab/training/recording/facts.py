@@ -18,7 +18,7 @@ from titanlab.recipe.async_tensor import eager_products, fuses_in_eager_mode
 from titanlab.recipe.recipe import Recipe
 from titanlab.records.outcome import Outcome, OutcomeKind
 from titanlab.records.run_folder import RunFolder
-from titanlab.terminal.numerals import duration, grouped, short, trimmed
+from titanlab.terminal.numerals import counted, duration, grouped, short, trimmed
 from titanlab.terminal.paths import shown_path
 from titanlab.training.peak import peak_flops
 
@@ -52,7 +52,7 @@ def start_rows(
     training = recipe.training
     vocabulary = grouped(account.vocab_size)
     accumulation = recipe.local_batch // recipe.microbatch
-    batch = f"{training.global_batch} sequences of {grouped(training.seq_len)}"
+    batch = f"{counted(training.global_batch, 'sequence')} of {grouped(training.seq_len)}"
     if accumulation > 1:
         batch += f", in {accumulation} microbatches of {recipe.microbatch}"
     processes = f"{recipe.layout.world} process" + ("es" if recipe.layout.world > 1 else "")
