@@ -13,6 +13,7 @@ from titanlab.distributed import stop
 from titanlab.distributed.stop import (
     STOP_SIGNALS,
     STOPS,
+    Impatient,
     held_signals,
     request_from_lines,
     signal_for,
@@ -188,7 +189,8 @@ def test_a_line_ends_a_compilation_too():
 
 
 @pytest.mark.usefixtures("_has_terminal")
-def test_held_signals_are_noted_in_their_order_and_end_nothing():
+def test_held_signals_are_noted_in_their_order_and_end_nothing(monkeypatch):
+    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 300)
     numbers = (signal.SIGHUP, *STOP_SIGNALS, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
     with held_signals() as held:
@@ -196,6 +198,18 @@ def test_held_signals_are_noted_in_their_order_and_end_nothing():
             os.kill(os.getpid(), number)
     assert held == list(numbers)
     assert {number: signal.getsignal(number) for number in numbers} == before
+
+
+def test_a_second_ctrl_c_ends_what_holds_signals(monkeypatch):
+    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 0.1)
+    with pytest.raises(Impatient, match="interrupted again"), held_signals() as held:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        # A scheduler may repeat its signals.
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert held == [signal.SIGINT, signal.SIGINT, signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", [*STOP_SIGNALS, signal.SIGHUP])

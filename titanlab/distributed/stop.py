@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TextIO
 
+from titanlab.errors import TitanlabError
 from titanlab.records.outcome import Outcome, OutcomeKind
 
 # Kind of end by signal. If the ranks have received several signals, the one with the largest number counts.
@@ -69,6 +70,15 @@ class StopRequest:
         # Takes effect when the main thread runs Python code the next time, which a compiler does all the time.
         main = ctypes.c_ulong(threading.main_thread().ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(StoppedEarly))
+
+
+class Impatient(TitanlabError):
+    """A second Ctrl-C, before the end of the run was recorded."""
+
+    exit_code = OutcomeKind.CANCELLED.exit_code
+
+    def __init__(self) -> None:
+        super().__init__("interrupted again before the end of the run was recorded; it can be resumed")
 
 
 class StoppedEarly(BaseException):
@@ -129,9 +139,23 @@ def handled(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[list[int]]:
-    """Note stop signals inside the block, in their order, instead of ending the process. Main thread only."""
+    """Note stop signals inside the block, in their order, instead of ending the process. Main thread only.
+
+    A Ctrl-C over a second after the first signal raises Impatient, in case the block waits for a file server that is
+    gone.
+    """
     held: list[int] = []
-    with handled(caught_signals(), lambda number, frame: held.append(number)):
+    first = 0.0
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if not held:
+            first = time.monotonic()
+        held.append(number)
+        if number == signal.SIGINT and time.monotonic() - first > ONE_REQUEST_SECONDS:
+            raise Impatient
+
+    with handled(caught_signals(), handler):
         yield held
 
 
