@@ -50,19 +50,21 @@ def test_a_job_goes_on_without_a_node_that_is_lost(site, calm):
 
 
 def test_a_job_that_loses_its_first_node_starts_again_on_fewer(site, calm):
-    # The other nodes stay busy, so there is only one for it.
-    hold = ["--partition=high", "--nodelist=n[3-4]", "--nodes=2", "--exclusive", "--time=5", "--output=/dev/null"]
-    busy = site.slurm("sbatch", "--parsable", *hold, "--wrap=sleep 300").strip()
+    # The other nodes stay busy, so there is only one for it. Slurm waits two minutes before it starts the job again.
+    hold = ["--partition=high", "--nodelist=n[3-4]", "--nodes=2", "--exclusive", "--time=20", "--output=/dev/null"]
+    busy = site.slurm("sbatch", "--parsable", *hold, "--wrap=sleep 1200").strip()
     point = {"name": "first", "seed": 40, **POINT, "data.seconds": 0.3}
-    site.submit(site.sweep_command("lost_first", [point], *SMALLER))
-    run = site.run("lost_first", "first")
-    site.reached(run, 7)
-    site.fail("n1")
     try:
-        site.ended("lost_first")
+        site.submit(site.sweep_command("lost_first", [point], *SMALLER))
+        run = site.run("lost_first", "first")
+        site.reached(run, 7)
+        site.fail("n1")
+        try:
+            site.ended("lost_first", seconds=450)
+        finally:
+            site.boot("n1")
     finally:
         site.slurm("scancel", busy)
-        site.boot("n1")
     check(run, calm)
     assert run.job(2)["restart_count"] == 1
     assert run.job(2)["nodes"] == ["n2"]
