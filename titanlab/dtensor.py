@@ -10,3 +10,11 @@ from torch.distributed.tensor import DTensor
 def local_part(tensor: Any) -> Any:
     """This rank's part of a DTensor as a plain tensor, differentiable; any other value unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def in_gradient_dtype(parameter: Any, gradient: Any) -> Any:
+    """A gradient in the dtype that a parameter's `grad` must have: not always its own (`Tensor.grad_dtype`).
+
+    torch 2.15 gives a parameter under FSDP2 the reduce dtype for it, earlier ones the parameter's.
+    """
+    return gradient if parameter.grad_dtype is None else gradient.to(parameter.grad_dtype)

@@ -93,7 +93,7 @@ CSV = [
     (f"{TWO}csv schedule.file=<deadlock.csv>", "schedule.file=<deadlock.csv>: line 1, cell 1: 0B0 on rank 0 waits for 0F0", "after what it needs", None),
     (f"{TWO}csv schedule.file=<torn.csv>", "schedule.file=<torn.csv>: line 2, cell 3: 0F1: stage 0 is on rank 0 already", "on one rank", None),
     (f"{TWO}csv schedule.file=<one-rank.csv>", "schedule.file=<one-rank.csv>: has 1 lines, one a rank, and the pipeline has 2 ranks", "try parallelism.pipeline=1, or schedule=1f1b", "parallelism.pipeline=1"),
-    (f"{TWO}csv schedule.file=<halves.csv>", "schedule.file=<halves.csv>: is for 1 microbatches a step, and a step has 8", "training.microbatch times 8", "training.microbatch=8"),
+    (f"{TWO}csv schedule.file=<halves.csv>", "schedule.file=<halves.csv>: is for 1 microbatch a step, and a step has 8", "training.microbatch times 8", "training.microbatch=8"),
 ]  # fmt: skip
 CASES = [*DEGREES, *TENSOR, *CONTEXT, *DATA, *PIPELINE, *SCHEDULE, *CSV]
 FILES = {

@@ -40,6 +40,9 @@ class Recorder:
     def get_fwd_recv_ops(self, _):
         return []
 
+    def release_fwd_send_outputs(self, _):
+        """Called by torch 2.15."""
+
     get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
 
 

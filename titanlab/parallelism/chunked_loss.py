@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlab.costs.loss_chunk import part_rows
-from titanlab.dtensor import local_part
+from titanlab.dtensor import in_gradient_dtype, local_part
 from titanlab.parallelism.collectives import all_gather_single
 from titanlab.parallelism.loss import IGNORE
 from titanlab.precision.product import PLAIN, Product, product_of
@@ -139,7 +139,7 @@ class _Gradients:
         if self._needs_weight:
             if self.weight is None:
                 self.weight = product.of_weight(slope, rows)
-            elif product is PLAIN:
+            elif product is PLAIN and self.weight.dtype == rows.dtype:
                 # One operation: no second matrix of the weight's size.
                 self.weight.addmm_(slope.t(), rows)
             else:
@@ -267,7 +267,7 @@ class _HeadAndLoss(torch.autograd.Function):
         total = work.run(tokens, weight, bias, labels, gradients)
         if adds:
             if weight.grad is None:
-                weight.grad = _like(weight, gradients.weight)
+                weight.grad = _like(weight, in_gradient_dtype(weight, gradients.weight))
             gradients.weight = None
         ctx.gradients, ctx.work, ctx.weight = gradients, work, None if adds else weight
         return total

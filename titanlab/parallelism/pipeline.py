@@ -19,7 +19,8 @@ from titanlab.parallelism.pipeline_stage import ScheduledStage
 from titanlab.profiler.contract import Phase, nothing
 from titanlab.schedule.action import Action, Kind
 
-_COMMUNICATION_OF_FORWARDS = (_ComputationType.SEND_F, _ComputationType.RECV_F)
+# By name: torch 2.15 waits for each send by an action of its own, and earlier ones have none.
+_ACTIONS_OF_FORWARDS = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")
 _FSDP_ACTIONS = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
 
 
@@ -86,11 +87,7 @@ class Pipeline:
         self._train = self._runtime(actions)
         self._evaluate = self._runtime(actions)
         order = self._evaluate.pipeline_order_with_comms[rank]
-        order[:] = [
-            action
-            for action in order
-            if action.computation_type in (_ComputationType.FORWARD, *_COMMUNICATION_OF_FORWARDS)
-        ]
+        order[:] = [action for action in order if action.computation_type.name in _ACTIONS_OF_FORWARDS]
 
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Packed | None = None
@@ -170,9 +167,10 @@ class Pipeline:
         # The runtime's actions would gather the whole stage first, and again after each RESHARD.
         order = runtime.pipeline_order_with_comms[runtime.rank]
         order[:] = [action for action in order if action.computation_type not in _FSDP_ACTIONS]
-        runtime.unsharded_stages = {stage.stage_index for stage in self._stages}
         # The stages know their shapes, so the runtime must not infer them.
-        runtime._stages_forward_initialized = True
+        runtime._stages_forward_initialized = runtime._stages_backward_initialized = True
+        # Without a loss function the runtime of torch 2.15 would reduce no gradients.
+        runtime._has_backward = True
         return runtime
 
     def _run(
@@ -192,6 +190,8 @@ class Pipeline:
                 (tokens[row], labels[row], *((positions,) if documents is None else documents.arguments(row)))
                 for row in rows
             ]
+            # torch 2.15 takes those from it whose gradients are reduced.
+            runtime.unsharded_stages = {stage.stage_index for stage in self._stages}
             runtime._step_microbatches(microbatches, return_outputs=False)
             for stage in self._stages:
                 if stage.loss_sum is not None:

@@ -45,7 +45,7 @@ class ScheduledStage(PipelineStage):
 
     torch's own stage gets shapes from its neighbours or from an extra forward, keeps buffers for all microbatches
     between steps, and keeps every microbatch's logits until the step ends. This class has the same methods for the
-    runtime. It posts sends and receives itself, so that torch 2.11 and 2.13 behave alike.
+    runtime. It posts sends and receives itself, so that all of torch 2.11 to 2.15 behave alike.
     """
 
     def __init__(
@@ -99,6 +99,9 @@ class ScheduledStage(PipelineStage):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
+            # In torch 2.15, in the place of `set_is_last_backward`.
+            if hasattr(self.submod, "set_manual_backward_finalization"):
+                self.submod.set_manual_backward_finalization(True)
 
     def free_parameters(self) -> None:
         """Free parameters that FSDP has gathered for forwards without a backward."""
@@ -274,10 +277,12 @@ def _sum_in_reduce_dtype(model: nn.Module) -> None:
     """Let FSDP accumulate gradients that were written outside a backward, as it does after each backward.
 
     FSDP sums microbatches in its reduce dtype; gradients that stay in `grad` would be summed in the parameters' dtype.
-    torch 2.11 to 2.13 accumulates in a hook of the backward only, and has no public function for it.
+    torch 2.11 to 2.13 accumulates in a hook of the backward only, and has no public function for it. In torch 2.15,
+    `grad` itself has the reduce dtype (`Tensor.grad_dtype`), and there is nothing to do.
     """
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for parameter in group.fsdp_params if group is not None else ():
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+            if hasattr(parameter, "to_accumulated_grad_if_needed"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlab.dtensor import local_part
+from titanlab.dtensor import in_gradient_dtype, local_part
 from titanlab.parallelism.deferred_taps import Probe, TappedForward, tapped
 from titanlab.precision.product import ATTRIBUTE, PLAIN, Product, product_of, rows
 
@@ -140,8 +140,8 @@ class _DeferredLinear(torch.autograd.Function):
 def _accumulate(deferred: _Deferred) -> None:
     product, weight, inputs, gradient = deferred
     if weight.grad is None:
-        weight.grad = _like(weight, product.of_weight(gradient, inputs))
-    elif product is PLAIN:
+        weight.grad = _like(weight, in_gradient_dtype(weight, product.of_weight(gradient, inputs)))
+    elif product is PLAIN and weight.grad.dtype == inputs.dtype:
         # One operation: no second matrix of the weight's size, and one rounding.
         local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 
@@ -22,3 +24,10 @@ def kept_imports() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+@atexit.register
+def _free_triton() -> None:
+    """Let the interpreter collect at its exit, if Triton is imported: it prints pages about objects that stay."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
