@@ -100,8 +100,9 @@ class ScheduledStage(PipelineStage):
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
             # In torch 2.15, in the place of `set_is_last_backward`.
-            if hasattr(self.submod, "set_manual_backward_finalization"):
-                self.submod.set_manual_backward_finalization(True)
+            finalize_by_hand = getattr(self.submod, "set_manual_backward_finalization", None)
+            if callable(finalize_by_hand):
+                finalize_by_hand(True)
 
     def free_parameters(self) -> None:
         """Free parameters that FSDP has gathered for forwards without a backward."""
