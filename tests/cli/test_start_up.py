@@ -53,6 +53,7 @@ for call in calls:
     code = main(call.split())
     found.append([call, code, sorted(set(heavy) & set(sys.modules))])
 json.dump(found, out)
+out.flush()
 """
 
 

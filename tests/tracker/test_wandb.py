@@ -399,6 +399,8 @@ def test_a_writer_whose_run_was_killed_closes_the_run_as_failed(run, tmp_path, m
 
 
 def test_what_wandb_prints_goes_to_its_log_and_not_among_the_events(run, told, monkeypatch, tmp_path, fake_out):
+    # Where Python does not buffer, nothing could be left in a buffer.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     tracker = open_fake(monkeypatch, tmp_path, FAKE + "\nprint('hello from wandb')\n", run, told, finish_seconds=30)
     tracker.finish({})
     assert told == []

@@ -186,6 +186,20 @@ def test_a_signal_waits_for_the_note(failing, monkeypatch):
     assert [note.cause for note in run.failures(1)] == ["LookupError: a planted fault"]
 
 
+def test_what_is_printed_is_in_the_log_at_once(tmp_path):
+    log = tmp_path / "rank-1.log"
+    script = """
+        import os, signal
+        from titanlab.worker import rank
+        rank._write_to_own_log()
+        print("a loss")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    # Where Python does not buffer, nothing could be lost.
+    done = python(script, TITANLAB_LOG=str(log), PYTHONUNBUFFERED="")
+    assert (done.returncode, log.read_text()) == (-signal.SIGKILL, "a loss\n")
+
+
 def test_a_log_of_its_own_is_added_to(tmp_path):
     script = "import os; from titanlab.worker import rank; rank._write_to_own_log(); print('out', flush=True); os.system('echo err >&2')"
     log = tmp_path / "rank-1.log"

@@ -200,7 +200,10 @@ def _messages() -> queue.SimpleQueue[dict[str, Any] | None]:
 
 def _leave(code: int) -> None:
     """End the process without wandb's exit hooks, which may wait for a network."""
-    sys.stderr.flush()
+    # What wandb has printed is in the buffer of a file: standard output is the log here.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 

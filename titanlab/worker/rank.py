@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import signal
@@ -258,3 +259,6 @@ def _write_to_own_log() -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file is written in blocks: what a model prints would come late, and not at all if the rank is killed.
+        sys.stdout.reconfigure(line_buffering=True)
