@@ -53,6 +53,8 @@ def run_by_torch(kind: str, rank: int, ranks: int, microbatches: int) -> list[st
     schedule._stage, schedule._num_stages, schedule._n_microbatches = stage, ranks, microbatches
     schedule._has_backward, schedule.scale_grads, schedule._internal_losses = True, False, []
     schedule._loss_fn, schedule._stage_initialized = None, True
+    # Of torch 2.15.
+    schedule._finalize_gradients = True
     schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
     schedule._check_inputs = lambda *_: ([()] * microbatches, [{}] * microbatches)
     schedule._initialize_stage = lambda *_: None

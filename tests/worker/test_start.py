@@ -6,6 +6,7 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests import tiny
 from tests.test_layers import HEAVY
@@ -16,10 +17,13 @@ from titanlab.worker.imports import import_techniques
 # What a plain run does not need: each takes a tenth of a second or more to import.
 UNNEEDED = {
     *(HEAVY - {"torch"}),
-    *("hydra", "rich", "scipy", "triton", "transformers", "IPython"),
+    *("hydra", "rich", "scipy", "transformers", "IPython"),
     *("torch._inductor.compile_fx", "torch.distributed.pipelining", "torch.utils.tensorboard"),
     *("torch.testing._internal.common_utils", "torch.ao.quantization.fx"),
 }
+# A build of torch for GPUs, which brings Triton, imports it with its compiler.
+if torch.version.cuda is None:
+    UNNEEDED.add("triton")
 
 # A worker that notes what was collected while it imported, and what is imported after the fork and by the first step.
 WORKER = """
