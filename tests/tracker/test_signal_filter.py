@@ -7,8 +7,9 @@ import sys
 import pytest
 
 ASKS = """
-import signal, sys
-def heard(number, frame): print("heard", number, flush=True)
+import os, signal, sys
+# Not print: the signal may come while "ready" is still being written.
+def heard(number, frame): os.write(1, f"heard {number}\\n".encode())
 signal.signal(signal.SIGTERM, heard)
 signal.signal(signal.SIGUSR1, heard)
 print("ready", flush=True)
