@@ -212,7 +212,9 @@ def test_lines_that_stay_stand_above_the_line_that_lives():
     assert shown[5].startswith("╭─ done ─")
 
 
-def test_panels_keep_every_word_and_fold_long_ones():
+def test_panels_keep_every_word_and_fold_long_ones(monkeypatch):
+    # Of the process, in which the tests run.
+    monkeypatch.setenv("TERM", "dumb")
     out = Terminal()
     console = Console(out, environ=TERMINAL)
     path = "/" + "x" * 150
