@@ -131,6 +131,7 @@ def test_a_full_disk_below_the_output_is_one_line():
         "best --help",
         "schedule 1f1b",
         "train --cfg job",
+        "train --cfg=job",
         "train --info config",
         "sweep +sweeps=quickstart_layouts --dry-run",
     ],

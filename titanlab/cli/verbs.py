@@ -152,7 +152,7 @@ def _with_output(code: int, words: Sequence[str]) -> int:
 
 def _trains(words: Sequence[str]) -> bool:
     """Whether a command line trains or submits, or would."""
-    return words[:1] in _TRAINING and not _PRINTS.intersection(words)
+    return words[:1] in _TRAINING and not _PRINTS.intersection(word.partition("=")[0] for word in words)
 
 
 def _call(words: Sequence[str]) -> int:

@@ -106,7 +106,7 @@ def stopped_before_start(number: int, *, attempt: int) -> Outcome:
 
 
 def _stopped(number: int, cause: str | None, when: str, rank: int | None, attempt: int) -> Outcome:
-    """The outcome of an attempt that a signal has ended before its first step had."""
+    """The outcome of an attempt that a signal has ended before the end of its first step."""
     kind = STOPS[number]
     cause = cause or f"asked to end by {signal.Signals(number).name}; the run can be resumed"
     return Outcome(kind=kind, rank=rank, attempt=attempt, cause=f"{cause} ({when})", exit_code=kind.exit_code)
